@@ -1,0 +1,77 @@
+"""Every exception that evener raises on purpose.
+
+A *user error* (``UserError`` and below) is caused by an input that the user can mend: the command
+line prints its message without a traceback. Each message names the value, the cause and the remedy.
+"""
+
+
+class EvenerError(Exception):
+    """Base of all exceptions that evener raises on purpose."""
+
+
+class UserError(EvenerError):
+    """An input is wrong and the user can mend it; shown without a traceback."""
+
+
+class ConfigError(UserError, ValueError):
+    """An option, a configuration key or an argument has a bad value."""
+
+
+class DataError(UserError):
+    """Training data is missing, empty, damaged or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class LaunchError(UserError):
+    """Ranks could not be started or could not find one another."""
+
+
+class UsageError(UserError, RuntimeError):
+    """The training loop calls evener in an order that would break the mathematics."""
+
+
+class NonFiniteGradientError(UserError, ArithmeticError):
+    """A loss or a gradient is not finite on some rank; raised on every rank, nothing applied.
+
+    Attributes:
+        rank: The first rank on which it happened.
+        parameter: Name of the first such parameter, or ``None`` when it was the loss.
+        window: The window, counted over the whole run.
+    """
+
+    def __init__(self, message: str, *, rank: int, parameter: str | None, window: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.window = window
+
+
+class ProtocolError(EvenerError):
+    """Ranks disagree about what is exchanged; a bug, or ranks running different code."""
+
+
+class CollectiveError(EvenerError):
+    """An exchange between ranks failed."""
+
+
+class PeerLostError(CollectiveError):
+    """A peer died or closed its connection during an exchange."""
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """An exchange did not end before its deadline.
+
+    Attributes:
+        missing: Ranks that did not arrive, as far as that is known.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class CollectiveMismatchError(CollectiveError, UserError):
+    """Ranks joined different collectives, such as an evaluation on a local step counter."""
