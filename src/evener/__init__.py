@@ -1,0 +1,59 @@
+"""Data-parallel PyTorch training on unequal devices.
+
+Each device pulls at its own speed, and the mathematics stays that of one machine. ``import evener``
+loads nothing but this file: a public name brings in its module, and torch with it, when it is
+first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from evener.errors import CheckpointError as CheckpointError
+    from evener.errors import CollectiveError as CollectiveError
+    from evener.errors import CollectiveMismatchError as CollectiveMismatchError
+    from evener.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from evener.errors import ConfigError as ConfigError
+    from evener.errors import DataError as DataError
+    from evener.errors import EvenerError as EvenerError
+    from evener.errors import LaunchError as LaunchError
+    from evener.errors import NonFiniteGradientError as NonFiniteGradientError
+    from evener.errors import PeerLostError as PeerLostError
+    from evener.errors import ProtocolError as ProtocolError
+    from evener.errors import UsageError as UsageError
+    from evener.errors import UserError as UserError
+
+__version__: Final = "0.1.0"
+
+# Public name -> the module that defines it. To add a name: here, in the block above (for type
+# checkers and editors), and in tests/contracts/test_public_names.py.
+_MODULE_OF: Final = {
+    "CheckpointError": "evener.errors",
+    "CollectiveError": "evener.errors",
+    "CollectiveMismatchError": "evener.errors",
+    "CollectiveTimeoutError": "evener.errors",
+    "ConfigError": "evener.errors",
+    "DataError": "evener.errors",
+    "EvenerError": "evener.errors",
+    "LaunchError": "evener.errors",
+    "NonFiniteGradientError": "evener.errors",
+    "PeerLostError": "evener.errors",
+    "ProtocolError": "evener.errors",
+    "UsageError": "evener.errors",
+    "UserError": "evener.errors",
+}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'evener' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
