@@ -1,0 +1,1 @@
+"""What is averaged, and with what weight."""
