@@ -1,0 +1,1 @@
+"""How bytes move between ranks; the only place that touches ``torch.distributed``."""

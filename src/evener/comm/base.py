@@ -1,0 +1,368 @@
+"""The seam through which ranks exchange tensors, rows and bytes, and its leaf for one rank."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+)
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective call as a leaf sees it.
+
+    Attributes:
+        number: How many calls this communicator has had, this one included; equal on all ranks.
+        kind: The operation, such as ``"all_reduce"``.
+        what: What is exchanged, in words for a message; equal on all ranks.
+        timeout_s: Seconds after which the call must have failed.
+    """
+
+    number: int
+    kind: str
+    what: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Why a communicator ended; not the exception, whose traceback would keep frames alive."""
+
+    kind: type[CollectiveError]
+    message: str
+    missing: tuple[int, ...]
+
+    def error(self, prefix: str) -> CollectiveError:
+        if issubclass(self.kind, CollectiveTimeoutError):
+            return self.kind(prefix + self.message, missing=self.missing)
+        return self.kind(prefix + self.message)
+
+
+class Communicator(ABC):
+    """A fixed set of ranks that exchange data.
+
+    Every method that takes ``what`` is a *collective*: all ranks call the same methods in the same
+    order, with the same ``what``. Each has a deadline, and the same errors on every leaf:
+
+    - ``PeerLostError``: a rank died or closed its communicator.
+    - ``CollectiveTimeoutError``: the deadline passed; ``missing`` names those that did not come.
+    - ``CollectiveMismatchError``: ranks are in different operations. Rows, bytes, barriers and
+      splits always notice; tensors of unlike sizes may surface as one of the two above instead.
+
+    An error ends the communicator: later calls raise at once, and what it held is let go. One
+    thread at a time may use it; a second thread needs its own (``split`` with all ranks).
+
+    Attributes:
+        rank: This rank, ``0 .. world_size - 1``.
+        world_size: Number of ranks.
+        backend: ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
+        timeout_s: Deadline of a call that names none.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank {rank} is not in a team of {world_size}: use 0 to world_size - 1"
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout_s = _check_timeout(timeout_s)
+        self._ended: _End | None = None
+        self._num_calls = 0
+        self._num_splits = 0
+
+    # ── collectives ──────────────────────────────────────────────────────────────────────────────
+
+    def all_reduce(self, tensor: Tensor, *, what: str, timeout_s: float | None = None) -> None:
+        """Replace ``tensor`` on every rank by the sum over ranks, with the same bits everywhere.
+
+        Args:
+            tensor: Contiguous; same shape and dtype on every rank. Sums are formed in its dtype.
+            what: What is summed, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+        """
+        call = self._begin("all_reduce", what, timeout_s)
+        flat = _flat(tensor, what)
+        if flat.numel():
+            self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, call)
+
+    def broadcast(
+        self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
+    ) -> None:
+        """Copy rank ``src``'s ``tensor`` over that of every other rank, bit for bit.
+
+        Args:
+            tensor: Contiguous, of any dtype; same shape and dtype on every rank.
+            src: The rank to copy from.
+            what: What is copied, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+        """
+        if not 0 <= src < self.world_size:
+            raise ConfigError(
+                f"no rank {src} to broadcast {what!r} from: there are {self.world_size}"
+            )
+        call = self._begin("broadcast", what, timeout_s)
+        flat = _flat(tensor, what)
+        if flat.numel():
+            self._broadcast(flat.view(torch.uint8), src, call)
+
+    def all_gather_parts(self, flat: Tensor, *, what: str, timeout_s: float | None = None) -> None:
+        """Fill ``flat`` on every rank with part ``r`` as it stands on rank ``r``, bit for bit.
+
+        Args:
+            flat: Contiguous, of any dtype; cut into ``world_size`` equal parts.
+            what: What is gathered, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+        """
+        if flat.numel() % self.world_size:
+            raise ConfigError(
+                f"{what!r} has {flat.numel()} elements, which {self.world_size} ranks cannot share "
+                "in equal parts: pad it to a multiple of world_size"
+            )
+        call = self._begin("all_gather_parts", what, timeout_s)
+        whole = _flat(flat, what)
+        if whole.numel():
+            self._all_gather_parts(whole.view(torch.uint8), call)
+
+    def all_gather_rows(
+        self, row: Sequence[float], *, what: str, timeout_s: float | None = None
+    ) -> list[list[float]]:
+        """Give every rank the row of each rank.
+
+        Args:
+            row: Python floats, carried as float64 bit for bit; as many on every rank.
+            what: What the rows say, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+
+        Returns:
+            The rows, indexed by rank.
+        """
+        return self._all_gather_rows(row, self._begin("all_gather_rows", what, timeout_s))
+
+    def all_gather_bytes(
+        self, payload: bytes, *, what: str, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Give every rank the payload of each rank; lengths may differ, the deadline holds twice.
+
+        Args:
+            payload: Anything, also nothing.
+            what: What the payloads say, for messages.
+            timeout_s: Deadline of each of the two exchanges; ``None`` takes the communicator's.
+
+        Returns:
+            The payloads, indexed by rank.
+        """
+        rows = self.all_gather_rows([len(payload)], what=what, timeout_s=timeout_s)
+        sizes = [int(row[0]) for row in rows]
+        widest = max(sizes)
+        if widest == 0:
+            return [b""] * self.world_size
+        flat = torch.zeros(self.world_size * widest, dtype=torch.uint8)
+        if payload:
+            start = self.rank * widest
+            flat[start : start + len(payload)] = torch.frombuffer(
+                bytearray(payload), dtype=torch.uint8
+            )
+        self.all_gather_parts(flat, what=what, timeout_s=timeout_s)
+        whole = bytes(flat.tolist())
+        return [whole[r * widest : r * widest + size] for r, size in enumerate(sizes)]
+
+    def barrier(self, *, what: str, timeout_s: float | None = None) -> None:
+        """Return when every rank has called this.
+
+        Args:
+            what: What is waited for, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+        """
+        self._all_gather_rows((), self._begin("barrier", what, timeout_s))
+
+    def split(
+        self, ranks: Sequence[int], *, name: str, timeout_s: float | None = None
+    ) -> "Communicator | None":
+        """Form a communicator of some of the ranks; collective over *all* ranks of this one.
+
+        Args:
+            ranks: Members, in the order of their new ranks; equal on all ranks.
+            name: Word for messages; it may be used again.
+            timeout_s: Deadline for forming it; ``None`` takes the communicator's.
+
+        Returns:
+            The new communicator (a ``SingleCommunicator`` where it has one member), or ``None`` on
+            a rank outside of it. Its fate is its own: closing or losing either leaves the other.
+        """
+        members = self._check_members(ranks, name)
+        what = f"split {name!r}"
+        row = [*members, *[-1] * (self.world_size - len(members))]
+        for other, theirs in enumerate(self.all_gather_rows(row, what=what, timeout_s=timeout_s)):
+            if theirs != row:
+                raise self._end(
+                    CollectiveMismatchError(
+                        f"rank {self.rank} splits {name!r} with {list(members)}, rank {other} with "
+                        f"{[int(r) for r in theirs if r >= 0]}: all must name the same members"
+                    )
+                )
+        self._num_splits += 1
+        if len(members) == 1:
+            single = members[0] == self.rank
+            return SingleCommunicator(timeout_s=self.timeout_s) if single else None
+        call = self._begin("split", what, timeout_s)
+        return self._split(members, f"{self._num_splits}/{name}", call)
+
+    # ── end of life ──────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Let the connections go; not collective, and calling it again does nothing.
+
+        Peers that still need this rank get ``PeerLostError``.
+        """
+        if self._ended is None:
+            self._end(CollectiveError(f"rank {self.rank} has closed this communicator"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ── for leaves ───────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, kind: str, what: str, timeout_s: float | None) -> Call:
+        if self._ended is not None:
+            raise self._ended.error(f"rank {self.rank} cannot start {what!r}: ")
+        self._num_calls += 1
+        seconds = self.timeout_s if timeout_s is None else _check_timeout(timeout_s)
+        return Call(self._num_calls, kind, what, seconds)
+
+    def _end(self, error: CollectiveError) -> CollectiveError:
+        """Let everything go, make later calls raise the same, and return ``error`` to be raised."""
+        if self._ended is None:
+            missing = error.missing if isinstance(error, CollectiveTimeoutError) else ()
+            self._ended = _End(type(error), str(error), missing)
+            self._release()
+        return error
+
+    def _check_members(self, ranks: Sequence[int], name: str) -> tuple[int, ...]:
+        members = tuple(ranks)
+        if not members or len(set(members)) != len(members):
+            raise ConfigError(f"split {name!r} with ranks {list(members)}: name each member once")
+        if not all(0 <= r < self.world_size for r in members):
+            raise ConfigError(
+                f"split {name!r} with ranks {list(members)}: there are ranks 0 to "
+                f"{self.world_size - 1}"
+            )
+        return members
+
+    @abstractmethod
+    def _all_reduce(self, flat: Tensor, call: Call) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        """Copy ``flat`` (uint8, not empty) from rank ``src``."""
+
+    @abstractmethod
+    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
+        """Gather the parts of ``flat`` (uint8, not empty)."""
+
+    @abstractmethod
+    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]: ...
+
+    @abstractmethod
+    def _split(self, members: tuple[int, ...], key: str, call: Call) -> "Communicator | None":
+        """Form the communicator of two or more ``members``; ``key`` is unique in this one."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Let connections and shared state go; called once."""
+
+
+@final
+class SingleCommunicator(Communicator):
+    """The communicator of one rank: the same calls, nothing to exchange."""
+
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__(rank=0, world_size=1, backend="none", timeout_s=timeout_s)
+
+    def _all_reduce(self, flat: Tensor, call: Call) -> None:
+        pass
+
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        pass
+
+    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
+        pass
+
+    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
+        return [[float(value) for value in row]]
+
+    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
+        raise AssertionError("one rank has no split of two or more members")
+
+    def _release(self) -> None:
+        pass
+
+
+# ── messages that every leaf words alike ─────────────────────────────────────────────────────────
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``(1,)`` as ``"rank 1"``, ``(0, 2, 3)`` as ``"ranks 0, 2 and 3"``."""
+    words = [str(r) for r in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int]) -> str:
+    """Say who waited in what for whom, and what can be done."""
+    whom = name_ranks(missing) if missing else "the others (which of them is not known)"
+    return (
+        f"rank {rank} waited {waited_s:.1f} s in {what!r} for {whom}: stopped, hung or slower than "
+        "the deadline; look at its output, or raise the timeout"
+    )
+
+
+def lost_message(rank: int, what: str, detail: str) -> str:
+    """Say in which operation a peer was lost."""
+    return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
+
+
+def mismatch_message(rank: int, what: str, others: Sequence[tuple[int, str]]) -> str:
+    """Say who is in which operation, given ``(rank, words)`` of those in another one."""
+    theirs = ", ".join(f"rank {r} in {words}" for r, words in others)
+    return (
+        f"ranks are in different operations: rank {rank} in {what!r}, {theirs}. All must make "
+        "the same calls in the same order: branch on ddp.window, never on a local counter"
+    )
+
+
+def _flat(tensor: Tensor, what: str) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{what!r} has shape {tuple(tensor.shape)} with strides {tensor.stride()}: collectives "
+            "work in place on contiguous tensors; pass .contiguous() and copy the result back"
+        )
+    return tensor.detach().view(-1)
+
+
+def _check_timeout(timeout_s: float) -> float:
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is {timeout_s}: every wait needs a deadline above 0 seconds")
+    return float(timeout_s)
