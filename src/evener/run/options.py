@@ -1,0 +1,33 @@
+"""What the command line hands to a task, as plain values."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainOptions:
+    """Options of ``evener pretrain``, as the user gave them.
+
+    Attributes:
+        config: The run's YAML file; ``None`` leaves every key at its default.
+        nproc: Local ranks asked for; ``None`` when the user did not say.
+        emulate_slow: ``RANK:FACTOR`` texts; ``evener.run.emulate.parse_emulation`` reads them.
+        overrides: ``key=value`` texts of ``--set``, in order; the last one wins.
+        resume: Go on from the newest complete checkpoint.
+        out: Folder that runs go to; ``None`` for the configuration's.
+        name: Name of the run; ``None`` for the configuration's.
+        port: Port of the store; only the launcher reads it.
+        demo: Train the small model on text that every Python has.
+        quiet: Print neither the team nor the progress line.
+    """
+
+    config: Path | None = None
+    nproc: int | None = None
+    emulate_slow: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    out: Path | None = None
+    name: str | None = None
+    port: int | None = None
+    demo: bool = False
+    quiet: bool = False
