@@ -1,0 +1,412 @@
+"""The cursor hands out every sample of an epoch exactly once, whatever happens on the way."""
+
+import itertools
+import json
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.data.cursor import Cursor, Permutation, RangeSet, Slice, derive_seed
+from evener.errors import CheckpointError, DataError, UsageError
+
+BOUNDED = settings(deadline=None, derandomize=True, max_examples=150, database=None)
+
+
+# ── derive_seed ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_derived_seeds_are_the_same_everywhere_and_for_ever():
+    assert derive_seed() == 6510301506637419378
+    assert derive_seed(0) == 4774516902939907285
+    assert derive_seed(1, 2, "x") == 2522615864346615279
+
+
+def test_derived_seeds_tell_their_parts_apart():
+    seeds = [
+        derive_seed(*parts)
+        for parts in [
+            (),
+            (0,),
+            (0, 0),
+            ("0",),
+            ("",),
+            (-1,),
+            (1, 2),
+            (2, 1),
+            (12,),
+            ("a", "bc"),
+            ("ab", "c"),
+            ("abc",),
+            (2**200,),
+        ]
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# ── Permutation ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("num_samples", [*range(1, 70), 97, 101, 127, 128, 129, 1000, 1009, 10007])
+def test_permutation_is_a_bijection(num_samples):
+    order = Permutation(num_samples, seed=7, epoch=2)
+    assert len(order) == num_samples
+    assert sorted(order.indices([range(num_samples)])) == list(range(num_samples))
+
+
+@BOUNDED
+@given(num_samples=st.integers(1, 3000), seed=st.integers(), epoch=st.integers(0, 10**6))
+def test_permutation_is_a_bijection_for_any_seed(num_samples, seed, epoch):
+    order = Permutation(num_samples, seed, epoch)
+    assert sorted(map(order.__getitem__, range(num_samples))) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("num_samples", [10**6, 10**9 + 7, 2**40])
+def test_large_permutation_has_no_repeats_among_neighbours(num_samples):
+    order = Permutation(num_samples, seed=0, epoch=0)
+    seen = order.indices([range(1000), range(num_samples // 2, num_samples // 2 + 1000)])
+    assert len(set(seen)) == len(seen)
+    assert all(0 <= index < num_samples for index in seen)
+    # A shuffle puts about half of the first samples into the upper half of the data set.
+    assert 800 < sum(index >= num_samples // 2 for index in seen) < 1200
+
+
+def test_permutation_holds_no_list():
+    tracemalloc.start()
+    try:
+        order = Permutation(10**9, seed=0, epoch=0)
+        order.indices([range(100), range(10**9 - 100, 10**9)])
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 64 * 1024
+
+
+def test_permutation_is_the_same_everywhere_and_for_ever():
+    # Checkpoints rely on it: another order would repeat and miss samples after a resume.
+    order = Permutation(10, seed=0, epoch=0).indices([range(10)])
+    assert order == [9, 1, 6, 2, 5, 3, 4, 8, 0, 7]
+    order = Permutation(7, seed=1, epoch=3).indices([range(7)])
+    assert order == [5, 3, 6, 0, 4, 1, 2]
+    order = Permutation(10**9, seed=42, epoch=5).indices([range(3), range(10**9 - 2, 10**9)])
+    assert order == [345205008, 454387685, 674016042, 607247561, 243067759]
+
+
+def test_epochs_and_seeds_differ():
+    orders = [
+        tuple(Permutation(50, seed, epoch).indices([range(50)]))
+        for seed, epoch in itertools.product(range(5), range(20))
+    ]
+    assert len(set(orders)) == 100
+
+
+@pytest.mark.parametrize("num_samples", [4, 5, 16, 24])
+def test_every_sample_is_as_likely_everywhere(num_samples):
+    # Pearson's statistic over 4000 seeds; its standard deviation is sqrt(2 * freedom), so five of
+    # them are passed by chance once in millions of tries, and the test is deterministic anyway.
+    num_seeds = 4000
+    counts = [[0] * num_samples for _ in range(num_samples)]
+    steps = [0] * num_samples
+    for seed in range(num_seeds):
+        order = Permutation(num_samples, seed, 0).indices([range(num_samples)])
+        for position, index in enumerate(order):
+            counts[position][index] += 1
+        for before, after in itertools.pairwise(order):
+            steps[(after - before) % num_samples] += 1
+    expected = num_seeds / num_samples
+    statistic = sum((count - expected) ** 2 / expected for row in counts for count in row)
+    freedom = (num_samples - 1) ** 2
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+    statistic = sum((count - num_seeds) ** 2 / num_seeds for count in steps[1:])
+    freedom = num_samples - 2
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("position", [-1, 5, 10**30])
+def test_position_outside_the_epoch(position):
+    with pytest.raises(IndexError, match="outside an epoch of 5"):
+        Permutation(5, 0, 0)[position]
+
+
+@pytest.mark.parametrize("make", [lambda: Permutation(0, 0, 0), lambda: Cursor(0, 0)])
+def test_empty_data_set_is_refused(make):
+    with pytest.raises(DataError, match="0 samples"):
+        make()
+
+
+# ── RangeSet ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@BOUNDED
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=20),
+    limit=st.integers(0, 45),
+)
+def test_range_set_agrees_with_a_set(pairs, limit):
+    ranges, model = RangeSet(), set()
+    for start, size in pairs:
+        new = set(range(start, start + size))
+        before = ranges.copy()
+        if not new or new & model:
+            with pytest.raises(UsageError, match="twice" if new else "no range"):
+                ranges.add(start, start + size)
+            assert ranges == before, "a refused range must leave the set as it was"
+        else:
+            ranges.add(start, start + size)
+            model |= new
+            assert ranges != before
+    assert ranges.total == len(model)
+    assert [number in ranges for number in range(50)] == [number in model for number in range(50)]
+    for start, stop in itertools.combinations(range(0, 45, 3), 2):
+        assert ranges.contains(start, stop) == set(range(start, stop)).issubset(model)
+    missing = [number for gap in ranges.gaps(limit) for number in gap]
+    assert missing == [number for number in range(limit) if number not in model]
+    first = ranges.first_gap(limit)
+    assert (first is None) == (not missing)
+    assert first is None or first == next(iter(ranges.gaps(limit)))
+    held = ranges.to_list()
+    for (_, stop), (start, _) in itertools.pairwise(held):
+        assert stop < start, "ranges must be sorted, disjoint and merged"
+    assert RangeSet.from_list(json.loads(json.dumps(held))) == ranges
+
+
+def test_gaps_are_whole_ranges():
+    ranges = RangeSet([(2, 4), (8, 9)])
+    assert list(ranges.gaps(12)) == [range(0, 2), range(4, 8), range(9, 12)]
+    assert list(ranges.gaps(6)) == [range(0, 2), range(4, 6)]
+    assert RangeSet([(0, 5)]).first_gap(5) is None
+
+
+def test_copy_is_independent():
+    ranges = RangeSet([(0, 2)])
+    twin = ranges.copy()
+    twin.add(2, 3)
+    assert ranges.to_list() == [[0, 2]]
+    assert repr(twin) == "RangeSet([[0, 3]])"
+
+
+@pytest.mark.parametrize("bad", [[[0, 2.5]], [[0]], [[0, 1, 2]], [[-1, 2]], [[0, True]], [[3, 3]]])
+def test_ranges_that_are_none_are_refused(bad):
+    with pytest.raises(UsageError, match="no range of positions"):
+        RangeSet.from_list(bad)
+
+
+# ── Cursor ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def drain(cursor: Cursor, batch_size: int) -> list[int]:
+    """Commit the rest of the planning epoch; the positions in the order they were committed."""
+    seen = []
+    while (lease := cursor.take(batch_size)) is not None:
+        cursor.commit(lease)
+        seen += range(lease.start, lease.stop)
+    return seen
+
+
+def test_windows_are_consecutive_slices():
+    cursor = Cursor(10, seed=0)
+    assert cursor.num_windows(4) == 3
+    slices = [cursor.take(4), cursor.take(4), cursor.take(4)]
+    assert slices == [Slice(0, 0, 4), Slice(0, 4, 4), Slice(0, 8, 2)]
+    assert cursor.take(4) is None
+    assert cursor.leases == tuple(slices)
+    for lease in slices:
+        cursor.commit(lease)
+    assert (cursor.epoch, cursor.planning_epoch, cursor.leases) == (1, 0, ())
+    assert cursor.take(4) is None, "planning moves to the next epoch with begin() only"
+    assert cursor.begin(1) is True
+    assert cursor.take(4) == Slice(1, 0, 4)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(1, 9)),
+        st.tuples(st.just("commit"), st.integers(0, 5)),
+        st.just(("release", 0)),
+        st.just(("reload", 0)),
+    ),
+    max_size=60,
+)
+
+
+@BOUNDED
+@given(num_samples=st.integers(1, 40), actions=ACTIONS, batch_size=st.integers(1, 9))
+def test_every_position_is_committed_once_whatever_happens(num_samples, actions, batch_size):
+    cursor = Cursor(num_samples, seed=5)
+    done: list[int] = []
+    for action, argument in actions:
+        if action == "take":
+            lease = cursor.take(argument)
+            if lease is not None:
+                assert lease.size <= argument
+        elif action == "commit" and cursor.leases:
+            lease = cursor.leases[argument % len(cursor.leases)]
+            cursor.commit(lease)
+            done += range(lease.start, lease.stop)
+        elif action == "release":
+            cursor.release()
+            assert cursor.leases == ()
+        elif action == "reload" and cursor.epoch == 0:
+            state = json.loads(json.dumps(cursor.state_dict()))
+            cursor = Cursor(num_samples, seed=5)
+            cursor.load_state_dict(state)
+        leased = [position for s in cursor.leases for position in range(s.start, s.stop)]
+        assert len(set(done + leased)) == len(done + leased)
+        if cursor.epoch == 0:
+            assert cursor.committed.total == len(done)
+    cursor.release()
+    if cursor.epoch == 0:
+        remaining = cursor.remaining_windows(0, batch_size)
+        windows = 0
+        while (lease := cursor.take(batch_size)) is not None:
+            windows += 1
+            cursor.commit(lease)
+            done += range(lease.start, lease.stop)
+        assert windows == remaining
+    assert sorted(done) == list(range(num_samples))
+    assert cursor.is_committed(0)
+    assert cursor.remaining_windows(0, batch_size) == 0
+    assert cursor.remaining_windows(1, batch_size) == cursor.num_windows(batch_size)
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 7), (7, 4), (32, 5), (1, 100)])
+def test_resume_with_another_batch_size(first, second):
+    cursor = Cursor(100, seed=3)
+    done = []
+    for _ in range(3):
+        lease = cursor.take(first)
+        cursor.commit(lease)
+        done += range(lease.start, lease.stop)
+    cursor.take(first)  # under way when the run stopped, so it is done anew
+    resumed = Cursor(100, seed=3)
+    resumed.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    assert resumed.remaining_windows(0, second) == -(-(100 - len(done)) // second)
+    done += drain(resumed, second)
+    assert done == list(range(100))
+
+
+def test_state_is_plain_and_holds_no_rank_count():
+    cursor = Cursor(10, seed=3)
+    cursor.commit(cursor.take(4))
+    cursor.take(4)
+    assert cursor.state_dict() == {
+        "num_samples": 10,
+        "seed": 3,
+        "epoch": 0,
+        "committed": [[0, 4]],
+    }
+
+
+def test_gaps_are_leased_first():
+    cursor = Cursor(20, seed=0, epoch=2, committed=RangeSet([(3, 5), (9, 20)]))
+    taken = [cursor.take(4) for _ in range(3)]
+    assert taken == [Slice(2, 0, 3), Slice(2, 5, 4), None]
+
+
+def test_committed_argument_is_not_shared():
+    committed = RangeSet([(0, 3)])
+    cursor = Cursor(5, seed=0, committed=committed)
+    cursor.commit(cursor.take(1))
+    assert committed.to_list() == [[0, 3]]
+    cursor.committed.add(4, 5)
+    assert cursor.take(5) == Slice(0, 4, 1)
+
+
+def test_release_does_windows_anew():
+    cursor = Cursor(10, seed=0)
+    first, second = cursor.take(3), cursor.take(3)
+    cursor.commit(first)
+    cursor.release()
+    with pytest.raises(UsageError, match="not leased"):
+        cursor.commit(second)
+    assert cursor.take(5) == Slice(0, 3, 5)
+
+
+def test_a_sample_cannot_be_committed_twice():
+    cursor = Cursor(10, seed=0)
+    lease = cursor.take(3)
+    cursor.commit(lease)
+    with pytest.raises(UsageError, match="committed before"):
+        cursor.commit(lease)
+    with pytest.raises(UsageError, match="never taken"):
+        cursor.commit(Slice(0, 3, 3))
+
+
+def test_begin_of_a_committed_epoch_yields_nothing():
+    cursor = Cursor(10, seed=0, epoch=3, committed=RangeSet([(0, 4)]))
+    for epoch in range(3):
+        assert cursor.is_committed(epoch)
+        assert cursor.begin(epoch) is False
+        assert cursor.take(4) is None
+    assert cursor.begin(3) is True
+    assert cursor.take(4) == Slice(3, 4, 4)
+
+
+@pytest.mark.parametrize("committing", [False, True])
+def test_begin_names_the_unfinished_epoch(committing):
+    cursor = Cursor(10, seed=0)
+    lease = cursor.take(4)
+    if committing:
+        cursor.commit(lease)
+    with pytest.raises(UsageError, match=r"epoch 1 cannot begin: epoch 0 has \d of 10 samples"):
+        cursor.begin(1)
+    assert cursor.planning_epoch == 0
+
+
+def test_an_epoch_that_nobody_began_may_be_passed_over():
+    cursor = Cursor(10, seed=0)
+    assert cursor.begin(4) is True
+    assert cursor.is_committed(3)
+    assert cursor.take(4) == Slice(4, 0, 4)
+
+
+def test_epoch_that_is_whole_in_the_state_is_over():
+    cursor = Cursor(10, seed=0, epoch=1, committed=RangeSet([(0, 10)]))
+    assert (cursor.epoch, cursor.committed.total) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 11}, "num_samples=11, this run has num_samples=10"),
+        ({"seed": 1}, "seed=1, this run has seed=0"),
+        ({"seed": None}, "seed=None"),
+        ({"epoch": -1}, "damaged"),
+        ({"committed": [[0, 11]]}, "damaged"),
+        ({"committed": [[0, 3], [2, 5]]}, "damaged"),
+        ({"committed": None}, "damaged"),
+        ({"epoch": "later"}, "damaged"),
+    ],
+)
+def test_state_of_another_run_is_refused(changes, message):
+    cursor = Cursor(10, seed=0)
+    cursor.commit(cursor.take(2))
+    before = cursor.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        cursor.load_state_dict({**before, **changes})
+    assert cursor.state_dict() == before
+    missing = {name: value for name, value in before.items() if name not in changes}
+    with pytest.raises(CheckpointError):
+        cursor.load_state_dict(missing)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Cursor(5, 0).take(0),
+        lambda: Cursor(5, 0).begin(-1),
+        lambda: Cursor(5, 0, epoch=-1),
+        lambda: Cursor(5, 0, committed=RangeSet([(0, 6)])),
+    ],
+)
+def test_arguments_that_make_no_sense(make):
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_order_is_that_of_the_permutation():
+    cursor = Cursor(30, seed=9)
+    expected = Permutation(30, seed=9, epoch=2).indices([range(30)])
+    assert cursor.permutation(2).indices([range(0, 10), range(10, 30)]) == expected
