@@ -1,0 +1,235 @@
+"""How one micro-batch is loaded, and what a fetcher promises.
+
+Randomness is derived, not stored: before each ``dataset[index]`` the generators that augmentation
+usually draws from are seeded from (seed, epoch, index). A sample is then the same whoever loads it,
+whatever was loaded before it, and after a resume.
+"""
+
+import random
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, Self
+
+import torch
+from torch.utils.data import default_collate
+
+from evener.data.cursor import derive_seed
+from evener.errors import DataError, UsageError
+
+DEFAULT_TIMEOUT_S: Final = 600.0
+"""How long ``Pending.result`` waits for a batch unless told otherwise."""
+
+
+class MapDataset(Protocol):
+    """A map-style data set: a sample for each index."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Returns the sample of ``index``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is needed to turn (epoch, indices) into a batch.
+
+    Attributes:
+        dataset: Map-style data set.
+        collate_fn: Makes one batch of a list of samples.
+        seed: Seed of the run.
+    """
+
+    dataset: MapDataset
+    collate_fn: Callable[[list[Any]], Any]
+    seed: int
+
+    @property
+    def dataset_name(self) -> str:
+        """Type of the data set, for messages."""
+        return type(self.dataset).__qualname__
+
+    def sample(self, epoch: int, index: int, *, seeded: bool = True) -> Any:
+        """Loads one sample.
+
+        Raises:
+            DataError: The data set raised; names the index and where it happened.
+        """
+        try:
+            if seeded:
+                seed_generators(derive_seed(self.seed, epoch, index))
+            return self.dataset[index]
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of epoch {epoch} could not be loaded from {self.dataset_name}: "
+                f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
+                f"reproduces the error"
+            ) from error
+
+    def collate(self, epoch: int, indices: Sequence[int], samples: list[Any], seeded: bool) -> Any:
+        """Makes a batch; ``collate_fn`` may draw random numbers (masking), so it is seeded too.
+
+        Raises:
+            DataError: ``collate_fn`` raised; names the indices and where it happened.
+        """
+        try:
+            if seeded:
+                seed_generators(derive_seed(self.seed, epoch, indices[0], "collate"))
+            return self.collate_fn(samples)
+        except Exception as error:
+            raise DataError(
+                f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
+                f"collated: {describe(error)}. Samples of one batch need equal shapes, or pass a "
+                f"collate_fn that pads them"
+            ) from error
+
+    def batch(self, epoch: int, indices: Sequence[int], *, seeded: bool = True) -> Any:
+        """Loads the samples of ``indices`` and collates them."""
+        samples = [self.sample(epoch, index, seeded=seeded) for index in indices]
+        return self.collate(epoch, indices, samples, seeded)
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line, with the place: user errors are shown without a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds Python's ``random``, NumPy's global generator if imported, and torch's CPU generator.
+
+    ``torch.manual_seed`` would also seed the accelerators' generators, which belong to training.
+    """
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed & 0xFFFF_FFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Leaves the generators that ``seed_generators`` seeds as they were before the block."""
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+class Pending(ABC):
+    """A batch that has been submitted."""
+
+    @abstractmethod
+    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        """Waits for the batch; asking again returns the same object or raises the same error.
+
+        Args:
+            timeout_s: Longest wait, in seconds. A load in the calling thread cannot be cut short.
+
+        Raises:
+            DataError: A sample could not be loaded (named by index), the worker died, or the
+                deadline has passed.
+        """
+
+
+class Fetcher(ABC):
+    """Loads micro-batches ahead of need, in the order in which they are submitted.
+
+    Each submitted batch stays in memory until its ``Pending`` is dropped: the *caller* bounds the
+    number of submissions that are outstanding. One thread at a time may use a fetcher.
+
+    Args:
+        dataset: Map-style data set.
+        collate_fn: Makes one batch of a list of samples; torch's ``default_collate`` if None.
+        seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._recipe = Recipe(dataset, collate_fn or default_collate, seed)
+        self._closed = False
+        self._once: tuple[tuple[int, int], Any] | None = None
+
+    def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
+        """Starts to load the samples of ``indices`` as one batch and returns at once.
+
+        Args:
+            epoch: Epoch, for the randomness of augmentation.
+            indices: Indices into the data set, at least one.
+
+        Raises:
+            UsageError: The fetcher is closed, or ``indices`` is empty.
+        """
+        if self._closed:
+            raise UsageError("this fetcher is closed: submit before close()")
+        if not indices:
+            raise UsageError("a batch needs at least one index: do not submit an empty share")
+        return self._submit(epoch, [int(index) for index in indices])
+
+    def load_once(self, epoch: int, index: int) -> Any:
+        """Loads one sample now, or returns the one that the previous call loaded, if the same.
+
+        For the speed probe, which times batches that hold one sample many times. The caller's
+        random generators are left as they were.
+
+        Raises:
+            DataError: The sample could not be loaded.
+        """
+        key = (epoch, index)
+        if self._once is None or self._once[0] != key:
+            self._once = (key, self._load(epoch, index))
+        return self._once[1]
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Makes a batch of loaded samples, in the calling thread.
+
+        Raises:
+            DataError: ``collate_fn`` raised.
+        """
+        with preserved_generators():
+            return self._recipe.collate(0, range(len(samples)), list(samples), seeded=True)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and processes, also while loads are outstanding; idempotent."""
+
+    @abstractmethod
+    def _submit(self, epoch: int, indices: list[int]) -> Pending: ...
+
+    def _load(self, epoch: int, index: int) -> Any:
+        with preserved_generators():
+            return self._recipe.sample(epoch, index)
+
+    def __enter__(self) -> Self:
+        """Returns the fetcher; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes the fetcher."""
+        self.close()
+
+
+def name_samples(epoch: int, indices: Sequence[int]) -> str:
+    """Names samples for a message; the first eight if there are more."""
+    shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    return f"samples [{shown}] of epoch {epoch}"
+
+
+def timeout_error(timeout_s: float, samples: str, who: str) -> DataError:
+    """Says who did not deliver what in time."""
+    return DataError(
+        f"{samples} did not arrive from {who} within {timeout_s:g} s. Storage may hang, or loading "
+        f"is slow: time dataset[index] alone, or use more workers"
+    )

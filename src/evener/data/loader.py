@@ -1,0 +1,227 @@
+"""Fetchers: where and when the samples of a micro-batch are loaded.
+
+The training loop plans one window ahead and submits what it will need; a ``Fetcher`` loads it in
+the calling thread, in a background thread, or in worker processes. Batches are the same in the
+calling thread and in worker processes, for any number of workers, because every sample's
+randomness derives from (seed, epoch, index).
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Literal, final, get_args
+
+from torch.utils.data import IterableDataset
+
+from evener.data.fetching import (
+    DEFAULT_TIMEOUT_S,
+    Fetcher,
+    MapDataset,
+    Pending,
+    name_samples,
+    preserved_generators,
+    timeout_error,
+)
+from evener.data.workers import ProcessFetcher
+from evener.errors import ConfigError, DataError, UsageError
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Fetcher",
+    "InlineFetcher",
+    "MapDataset",
+    "Pending",
+    "Prefetch",
+    "ProcessFetcher",
+    "ThreadFetcher",
+    "make_fetcher",
+]
+
+Prefetch = Literal["auto", "inline", "thread", "process"]
+
+_THREAD_GRACE_S: Final = 5.0
+
+
+class _Outcome:
+    """What came of a load: it runs once, on whatever thread, and the result is kept."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load: Callable[[], Any] | None = load
+        self._batch: Any = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        if self._load is None:
+            return
+        try:
+            self._batch = self._load()
+        except Exception as error:
+            self._error = error
+        self._load = None
+
+    def fail(self, error: Exception) -> None:
+        self._load, self._error = None, error
+
+    def get(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._batch
+
+
+class _InlinePending(Pending):
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._outcome = _Outcome(load)
+
+    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        self._outcome.run()
+        return self._outcome.get()
+
+
+@final
+class InlineFetcher(Fetcher):
+    """Loads in the calling thread, when the result is asked for (``num_workers=0``).
+
+    Augmentation is seeded as in worker processes; the generators that training draws from are
+    left as they were.
+    """
+
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+        recipe = self._recipe
+
+        def load() -> Any:
+            with preserved_generators():
+                return recipe.batch(epoch, indices)
+
+        return _InlinePending(load)
+
+    def close(self) -> None:
+        """Has nothing to end; later submissions are refused."""
+        self._closed = True
+
+
+class _ThreadPending(Pending):
+    def __init__(self, load: Callable[[], Any], samples: str) -> None:
+        self._outcome, self._samples = _Outcome(load), samples
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        self._outcome.run()
+        self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        self._outcome.fail(error)
+        self._done.set()
+
+    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        if not self._done.wait(timeout_s):
+            raise timeout_error(timeout_s, self._samples, "the loader's thread")
+        return self._outcome.get()
+
+
+@final
+class ThreadFetcher(Fetcher):
+    """Loads in one background thread, for data sets that draw no random numbers.
+
+    Nothing is seeded: threads share their process's generators with training.
+
+    Args:
+        dataset: Map-style data set; read by the background thread only.
+        collate_fn: Makes one batch of a list of samples; torch's ``default_collate`` if None.
+        seed: Seed of the run; not used by this leaf.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, collate_fn, seed)
+        self._jobs: queue.SimpleQueue[_ThreadPending | None] = queue.SimpleQueue()
+        # The thread knows the queue only: a forgotten fetcher is collected, and ends its thread.
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._jobs,), name="evener-fetcher", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+        recipe = self._recipe
+        return self._put(
+            lambda: recipe.batch(epoch, indices, seeded=False), name_samples(epoch, indices)
+        )
+
+    def _load(self, epoch: int, index: int) -> Any:
+        recipe = self._recipe
+        load = self._put(
+            lambda: recipe.sample(epoch, index, seeded=False), name_samples(epoch, [index])
+        )
+        return load.result()
+
+    def _put(self, load: Callable[[], Any], samples: str) -> Pending:
+        pending = _ThreadPending(load, samples)
+        self._jobs.put(pending)
+        return pending
+
+    def close(self) -> None:
+        """Drops what is queued and waits, at most 5 s, for the batch that is being loaded."""
+        self._closed = True
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.fail(UsageError("the fetcher was closed before this batch was loaded"))
+        self._jobs.put(None)
+        self._thread.join(_THREAD_GRACE_S)
+
+
+def _run_jobs(jobs: "queue.SimpleQueue[_ThreadPending | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # or the last batch would stay in memory until the next one
+
+
+def make_fetcher(
+    dataset: MapDataset,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    prefetch: Prefetch = "auto",
+) -> Fetcher:
+    """Chooses a fetcher.
+
+    Args:
+        dataset: Map-style data set.
+        collate_fn: Makes one batch of a list of samples; torch's ``default_collate`` if None.
+        seed: Seed of the run.
+        num_workers: Worker processes per rank; 0 loads in this process.
+        prefetch: ``"auto"`` is ``"process"`` with workers and ``"inline"`` without; ``"thread"``
+            loads in a background thread and is for data sets that draw no random numbers.
+
+    Raises:
+        ConfigError: A bad value, or ``prefetch`` and ``num_workers`` contradict one another.
+        DataError: The data set is not map-style, or cannot be sent to worker processes.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__qualname__} is an IterableDataset: it has no samples to ask for by "
+            f"index, so they cannot be shared out. Use a map-style data set (__getitem__, __len__)"
+        )
+    if num_workers < 0:
+        raise ConfigError(f"num_workers={num_workers}: must be 0 or more")
+    if prefetch not in get_args(Prefetch):
+        raise ConfigError(f"prefetch={prefetch!r}: must be one of {', '.join(get_args(Prefetch))}")
+    if prefetch == "auto":
+        prefetch = "process" if num_workers else "inline"
+    if (prefetch == "process") != (num_workers > 0):
+        raise ConfigError(
+            f"prefetch={prefetch!r} contradicts num_workers={num_workers}: worker processes need "
+            f"num_workers >= 1 and prefetch='process' or 'auto'; the others need num_workers=0"
+        )
+    if prefetch == "process":
+        return ProcessFetcher(dataset, collate_fn, seed, num_workers=num_workers)
+    leaf = ThreadFetcher if prefetch == "thread" else InlineFetcher
+    return leaf(dataset, collate_fn, seed)

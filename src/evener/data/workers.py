@@ -1,0 +1,364 @@
+"""Worker processes: a fetcher that loads elsewhere, and what runs at the other end.
+
+Workers are spawned, not forked: a rank holds threads and sockets that do not survive a fork.
+Tensors come back through shared memory without a name, so that nothing stays behind on
+``/dev/shm`` however a process ends.
+"""
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pickle import loads
+from typing import Any, Final, final
+
+import torch
+import torch.multiprocessing  # how tensors travel through shared memory
+
+from evener.data.fetching import (
+    DEFAULT_TIMEOUT_S,
+    Fetcher,
+    MapDataset,
+    Pending,
+    Recipe,
+    describe,
+    name_samples,
+    timeout_error,
+)
+from evener.data.script_guard import refuse_unguarded_script
+from evener.errors import DataError, UsageError
+
+_START: Final = -1
+"""Ticket of a worker's message that it could not start."""
+
+_GRACE_S: Final = 1.0
+"""How long a worker that was asked to end may take before it is killed."""
+
+_MAX_UNREAD_BYTES: Final = 32 * 1024
+"""Tasks that may lie unread in a worker's socket: less than its buffer holds, so that sending
+does not wait for a worker which is still importing."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in a worker process, as text.
+
+    It stands as the cause of the ``DataError``, for exceptions themselves need not pickle.
+    """
+
+    def __str__(self) -> str:
+        """Shows the worker's traceback below the line that names this exception."""
+        return "\n" + "".join(str(part) for part in self.args)
+
+
+class Deferred:
+    """Carries a value to a spawned process and unpickles it only when asked.
+
+    Then a class that the worker cannot import is an error that can be reported, instead of a
+    traceback on stderr and a process that is gone. Pickled while the process is being spawned, so
+    that tensors go through shared memory.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getstate__(self) -> bytes:
+        """Pickles the value; called by the spawn machinery."""
+        return bytes(ForkingPickler.dumps(self._value))
+
+    def __setstate__(self, state: bytes) -> None:
+        """Keeps the bytes as they came."""
+        self._value = state
+
+    def load(self) -> Any:
+        """Unpickles the value, in the spawned process."""
+        return loads(self._value)  # noqa: S301  from the process that started this one
+
+
+def worker_main(connection: Connection, recipe: Deferred) -> None:
+    """Body of a worker process: batches out for tasks in, until the parent hangs up.
+
+    Args:
+        connection: Receives (ticket, epoch, indices) or None to stop; answers with
+            (ticket, error message or None, batch or traceback).
+        recipe: The ``Recipe``.
+    """
+    # The parent decides what Ctrl-C means; it arrives at the whole foreground group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    torch.set_num_threads(1)
+    tasks: queue.SimpleQueue[tuple[int, int, list[int]]] = queue.SimpleQueue()
+    threading.Thread(target=_read_tasks, args=(connection, tasks), daemon=True).start()
+    try:
+        loaded: Recipe = recipe.load()
+    except Exception as error:
+        _answer(connection, _START, describe(error), traceback.format_exc())
+        # The reader ends this process once the parent has seen the answer and hung up.
+        threading.Event().wait()
+        return
+    while True:
+        ticket, epoch, indices = tasks.get()
+        try:
+            batch = loaded.batch(epoch, indices)
+            # Pickled here: a batch that does not pickle is this task's error.
+            message = bytes(ForkingPickler.dumps((ticket, None, batch)))
+        except DataError as error:
+            _answer(connection, ticket, str(error), traceback.format_exc())
+        except Exception as error:
+            text = (
+                f"the batch of samples {indices[:8]} of epoch {epoch} from {loaded.dataset_name} "
+                f"cannot be sent by its worker process: {describe(error)}. Return plain data and "
+                f"tensors without gradient, or use num_workers=0"
+            )
+            _answer(connection, ticket, text, traceback.format_exc())
+        else:
+            _send(connection, message)
+
+
+def _read_tasks(
+    connection: Connection, tasks: "queue.SimpleQueue[tuple[int, int, list[int]]]"
+) -> None:
+    """Drains tasks, so that the parent's send never waits for a sample; ends with the parent.
+
+    End-of-file means that the parent is gone, however it went: no orphan goes on reading data.
+    """
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            task = None
+        if task is None:
+            os._exit(0)
+        tasks.put(task)
+
+
+def _answer(connection: Connection, ticket: int, error: str, trace: str) -> None:
+    _send(connection, bytes(ForkingPickler.dumps((ticket, error, trace))))
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    try:
+        connection.send_bytes(message)
+    except OSError:  # the parent has hung up
+        os._exit(0)
+
+
+class _ProcessPending(Pending):
+    """A batch that a worker has been asked for.
+
+    Attributes:
+        answer: (error message or None, batch or traceback), once it has been received.
+    """
+
+    def __init__(self, worker: "_Worker", samples: str) -> None:
+        self._worker, self.samples = worker, samples
+        self.answer: tuple[str | None, Any] | None = None
+
+    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+        if self.answer is None:
+            self._worker.receive_until(self, timeout_s)
+        assert self.answer is not None
+        error, payload = self.answer
+        if error is not None:
+            raise DataError(error) from RemoteTraceback(payload)
+        return payload
+
+
+class _Worker:
+    """A worker process as its parent sees it."""
+
+    def __init__(self, number: int, recipe: Recipe) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._asked: weakref.WeakValueDictionary[int, _ProcessPending] = (
+            weakref.WeakValueDictionary()
+        )
+        self._backlog: deque[tuple[int, bytes]] = deque()
+        self._unread: dict[int, int] = {}
+        self._end: Exception | None = None
+        self.process = context.Process(
+            target=worker_main,
+            args=(theirs, Deferred(recipe)),
+            name=f"data worker {number}",
+            daemon=True,
+        )
+        try:
+            with _sigint_blocked():
+                self.process.start()
+        except Exception as error:
+            self._connection.close()
+            raise DataError(
+                f"{recipe.dataset_name} (or its collate_fn) cannot be sent to worker processes: "
+                f"{type(error).__name__}: {error}. Define it at the top level of a module and open "
+                f"files and locks in __getitem__, or use num_workers=0"
+            ) from error
+        finally:
+            theirs.close()  # or this end would not see the worker's death
+
+    def ask(self, ticket: int, epoch: int, indices: list[int]) -> Pending:
+        pending = _ProcessPending(self, name_samples(epoch, indices))
+        # Weak: a batch that nobody waits for any more is not kept.
+        self._asked[ticket] = pending
+        self._backlog.append((ticket, bytes(ForkingPickler.dumps((ticket, epoch, indices)))))
+        self._send_backlog()
+        return pending
+
+    def _send_backlog(self) -> None:
+        while self._backlog and self._end is None:
+            ticket, message = self._backlog[0]
+            if self._unread and sum(self._unread.values()) + len(message) > _MAX_UNREAD_BYTES:
+                return
+            self._backlog.popleft()
+            self._unread[ticket] = len(message)
+            with suppress(OSError):  # it is dead: what it still answered is read first
+                self._connection.send_bytes(message)
+
+    def receive_until(self, pending: _ProcessPending, timeout_s: float) -> None:
+        """Takes answers, each to its own pending batch, until ``pending`` has one."""
+        deadline = time.monotonic() + timeout_s
+        while pending.answer is None:
+            if self._end is not None:
+                raise self._end
+            if not wait([self._connection], max(0.0, deadline - time.monotonic())):
+                who = f"{self.process.name} (pid {self.process.pid})"
+                raise timeout_error(timeout_s, pending.samples, who)
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            # Unpickling fetches tensors from the worker, so its death shows here as well.
+            message = self._connection.recv_bytes()
+            ticket, error, payload = loads(message)  # noqa: S301  from our own child process
+        except (EOFError, OSError) as broken:
+            self._end = self._obituary(broken)
+            return
+        if ticket == _START:
+            self._end = DataError(
+                f"{self.process.name} could not load the data set: {error}. Define it in a module "
+                f"that can be imported (not in a notebook or an interactive session), or use "
+                f"num_workers=0"
+            )
+            self._end.__cause__ = RemoteTraceback(payload)
+            return
+        if (pending := self._asked.pop(ticket, None)) is not None:
+            pending.answer = (error, payload)
+        self._unread.pop(ticket, None)
+        self._send_backlog()
+
+    def _obituary(self, broken: BaseException) -> DataError:
+        who = f"{self.process.name} (pid {self.process.pid})"
+        self.process.join(_GRACE_S)
+        code = self.process.exitcode
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        remedy = "its own output above may say why; num_workers=0 shows the error in place"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            remedy = "the system may be out of memory: use fewer workers or smaller batches"
+            if how.endswith("SIGBUS"):
+                remedy = "/dev/shm may be full: enlarge it (docker: --shm-size), or num_workers=0"
+        error = DataError(f"{who} {how}: {remedy}")
+        error.__cause__ = broken
+        return error
+
+    def hang_up(self) -> None:
+        """Asks the worker to end at once, even in the middle of a sample."""
+        self._end = UsageError("the fetcher was closed before this batch was loaded")
+        self._backlog.clear()
+        # End-of-file alone would not do: a process forked from this one may hold the socket open.
+        # A worker that has much unread is not told, for that send could wait.
+        if sum(self._unread.values()) <= _MAX_UNREAD_BYTES:
+            with suppress(OSError):
+                self._connection.send_bytes(ForkingPickler.dumps(None))
+        self._connection.close()
+
+    def bury(self, deadline: float) -> None:
+        """Waits for the end of the process until ``deadline``, then kills it."""
+        self.process.join(max(0.0, deadline - time.monotonic()))
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join(_GRACE_S)
+        if self.process.exitcode is not None:
+            self.process.close()
+
+
+@final
+class ProcessFetcher(Fetcher):
+    """Loads in spawned worker processes, one batch per worker at a time, in turn.
+
+    The processes start with the fetcher and are ready after their imports (seconds). Each gets one
+    torch thread. They end with ``close()``, and when their parent ends, however it does. Batches
+    that a dying worker had ready are lost with it.
+
+    Args:
+        dataset: Map-style data set that pickles; each worker gets its own copy.
+        collate_fn: Makes one batch of a list of samples, in the worker.
+        seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
+        num_workers: Processes, at least one.
+
+    Raises:
+        DataError: The data set or ``collate_fn`` does not pickle.
+        ConfigError: The running script is not guarded, so that workers would run it again.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int = 0,
+        *,
+        num_workers: int = 1,
+    ) -> None:
+        super().__init__(dataset, collate_fn, seed)
+        refuse_unguarded_script(num_workers)
+        self._tickets = 0
+        self._workers: list[_Worker] = []
+        try:
+            for number in range(num_workers):
+                self._workers.append(_Worker(number, self._recipe))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def worker_pids(self) -> tuple[int | None, ...]:
+        """Process ids of the workers; empty once closed."""
+        return () if self._closed else tuple(worker.process.pid for worker in self._workers)
+
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+        worker = self._workers[self._tickets % len(self._workers)]
+        self._tickets += 1
+        return worker.ask(self._tickets, epoch, indices)
+
+    def close(self) -> None:
+        """Ends the workers, at the latest by killing them after a second."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.hang_up()
+        deadline = time.monotonic() + _GRACE_S
+        for worker in self._workers:
+            worker.bury(deadline)
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """A process started inside ignores Ctrl-C while it imports, and so prints no traceback."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,302 @@
+"""Worker processes: the same samples as without, and no death, hang or leak goes unnoticed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from evener.data.loader import InlineFetcher, ProcessFetcher, make_fetcher
+from evener.errors import DataError, UsageError
+from helpers.fetch_cases import (
+    Augmented,
+    LostOnTheWay,
+    Squares,
+    Stuck,
+    Suicidal,
+    Texts,
+    Threads,
+    Unpicklable,
+    WithGradient,
+    keep_list,
+    masking_collate,
+)
+
+TESTS = Path(__file__).parents[1]
+
+
+def until(condition, timeout_s=20.0):
+    """Polls, for other processes tell nobody when they are done."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_samples_are_the_same_for_any_number_of_workers():
+    def fetch(num_workers):
+        with make_fetcher(Augmented(), masking_collate, 7, num_workers) as fetcher:
+            # Submitted in another grouping order, so a worker's history differs.
+            pending = {i: fetcher.submit(2, [i, i + 1]) for i in (8, 0, 4, 2, 6)}
+            return {i: pending[i].result(60) for i in range(0, 10, 2)}
+
+    expected = fetch(0)
+    for num_workers in (1, 2):
+        actual = fetch(num_workers)
+        for i, batch in expected.items():
+            assert batch.keys() == actual[i].keys()
+            for name in batch:
+                assert torch.equal(batch[name], actual[i][name]), (num_workers, i, name)
+
+
+def test_workers_are_used_in_turn_with_one_thread_each_and_end_with_close():
+    with ProcessFetcher(Threads(), num_workers=2) as fetcher:
+        pids = fetcher.worker_pids
+        seen = [fetcher.submit(0, [i]).result(60)[0].tolist() for i in range(4)]
+    assert [threads for threads, _ in seen] == [1, 1, 1, 1]
+    assert [pid for _, pid in seen] == [*pids, *pids]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert fetcher.worker_pids == ()
+
+
+def test_errors_of_one_batch_leave_the_others_alone():
+    with ProcessFetcher(Squares(broken=(7,))) as fetcher:
+        pending = [fetcher.submit(1, [i, i + 1]) for i in (4, 6, 8)]
+        with pytest.raises(DataError, match=r"sample 7 of epoch 1 .* KeyError: 'no row 7'") as e:
+            pending[1].result(60)
+        assert "in __getitem__" in str(e.value.__cause__)
+        assert pending[0].result(60)[:, 0].tolist() == [16, 25]
+        assert pending[2].result(60)[:, 0].tolist() == [64, 81]
+
+
+def test_a_batch_that_does_not_pickle_is_an_error_of_that_batch():
+    with (
+        ProcessFetcher(WithGradient()) as fetcher,
+        pytest.raises(DataError, match=r"samples \[3\].* cannot be sent .*num_workers=0"),
+    ):
+        fetcher.submit(0, [3]).result(60)
+
+
+def test_large_plain_batches_and_many_submissions_do_not_block():
+    with ProcessFetcher(Texts(300_000), keep_list) as fetcher:
+        # Far more than the sockets hold, both ways, before anything is read.
+        pending = [fetcher.submit(0, [i] * 1000 + [i]) for i in range(3)]
+        long = [fetcher.submit(0, [i]) for i in range(200)]
+        assert len(pending[0].result(60)) == 1001
+        assert long[199].result(60)[0]["index"] == 199
+
+
+def test_dropped_batches_are_not_kept():
+    with ProcessFetcher(Squares()) as fetcher:
+        for i in range(5):
+            fetcher.submit(0, [i])
+        assert fetcher.submit(0, [5]).result(60)[0, 0] == 25
+        assert len(fetcher._workers[0]._asked) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL: .*out of memory"),
+        (signal.SIGBUS, "was killed by SIGBUS: /dev/shm"),
+        (0, "ended with exit code 3"),
+    ],
+)
+def test_dead_worker_is_an_error_and_no_hang(number, message):
+    with ProcessFetcher(Suicidal(number)) as fetcher:
+        first = fetcher.submit(0, [1])
+        assert first.result(60).tolist() == [1]
+        second, third = fetcher.submit(0, [2]), fetcher.submit(0, [3])
+        with pytest.raises(DataError, match=rf"data worker 0 \(pid \d+\) {message}"):
+            second.result(60)
+        assert first.result(1).tolist() == [1]
+        with pytest.raises(DataError, match=message):
+            third.result(60)
+        with pytest.raises(DataError, match=message):
+            fetcher.submit(0, [4]).result(60)
+
+
+def test_deadline_names_worker_and_samples(tmp_path):
+    reached = tmp_path / "reached"
+    with ProcessFetcher(Stuck(reached)) as fetcher:
+        pending = fetcher.submit(0, [1])
+        until(reached.exists)
+        with pytest.raises(DataError, match=r"samples \[1\].*data worker 0 .*within 0.05 s"):
+            pending.result(0.05)
+
+
+def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path):
+    reached = tmp_path / "reached"
+    before = open_files()
+    fetcher = ProcessFetcher(Stuck(reached), num_workers=2)
+    pids = fetcher.worker_pids
+    pending = [fetcher.submit(0, [i]) for i in range(6)]
+    until(reached.exists)
+    start = time.monotonic()
+    fetcher.close()
+    fetcher.close()
+    assert time.monotonic() - start < 5
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(UsageError, match="closed before"):
+        pending[0].result(1)
+    assert open_files() <= before + 1  # multiprocessing's own tracker stays
+
+
+def test_close_is_prompt_while_workers_still_import_or_are_stopped():
+    fetcher = ProcessFetcher(Squares(), num_workers=2)
+    pids = fetcher.worker_pids
+    os.kill(pids[0], signal.SIGSTOP)
+    start = time.monotonic()
+    fetcher.close()
+    assert time.monotonic() - start < 5
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_does_not_pickle_is_named_with_the_remedy():
+    with pytest.raises(DataError, match=r"Unpicklable .*cannot be sent.*num_workers=0"):
+        ProcessFetcher(Unpicklable())
+    with pytest.raises(DataError, match=r"Squares .*cannot be sent"):
+        ProcessFetcher(Squares(), lambda samples: samples)
+
+
+def test_what_does_not_unpickle_is_reported_by_the_worker():
+    with (
+        ProcessFetcher(LostOnTheWay()) as fetcher,
+        pytest.raises(DataError, match=r"could not load the data set: .*rows.parquet is not here"),
+    ):
+        fetcher.submit(0, [1]).result(60)
+
+
+def test_nothing_stays_in_shared_memory():
+    def segments():
+        return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+    before = segments()
+    with ProcessFetcher(Squares(length=100_000), num_workers=1) as fetcher:
+        pending = [fetcher.submit(0, [i]) for i in range(4)]
+        assert pending[1].result(60)[0, 0] == 1
+        os.kill(fetcher.worker_pids[0], signal.SIGKILL)
+    assert segments() <= before
+
+
+def run_script(tmp_path, body, **options):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(body))
+    source = str(TESTS.parent / "src")
+    path = os.pathsep.join([source, str(TESTS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(script)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        **options,
+    )
+
+
+def test_no_worker_outlives_a_killed_rank(tmp_path):
+    rank = run_script(
+        tmp_path,
+        """
+        from pathlib import Path
+        from helpers.fetch_cases import Stuck
+        from evener.data.loader import ProcessFetcher
+
+        if __name__ == "__main__":
+            fetcher = ProcessFetcher(Stuck(Path("reached")), num_workers=2)
+            pending = [fetcher.submit(0, [i]) for i in range(4)]
+            print(*fetcher.worker_pids, flush=True)
+            pending[0].result()
+        """,
+    )
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    until((tmp_path / "reached").exists)
+    rank.kill()
+    rank.communicate(timeout=20)
+    assert len(pids) == 2
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_script_may_define_its_data_set_and_end_without_close(tmp_path):
+    script = run_script(
+        tmp_path,
+        """
+        import torch
+        from evener.data.loader import make_fetcher
+
+        class Mine:
+            def __getitem__(self, index):
+                return torch.tensor(index + 1)
+
+        def main():
+            fetcher = make_fetcher(Mine(), num_workers=1)
+            print(fetcher.submit(0, [1, 2]).result().tolist())
+
+        if __name__ == "__main__":
+            main()
+        """,
+    )
+    out, err = script.communicate(timeout=50)
+    assert (out, err, script.returncode) == ("[2, 3]\n", "", 0)
+
+
+def test_a_script_without_guard_is_refused_before_it_runs_twice(tmp_path):
+    script = run_script(
+        tmp_path,
+        """
+        from helpers.fetch_cases import Squares
+        from evener.data.loader import make_fetcher
+        print("trains")
+        def main():
+            make_fetcher(Squares(), num_workers=1)
+        main()
+        """,
+    )
+    out, err = script.communicate(timeout=50)
+    assert out == "trains\n"
+    assert "ConfigError: num_workers=1" in err
+    assert "line 7" in err
+    assert '__name__ == "__main__"' in err
+
+
+def test_ctrl_c_is_the_parents_business(tmp_path):
+    script = run_script(
+        tmp_path,
+        """
+        from helpers.fetch_cases import Stuck
+        from pathlib import Path
+        from evener.data.loader import ProcessFetcher
+
+        if __name__ == "__main__":
+            try:
+                with ProcessFetcher(Stuck(Path("reached"))) as fetcher:
+                    fetcher.submit(0, [1]).result()
+            except KeyboardInterrupt:
+                print("stopped")
+        """,
+        start_new_session=True,
+    )
+    until((tmp_path / "reached").exists)
+    os.killpg(script.pid, signal.SIGINT)
+    out, err = script.communicate(timeout=20)
+    assert (out, err, script.returncode) == ("stopped\n", "", 0)
+
+
+def test_inline_and_process_load_once_agree():
+    inline = InlineFetcher(Augmented(), seed=3)
+    with ProcessFetcher(Augmented(), seed=3) as fetcher:
+        one, other = inline.load_once(0, 5), fetcher.load_once(0, 5)
+        batch = fetcher.submit(0, [5]).result(60)
+    assert torch.equal(one["draws"], other["draws"])
+    assert torch.equal(one["draws"], batch["draws"][0])

@@ -1,0 +1,218 @@
+"""Fetchers that load in this process; worker processes are in tests/processes."""
+
+import gc
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from evener.data import loader
+from evener.data.loader import InlineFetcher, ThreadFetcher, make_fetcher
+from evener.errors import ConfigError, DataError, UsageError
+from helpers.fetch_cases import Augmented, Squares, masking_collate
+
+LEAVES = [InlineFetcher, ThreadFetcher]
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_batches_come_back_in_whatever_order_they_are_asked_for(leaf):
+    with leaf(Squares()) as fetcher:
+        pending = [fetcher.submit(0, [i, i + 1]) for i in range(5)]
+        assert pending[3].result()[:, 0].tolist() == [9, 16]
+        assert pending[0].result()[:, 0].tolist() == [0, 1]
+        assert pending[3].result() is pending[3].result()
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_failing_sample_is_named_with_cause_and_place(leaf):
+    with leaf(Squares(broken=(7,))) as fetcher:
+        good, bad = fetcher.submit(0, [1]), fetcher.submit(3, [5, 7])
+        with pytest.raises(DataError, match=r"sample 7 of epoch 3 .* Squares: KeyError") as caught:
+            bad.result()
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "fetch_cases.py:" in str(caught.value)
+        with pytest.raises(DataError, match="sample 7"):  # again
+            bad.result()
+        assert good.result().shape == (1, 4)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_failing_collate_names_the_samples(leaf):
+    class Ragged:
+        def __getitem__(self, index):
+            return torch.zeros(index)
+
+    with (
+        leaf(Ragged()) as fetcher,
+        pytest.raises(DataError, match=r"samples \[2, 3\] of epoch 0 from .*Ragged.* collate"),
+    ):
+        fetcher.submit(0, [2, 3]).result()
+
+
+def test_inline_leaves_the_generators_of_training_alone():
+    def draw():
+        return random.random(), float(np.random.rand()), float(torch.rand(())), torch.randn(3)
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = draw()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    fetcher = InlineFetcher(Augmented(), masking_collate)
+    fetcher.submit(0, [1, 2]).result()
+    fetcher.collate([fetcher.load_once(0, 3)] * 2)
+    with pytest.raises(DataError):
+        InlineFetcher(Squares(broken=(1,))).submit(0, [1]).result()
+    actual = draw()
+    assert actual[:3] == expected[:3]
+    assert torch.equal(actual[3], expected[3])
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_only():
+    def draws(seed, epoch, indices):
+        batch = InlineFetcher(Augmented(), seed=seed).submit(epoch, indices).result()
+        return dict(zip(batch["index"].tolist(), batch["draws"].tolist(), strict=True))
+
+    whole = draws(1, 0, [4, 5, 6])
+    assert draws(1, 0, [6]) | draws(1, 0, [5, 4]) == whole
+    assert len({str(value) for value in whole.values()}) == 3
+    assert draws(2, 0, [4])[4] != whole[4]
+    assert draws(1, 1, [4])[4] != whole[4]
+    for column in zip(*whole.values(), strict=True):  # each generator is seeded
+        assert len(set(column)) == 3
+
+
+def test_random_collate_is_seeded_by_the_first_index():
+    fetcher = InlineFetcher(Augmented(), masking_collate)
+    first = fetcher.submit(0, [4, 5]).result()["mask"]
+    torch.rand(10)
+    assert torch.equal(fetcher.submit(0, [4, 5]).result()["mask"], first)
+    assert not torch.equal(fetcher.submit(0, [5, 4]).result()["mask"], first)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_load_once_reads_the_probe_sample_once(leaf):
+    reads = []
+
+    class Counted:
+        def __getitem__(self, index):
+            reads.append(index)
+            return torch.tensor(index)
+
+    with leaf(Counted()) as fetcher:
+        batch = fetcher.collate([fetcher.load_once(0, 3) for _ in range(4)])
+        assert batch.tolist() == [3, 3, 3, 3]
+        assert reads == [3]
+        fetcher.load_once(1, 3)
+        fetcher.load_once(1, 4)
+        assert reads == [3, 3, 4]
+
+
+def test_thread_loads_ahead_of_need_and_in_one_thread():
+    loaded = threading.Event()
+    threads = set()
+
+    class Watched:
+        def __getitem__(self, index):
+            threads.add(threading.current_thread())
+            if index == 9:
+                loaded.set()
+            return index
+
+    with ThreadFetcher(Watched()) as fetcher:
+        pending = [fetcher.submit(0, [i]) for i in range(10)]
+        assert loaded.wait(10)  # nobody has asked for a result yet
+        fetcher.load_once(0, 1)
+        assert pending[9].result().tolist() == [9]
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+
+
+def test_thread_deadline_names_the_samples_and_close_drops_the_queue(monkeypatch):
+    monkeypatch.setattr(loader, "_THREAD_GRACE_S", 0.01)
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getitem__(self, index):
+            entered.set()
+            release.wait(20)
+            return index
+
+    fetcher = ThreadFetcher(Slow())
+    running, queued = fetcher.submit(0, [1]), fetcher.submit(0, [2])
+    assert entered.wait(10)
+    with pytest.raises(DataError, match=r"samples \[1\] of epoch 0 did not arrive .* 0.01 s"):
+        running.result(0.01)
+    fetcher.close()
+    with pytest.raises(UsageError, match="closed before"):
+        queued.result(10)
+    release.set()
+    assert running.result(10).tolist() == [1]
+    fetcher.close()
+    fetcher._thread.join(10)
+    assert not fetcher._thread.is_alive()
+
+
+def test_forgotten_thread_fetcher_ends_its_thread():
+    fetcher = ThreadFetcher(Squares())
+    thread, gone = fetcher._thread, weakref.ref(fetcher)
+    fetcher.submit(0, [1]).result()
+    del fetcher
+    gc.collect()
+    assert gone() is None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_thread_does_not_keep_the_last_batch():
+    with ThreadFetcher(Squares()) as fetcher:
+        batch = fetcher.submit(0, [1]).result()
+        fetcher.submit(0, [2]).result()  # so the thread is past the first
+        gone = weakref.ref(batch)
+        del batch
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_misuse_is_refused(leaf):
+    fetcher = leaf(Squares())
+    with pytest.raises(UsageError, match="at least one index"):
+        fetcher.submit(0, [])
+    fetcher.close()
+    with pytest.raises(UsageError, match="closed"):
+        fetcher.submit(0, [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"prefetch": "fork"}, "'fork'.*auto, inline, thread, process"),
+        ({"prefetch": "process"}, "num_workers=0"),
+        ({"prefetch": "inline", "num_workers": 2}, "contradicts num_workers=2"),
+        ({"prefetch": "thread", "num_workers": 2}, "contradicts num_workers=2"),
+    ],
+)
+def test_bad_options_name_the_value(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_fetcher(Squares(), **options)
+
+
+def test_make_fetcher_chooses():
+    assert isinstance(make_fetcher(Squares()), InlineFetcher)
+    with make_fetcher(Squares(), prefetch="thread") as fetcher:
+        assert isinstance(fetcher, ThreadFetcher)
+
+
+def test_iterable_dataset_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(DataError, match="Stream is an IterableDataset"):
+        make_fetcher(Stream())
