@@ -1,0 +1,109 @@
+"""Python values as JSON that reads back exactly: tuples, integer keys, tensors, infinities.
+
+Plain JSON stays as it is. Whatever JSON cannot say becomes an object with one key that starts
+with ``$``: ``{"$tuple": [...]}``, ``{"$map": [[key, value], ...]}``, ``{"$float": "nan"}`` and
+``{"$tensor": name}``, where the tensor itself is stored elsewhere under that name.
+"""
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from evener.errors import CheckpointError
+
+
+def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """Turn a value into strict JSON.
+
+    Args:
+        value: Tensors, numbers, strings, booleans, ``None``, and lists, tuples or dicts of these.
+        path: Where the value sits, such as ``state.0``; names it in errors and names its tensors.
+        tensors: Receives the tensors that occur; ``None`` where none may occur.
+
+    Returns:
+        What ``json.dumps(..., allow_nan=False)`` accepts. Floats keep all bits (Python writes the
+        shortest digits that read back as the same number).
+
+    Raises:
+        CheckpointError: A value of another type, named by its path.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, torch.Tensor) and tensors is not None:
+        name = _free_name(path, tensors)
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else {"$float": str(number)}
+    if isinstance(value, list | tuple):
+        items = [
+            encode(item, path=f"{path}.{index}", tensors=tensors)
+            for index, item in enumerate(value)
+        ]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    raise CheckpointError(
+        f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold "
+        "(nothing is pickled): keep numbers, strings, None, lists and dicts"
+        + (" and tensors there" if tensors is not None else " there; tensors go into tensor files")
+    )
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], path: str, tensors: dict[str, torch.Tensor] | None
+) -> Any:
+    pairs = [
+        (key, encode(item, path=f"{path}.{key}", tensors=tensors)) for key, item in value.items()
+    ]
+    if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+        return dict(pairs)
+    return {"$map": [[encode(key, path=f"{path} (a key)"), item] for key, item in pairs]}
+
+
+def _free_name(path: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Keys may hold dots, so that two paths read alike: the second gets a number."""
+    name, copies = path, 1
+    while name in tensors:
+        copies += 1
+        name = f"{path}#{copies}"
+    return name
+
+
+def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Undo :func:`encode`.
+
+    Args:
+        node: The JSON, as ``json.loads`` returns it.
+        tensors: The tensors that the JSON names.
+
+    Raises:
+        CheckpointError: The JSON names a tensor that is not there, or is not from ``encode``.
+    """
+    if isinstance(node, list):
+        return [decode(item, tensors=tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = next(iter(node)) if len(node) == 1 else ""
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors=tensors) for key, item in node.items()}
+    content = node[tag]
+    if tag == "$float":
+        return float(content)
+    if tag == "$tuple":
+        return tuple(decode(item, tensors=tensors) for item in content)
+    if tag == "$map":
+        return {decode(key): decode(item, tensors=tensors) for key, item in content}
+    if tag == "$tensor" and tensors is not None and content in tensors:
+        return tensors[content]
+    raise CheckpointError(
+        f"{{{tag!r}: {content!r}}} in a checkpoint's JSON has nothing to refer to"
+    )

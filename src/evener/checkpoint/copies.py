@@ -1,0 +1,93 @@
+"""Copies of live tensors for the writer, taken on the training thread: as short as possible."""
+
+from collections.abc import Mapping
+
+import torch
+
+from evener.errors import CheckpointError
+
+_MemoryKey = tuple[str, int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def copy_to_cpu(
+    mapping: Mapping[str, torch.Tensor], *, into: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Copy tensors to contiguous CPU memory of their own.
+
+    Names that are the same memory (tied weights: storage, offset, shape, strides and dtype agree)
+    get one copy between them: the same tensor object under each name. The writer stores it once,
+    under the name that comes first.
+
+    Writing into memory that was used before avoids a page fault per 4 KiB. Measured for 504 MB of
+    float32 on one core: 0.09 s into old memory, 0.26 s into new.
+
+    Args:
+        mapping: Tensors of any device, dtype and shape; also views.
+        into: An earlier result that nobody reads any more, such as the tensors of the snapshot
+            which ``CheckpointWriter.take_finished`` hands out. Tensors that fit are overwritten.
+
+    Returns:
+        The copies in the order of the mapping; dtypes are kept, gradients are not.
+
+    Raises:
+        CheckpointError: A tensor is sparse or has no data.
+    """
+    copies: dict[str, torch.Tensor] = {}
+    made: dict[_MemoryKey, torch.Tensor] = {}
+    # Names that were tied in `into` share a buffer, and need not be tied any more.
+    free = {id(buffer): buffer for buffer in into.values()} if into is not None else {}
+    for name, tensor in mapping.items():
+        key = _memory_key(name, tensor)
+        if key is not None and key in made:
+            copies[name] = made[key]
+            continue
+        buffer = into.get(name) if into is not None else None
+        if buffer is None or not _fits(buffer, tensor) or free.pop(id(buffer), None) is None:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copies[name] = buffer.copy_(tensor.detach())
+        if key is not None:
+            made[key] = buffer
+    return copies
+
+
+def alias_table(mapping: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return ``{name: earlier name}`` for names that are the same memory as an earlier one."""
+    first: dict[_MemoryKey, str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in mapping.items():
+        key = _memory_key(name, tensor)
+        if key is None:
+            continue
+        kept = first.setdefault(key, name)
+        if kept != name:
+            aliases[name] = kept
+    return aliases
+
+
+def _memory_key(name: str, tensor: torch.Tensor) -> _MemoryKey | None:
+    """Return what identifies a tensor's memory, ``None`` for empty ones (they share nothing)."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(
+            f"tensor {name!r} is {kind}: a checkpoint holds dense tensors with data only; "
+            "make it dense (tensor.to_dense()) or leave it out of the state"
+        )
+    if tensor.numel() == 0:
+        return None
+    return (
+        str(tensor.device),
+        tensor.untyped_storage().data_ptr(),
+        int(tensor.storage_offset()),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+    )
+
+
+def _fits(buffer: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        buffer.device.type == "cpu"
+        and buffer.dtype == tensor.dtype
+        and buffer.shape == tensor.shape
+        and buffer.is_contiguous()
+    )

@@ -1,0 +1,310 @@
+"""Checkpoints written by a thread in the background, whole or not at all.
+
+Files go into ``step-N.tmp-<pid>-<token>``; each is flushed to the disk, the manifest last; then the
+folder is renamed to ``step-N``. A rename is atomic, so a reader sees the old state or the new one.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from evener.checkpoint.codec import encode
+from evener.checkpoint.copies import alias_table
+from evener.checkpoint.folders import UnfinishedFolder, flush, publish, remove_old, tidy
+from evener.checkpoint.layout import (
+    MANIFEST_NAME,
+    TENSORS_SUFFIX,
+    FileRecord,
+    Manifest,
+    check_file_name,
+    hash_file,
+    step_name,
+)
+from evener.errors import CheckpointError, ConfigError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a run at one step, no longer touched by training.
+
+    Attributes:
+        step: The step; checkpoints are ordered by it.
+        tensors: For each stem of a file name, such as ``model``: tensors by name, on the CPU and
+            owned by the snapshot (see ``copy_to_cpu``). ``model`` with the names of the model's
+            ``state_dict`` and a ``config.json`` among the assets loads in ``from_pretrained``.
+        documents: JSON by file name, such as ``run.json``. Encoded when submitted.
+        assets: Other files by name, such as ``config.json`` or those of a tokenizer.
+    """
+
+    step: int
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    documents: Mapping[str, Any]
+    assets: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCheckpoint:
+    """A checkpoint that has reached the disk.
+
+    Attributes:
+        step: Its step.
+        path: Its folder.
+        num_bytes: Size of its files.
+        write_s: Seconds the background thread spent on it.
+    """
+
+    step: int
+    path: Path
+    num_bytes: int
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    snapshot: Snapshot
+    small_files: Mapping[str, bytes]  # documents and assets
+
+
+class CheckpointWriter:
+    """Writes snapshots one after another in the background; one per folder and team.
+
+    A write that fails leaves the previous checkpoint in use and never raises into training: ask
+    ``poll_error``. The thread lives only while there is something to write and is no daemon, so a
+    write that has begun ends even if the interpreter exits without ``close``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int | None = 3,
+        *,
+        on_stage: Callable[[str], None] | None = None,
+    ) -> None:
+        """Create the folder if needed and remove what dead processes left unfinished in it.
+
+        Args:
+            folder: Receives the ``step-N`` folders.
+            keep_last: How many checkpoints to keep, the newest; ``None`` keeps all.
+            on_stage: Called in the writer's thread before each stage (``files``, ``manifest``,
+                ``rename``, ``retention``); tests kill the process there.
+
+        Raises:
+            CheckpointError: The folder cannot be made.
+            ConfigError: ``keep_last`` is below 1.
+        """
+        if keep_last is not None and keep_last < 1:
+            raise ConfigError(f"keep_last is {keep_last}: keep at least 1, or None for all")
+        self._folder = folder
+        self._keep_last = keep_last
+        self._on_stage = on_stage
+        self._changed = threading.Condition()
+        self._queued: _Job | None = None
+        self._running = False
+        self._closed = False
+        self._last_path: Path | None = None
+        self._error: CheckpointError | None = None
+        self._written: list[WrittenCheckpoint] = []
+        self._finished: Snapshot | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tidy(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint folder {folder} cannot be used: {error}; choose one that is writable"
+            ) from error
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Hand over a snapshot and return at once.
+
+        While an earlier one is being written the new one waits; one that still waits is dropped.
+
+        Raises:
+            CheckpointError: A file name or a document is not fit for a checkpoint.
+            UsageError: The writer is closed.
+        """
+        job = _Job(snapshot, _small_files(snapshot))
+        with self._changed:
+            if self._closed:
+                raise UsageError(
+                    "submit after close: the checkpoint writer takes no more snapshots"
+                )
+            # The memory of a snapshot that was dropped can be used again; of two, keep the newer.
+            self._finished = self._queued.snapshot if self._queued is not None else None
+            self._queued = job
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._write_queued, name="evener-checkpoint").start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written or waiting."""
+        with self._changed:
+            return not self._running
+
+    @property
+    def last_path(self) -> Path | None:
+        """The newest checkpoint that this writer has finished; ``None`` before the first."""
+        with self._changed:
+            return self._last_path
+
+    def take_finished(self) -> Snapshot | None:
+        """Hand out a snapshot that is no longer read, so that its memory can be used again."""
+        with self._changed:
+            finished, self._finished = self._finished, None
+            return finished
+
+    def poll_error(self) -> CheckpointError | None:
+        """Return the newest failure that has not been returned yet, and forget it."""
+        with self._changed:
+            error, self._error = self._error, None
+            return error
+
+    def poll_written(self) -> tuple[WrittenCheckpoint, ...]:
+        """Return the checkpoints finished since the last call, oldest first."""
+        with self._changed:
+            written = tuple(self._written)
+            self._written.clear()
+            return written
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is being written or waiting.
+
+        Returns:
+            ``False`` when the time is up before that.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, timeout_s)
+
+    def close(self, timeout_s: float = 600.0) -> bool:
+        """Take no more snapshots and wait for those handed over; may be called again.
+
+        Returns:
+            ``False`` when the time is up before all was written (the thread goes on).
+        """
+        with self._changed:
+            self._closed = True
+        return self.wait(timeout_s)
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ── in the background thread ─────────────────────────────────────────────────────────────────
+
+    def _write_queued(self) -> None:
+        while True:
+            with self._changed:
+                job, self._queued = self._queued, None
+                if job is None:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+            error = self._try_write(job)
+            with self._changed:
+                if error is not None:
+                    self._error = error
+                if self._finished is None:
+                    self._finished = job.snapshot
+
+    def _try_write(self, job: _Job) -> CheckpointError | None:
+        step = job.snapshot.step
+        start_s = time.perf_counter()
+        try:
+            manifest = self._write(job)
+        except Exception as error:  # whatever it was, training goes on
+            in_use = self.last_path
+            failure = CheckpointError(
+                f"checkpoint step-{step} could not be written to {self._folder}: {error}; "
+                + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
+                + " and training goes on; free disk space there or choose another folder"
+            )
+            failure.__cause__ = error
+            return failure
+        num_bytes = sum(record.num_bytes for record in manifest.files.values())
+        path = self._folder / step_name(step)
+        with self._changed:
+            self._last_path = path
+            self._written.append(
+                WrittenCheckpoint(step, path, num_bytes, time.perf_counter() - start_s)
+            )
+        try:
+            self._reach("retention")
+            if self._keep_last is not None:
+                remove_old(self._folder, self._keep_last, keep=path)
+        except Exception as error:
+            failure = CheckpointError(
+                f"older checkpoints in {self._folder} could not be removed: {error}; "
+                "delete them by hand before the disk is full"
+            )
+            failure.__cause__ = error
+            return failure
+        return None
+
+    def _write(self, job: _Job) -> Manifest:
+        snapshot = job.snapshot
+        with UnfinishedFolder(self._folder, snapshot.step) as unfinished:
+            self._reach("files")
+            manifest = _write_files(unfinished.path, job)
+            self._reach("manifest")
+            manifest_path = unfinished.path / MANIFEST_NAME
+            manifest_path.write_bytes(manifest.to_bytes())
+            flush(manifest_path)
+            flush(unfinished.path)
+            self._reach("rename")
+            publish(unfinished.path, self._folder / step_name(snapshot.step))
+        return manifest
+
+    def _reach(self, stage: str) -> None:
+        if self._on_stage is not None:
+            self._on_stage(stage)
+
+
+def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
+    """Encode the documents now, before training changes them, and check all names."""
+    files: dict[str, bytes] = dict(snapshot.assets)
+    names = [stem + TENSORS_SUFFIX for stem in snapshot.tensors]
+    names += [*snapshot.documents, *snapshot.assets]
+    for name in names:
+        check_file_name(name)
+        if names.count(name) > 1:
+            raise CheckpointError(f"two files of a checkpoint are named {name!r}: rename one")
+    for name, document in snapshot.documents.items():
+        files[name] = json.dumps(encode(document, path=name), allow_nan=False).encode()
+    return files
+
+
+def _write_files(folder: Path, job: _Job) -> Manifest:
+    records: dict[str, FileRecord] = {}
+    aliases: dict[str, dict[str, str]] = {}
+    for stem, tensors in job.snapshot.tensors.items():
+        path = folder / (stem + TENSORS_SUFFIX)
+        aliases[stem] = alias_table(tensors)
+        kept = {name: value for name, value in tensors.items() if name not in aliases[stem]}
+        # transformers refuses files without this entry.
+        save_file(kept, path, metadata={"format": "pt"})
+        records[path.name] = _flushed_record(path)
+    for name, content in job.small_files.items():
+        path = folder / name
+        path.write_bytes(content)
+        records[name] = _flushed_record(path)
+    return Manifest(job.snapshot.step, records, aliases)
+
+
+def _flushed_record(path: Path) -> FileRecord:
+    flush(path)
+    return FileRecord(path.stat().st_size, hash_file(path))

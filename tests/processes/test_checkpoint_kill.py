@@ -1,0 +1,87 @@
+"""A process is killed at every stage of a save: what is found afterwards is always whole."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.checkpoint import CheckpointWriter, Snapshot, find_newest
+
+# Saves step 1 and dies at the named stage of a save of step 2 (or of step 1 again).
+VICTIM = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from evener.checkpoint import CheckpointWriter, Snapshot
+
+folder, stage, second_step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+doomed = False
+
+def die_at(reached):
+    if doomed and reached == stage:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def snapshot(step, value):
+    weight = torch.full((1000,), value)
+    return Snapshot(step, {"model": {"w": weight}}, {"run.json": {"value": value}}, {})
+
+saving = CheckpointWriter(folder, 1, on_stage=die_at)
+saving.submit(snapshot(1, 1.0))
+assert saving.wait(30.0) and saving.poll_error() is None
+doomed = True
+if stage == "replace":
+    # The old folder has been moved aside by now, the new one has not taken its name yet.
+    real_rename = Path.rename
+    def rename(source, target):
+        if ".tmp-" in source.name:
+            die_at("replace")
+        return real_rename(source, target)
+    Path.rename = rename
+saving.submit(snapshot(second_step, 2.0))
+saving.wait(30.0)
+sys.exit("was not killed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "second_step", "found_value"),
+    [
+        ("files", 2, 1.0),
+        ("manifest", 2, 1.0),
+        ("rename", 2, 1.0),
+        ("retention", 2, 2.0),
+        ("rename", 1, 1.0),
+        ("replace", 1, 1.0),
+    ],
+)
+def test_a_whole_checkpoint_is_found_after_a_kill(
+    tmp_path: Path, stage: str, second_step: int, found_value: float
+) -> None:
+    victim = subprocess.run(
+        [sys.executable, "-c", VICTIM, str(tmp_path), stage, str(second_step)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        timeout=50,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert victim.returncode == -signal.SIGKILL, victim.stderr
+
+    skipped: list[str] = []
+    set_aside = [path for path in tmp_path.iterdir() if ".replaced-" in path.name]
+    assert bool(set_aside) is (stage == "replace")
+    found = find_newest(tmp_path, lambda path, why: skipped.append(why))
+    assert found is not None
+    assert skipped == []
+    assert found.document("run.json") == {"value": found_value}
+    assert torch.equal(found.tensors("model")["w"], torch.full((1000,), found_value))
+
+    with CheckpointWriter(tmp_path, 1) as writer:
+        writer.submit(Snapshot(3, {}, {}, {}))
+        assert writer.wait(20.0)
+        assert writer.poll_error() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.checkpoint import CheckpointWriter, Snapshot, copy_to_cpu, open_checkpoint
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_file_loads_in_from_pretrained(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with CheckpointWriter(tmp_path) as writer:
+        writer.submit(
+            Snapshot(
+                7,
+                {"model": copy_to_cpu(model.state_dict())},
+                {"run.json": {"step": 7}},
+                {"config.json": config.to_json_string(use_diff=False).encode()},
+            )
+        )
+        assert writer.wait(20.0)
+        assert writer.poll_error() is None
+
+    transformers.utils.logging.disable_progress_bar()
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "step-7", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    tokens = torch.arange(10).view(1, 10)
+    assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+
+    aliases = open_checkpoint(tmp_path / "step-7").manifest.aliases["model"]
+    assert aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    model.load_state_dict(open_checkpoint(tmp_path / "step-7").tensors("model"), strict=True)
