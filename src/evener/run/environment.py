@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
@@ -142,9 +143,9 @@ def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
 
 def available_cores() -> int:
     """Cores that this process may run on: fewer than the machine's under ``taskset`` or SLURM."""
-    if hasattr(os, "sched_getaffinity"):  # Linux only
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:

@@ -1,0 +1,197 @@
+"""The command ``evener``: reads options, and starts ranks or becomes one.
+
+It answers ``--help`` at once, so torch is imported by what a command runs, never here.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import evener
+from evener.errors import ConfigError
+from evener.run.child import apply_threads, run_child
+from evener.run.emulate import parse_emulation
+from evener.run.environment import DistributedTrainConfig
+from evener.run.options import PretrainOptions
+
+app = typer.Typer(
+    name="evener",
+    add_completion=False,
+    no_args_is_help=True,
+    # Plain help and plain tracebacks: rich would take longer to load than all the rest.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+# -P: a file in the current folder must not shadow a module of the library.
+_PYTHON = (sys.executable, "-P", "-m")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; the process's own by default.
+
+    Returns:
+        The exit code: 0; 2 for bad options; 128 + n after a stop by signal n; else what failed.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=arguments, prog_name="evener", obj=arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(evener.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Data-parallel PyTorch training on unequal devices."""
+
+
+@app.command()
+def pretrain(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks to start on this host; 1, --demo: 2.")
+    ] = None,
+    emulate_slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Train a small model on Python's own sources.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print neither the team nor progress.")
+    ] = False,
+) -> None:
+    """Train a causal language model from scratch or from a checkpoint."""
+    options = PretrainOptions(
+        config=config,
+        nproc=nproc,
+        emulate_slow=tuple(emulate_slow or ()),
+        overrides=tuple(overrides or ()),
+        resume=resume,
+        out=out,
+        name=name,
+        port=port,
+        demo=demo,
+        quiet=quiet,
+    )
+    raise typer.Exit(run_child(lambda: _pretrain(options, context.obj)))
+
+
+@app.command("launch", context_settings={"allow_interspersed_args": False})
+def launch_script(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks to start on this host; 1.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
+    ] = None,
+) -> None:
+    """Run a training script as one rank per device of this host."""
+    command = (*_PYTHON, "evener.run.script", str(script), *(arguments or ()))
+    raise typer.Exit(run_child(lambda: _launch(script, command, nproc, port)))
+
+
+def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by == "alone":
+        return _launch_pretraining(options, arguments)
+    if place.launched_by != "evener":
+        _refuse_launch_options(place, options.nproc, options.port)
+    apply_threads(place)
+    from evener.tasks.causal_lm import run_pretraining
+
+    return run_pretraining(_with_demo_team(options, place.world_size))
+
+
+def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> int:
+    from evener.run.launch import check_nproc, launch
+    from evener.run.presets import DEMO_NPROC, resolve_config
+
+    nproc = options.nproc
+    if nproc is None:
+        nproc = DEMO_NPROC if options.demo else 1
+    # What can be known to be wrong is said once, before any rank starts.
+    check_nproc(nproc)
+    parse_emulation(options.emulate_slow, nproc)
+    resolve_config(options)
+    return launch(
+        (*_PYTHON, "evener", *arguments), nproc=nproc, port=options.port, store_waits=True
+    )
+
+
+def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOptions:
+    from evener.run.presets import DEMO_EMULATE_SLOW
+
+    # The demo shows an uneven team, unless the user has put one together or is alone.
+    if options.demo and not options.emulate_slow and world_size > 1:
+        return replace(options, emulate_slow=DEMO_EMULATE_SLOW)
+    return options
+
+
+def _launch(script: Path, command: Sequence[str], nproc: int | None, port: int | None) -> int:
+    from evener.run.launch import launch
+
+    if not script.is_file():
+        raise ConfigError(f"{script} is no file; give the path of a Python script")
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by in ("torchrun", "slurm"):
+        _refuse_launch_options(place, nproc, port)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(command[0], list(command))  # a rank already: become the script
+    return launch(command, nproc=1 if nproc is None else nproc, port=port)
+
+
+def _refuse_launch_options(
+    place: DistributedTrainConfig, nproc: int | None, port: int | None
+) -> None:
+    for option, value in (("--nproc", nproc), ("--port", port)):
+        if value is not None:
+            raise ConfigError(
+                f"{option} is {value}, but {place.launched_by} has started this process as rank "
+                f"{place.rank} of {place.world_size} already; leave {option} out"
+            )

@@ -1,0 +1,96 @@
+"""How a rank that fails tells its launcher: one JSON file per rank, written before it exits."""
+
+import json
+import os
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from evener.errors import CollectiveError, ConfigError, UserError
+
+#: Set by evener's launcher: the file that this rank's failure goes to.
+ERROR_FILE = "EVENER_ERROR_FILE"
+
+# What torch raises in a rank when another one dies; for scripts that do not use evener's exchange.
+_TORCH_FOLLOW_UPS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+
+_RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py", "script.py"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """What ended a rank.
+
+    Attributes:
+        rank: Which rank.
+        time: Unix seconds at which the exception reached the top.
+        kind: Name of the exception's class.
+        message: Its text.
+        traceback: As Python prints it.
+        user_error: The user can mend it, so the message is enough.
+        follow_up: Most likely caused by the failure of another rank.
+        exit_code: What the rank ends with.
+    """
+
+    rank: int
+    time: float
+    kind: str
+    message: str
+    traceback: str
+    user_error: bool
+    follow_up: bool
+    exit_code: int
+
+
+def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
+    """Makes the report of an exception.
+
+    Args:
+        error: The exception.
+        rank: Rank on which it was raised.
+        time: Unix seconds.
+    """
+    start = _without_runner(error.__traceback__)
+    lines = traceback.format_exception(type(error), error, start)
+    user_error = isinstance(error, UserError)
+    collective = isinstance(error, CollectiveError) or type(error).__name__ in _TORCH_FOLLOW_UPS
+    # Gloo has no exception of its own: it raises RuntimeError with its source file in the text.
+    collective = collective or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    return FailureReport(
+        rank=rank,
+        time=time,
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(lines),
+        user_error=user_error,
+        follow_up=collective and not user_error,
+        exit_code=exit_code_of(error),
+    )
+
+
+def _without_runner(start: TracebackType | None) -> TracebackType | None:
+    # Users want to see their own frames, not those that carried them here.
+    while start is not None and start.tb_frame.f_code.co_filename in _RUNNER_FILES:
+        start = start.tb_next
+    return start
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a process ends with for this exception: 2 for a bad option, else 1."""
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def write_report(path: Path, report: FailureReport) -> None:
+    """Writes the report whole or not at all: the launcher may look at any moment."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_report(path: Path) -> FailureReport | None:
+    """The report of a rank, or ``None`` if it left none."""
+    try:
+        return FailureReport(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,37 @@
+"""Ends the ranks when their launcher has gone without a word, killed by SIGKILL for example.
+
+A program of its own, run by path, that needs nothing but the standard library. Its standard input
+is a pipe that only the launcher holds: lines ``+PID`` and ``-PID`` add and remove the process group
+of a rank, and end-of-file means that the launcher is no more. The ranks' own request to die with
+their parent does not reach the processes that *they* started; killing the groups does.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+
+def watch(lines: Iterable[str]) -> set[int]:
+    """Reads the pipe to its end and returns the process groups that are left."""
+    groups: set[int] = set()
+    for line in lines:
+        sign, group = line[:1], int(line[1:])
+        if sign == "+":
+            groups.add(group)
+        else:
+            groups.discard(group)
+    return groups
+
+
+def main() -> None:
+    """Waits for the launcher's end, then kills what it has left."""
+    for group in watch(sys.stdin):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # ended by itself
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Carries the output of the ranks after the first to the terminal, marking lines with the rank."""
+
+import os
+import select
+import selectors
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+_CHUNK_BYTES = 65_536
+# A "line" without end (a progress bar, binary data) is cut here.
+_LONGEST_LINE_BYTES = 65_536
+
+
+@dataclass(slots=True)
+class _Stream:
+    prefix: bytes
+    source: IO[bytes]
+    target: int
+    rest: bytearray = field(default_factory=bytearray)
+
+
+class OutputPump:
+    """Copies pipes to descriptors, line by line, on a thread of its own.
+
+    A thread, because a terminal that has been stopped (Ctrl-S) blocks the writer, and the launcher
+    has to go on hearing signals. Bytes are not decoded. When a target is closed (``| head``), the
+    pipe is still read, so that no rank blocks on it.
+
+    Args:
+        streams: ``(prefix, source, target)`` each: a mark for every line, a pipe (the caller's to
+            close, after ``finish``), and the descriptor that its lines go to.
+    """
+
+    def __init__(self, streams: Sequence[tuple[bytes, IO[bytes], int]]) -> None:
+        self._streams = [_Stream(*stream) for stream in streams]
+        self._closed_targets: set[int] = set()
+        self._writing = False
+        self._thread = threading.Thread(target=self._run, name="evener-output", daemon=True)
+
+    def start(self) -> None:
+        """Starts copying."""
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it is held up by a reader, such as a pager."""
+        return self._writing
+
+    def finish(self, timeout_s: float) -> bool:
+        """Waits until every pipe has ended.
+
+        Args:
+            timeout_s: Longest wait; a process that left its rank's group may keep a pipe open.
+
+        Returns:
+            Whether all output has been copied.
+        """
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in self._streams:
+                selector.register(each.source, selectors.EVENT_READ, each)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    stream: _Stream = key.data
+                    chunk = os.read(stream.source.fileno(), _CHUNK_BYTES)
+                    self._take(stream, chunk)
+                    if not chunk:
+                        selector.unregister(stream.source)
+
+    def _take(self, stream: _Stream, chunk: bytes) -> None:
+        stream.rest += chunk
+        *lines, rest = bytes(stream.rest).split(b"\n")
+        if rest and (not chunk or len(rest) >= _LONGEST_LINE_BYTES):
+            lines.append(rest)
+            rest = b""
+        stream.rest[:] = rest
+        self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
+
+    def _write(self, target: int, data: bytes) -> None:
+        view = memoryview(data)
+        self._writing = True
+        while view and target not in self._closed_targets:
+            try:
+                view = view[os.write(target, view) :]
+            except BlockingIOError:  # someone has made the terminal non-blocking
+                select.select([], [target], [])
+            except OSError:
+                self._closed_targets.add(target)
+        self._writing = False

@@ -1,0 +1,114 @@
+"""Signals as data: a flag that a rank reads between windows, a queue that the launcher waits on."""
+
+import os
+import select
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+#: Ctrl-C, a scheduler's request, and the warning that SLURM sends before the time limit.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopSignals:
+    """Notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them, for as long as it is entered.
+
+    The loop finishes its window, writes a checkpoint and ends with ``exit_code``. Handlers are put
+    back on leaving. Outside the main thread, where Python allows no handlers, it does nothing.
+
+    Attributes:
+        requested: The first such signal that arrived; ``None`` while none has.
+    """
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + number of the signal, as shells expect; 0 if none arrived."""
+        return 0 if self.requested is None else 128 + self.requested
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum in STOPPING:
+                previous = signal.getsignal(signum)
+                # None: set by C code, which we could not put back. Ignored: `nohup` and background
+                # jobs of scripts mean it.
+                if previous is not None and previous is not signal.SIG_IGN:
+                    self._previous[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for signum, previous in self._previous.items():
+            signal.signal(signum, previous)
+        self._previous.clear()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        # Only the first counts: under torchrun a Ctrl-C comes twice, from terminal and agent. Who
+        # cannot wait presses Ctrl-C again, and the launcher kills.
+        if self.requested is None:
+            self.requested = signal.Signals(signum)
+
+
+class SignalQueue:
+    """Receives signals as data, in order, where a launcher waits for them.
+
+    While it is entered, stop requests, a closed terminal and ends of child processes do nothing but
+    wake ``wait``. Main thread only.
+    """
+
+    _RECEIVED = (*STOPPING, signal.SIGHUP, signal.SIGCHLD)
+
+    def __init__(self) -> None:
+        self._previous: dict[signal.Signals, Any] = {}
+        self._reader, self._writer = -1, -1
+        self._previous_writer = -1
+
+    def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._previous_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for signum in self._RECEIVED:
+            previous = signal.getsignal(signum)
+            # Ignored by whoever started us, as `nohup` does; ends of children always matter.
+            if previous is not signal.SIG_IGN or signum == signal.SIGCHLD:
+                self._previous[signum] = previous
+                signal.signal(signum, _do_nothing)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for signum, previous in self._previous.items():
+            signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+        signal.set_wakeup_fd(self._previous_writer)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def wait(self, timeout_s: float) -> list[signal.Signals]:
+        """Signals that have arrived, oldest first.
+
+        Args:
+            timeout_s: Longest wait for the first one.
+        """
+        select.select([self._reader], [], [], timeout_s)
+        try:
+            return [signal.Signals(number) for number in os.read(self._reader, 4096)]
+        except BlockingIOError:
+            return []
+
+
+def _do_nothing(_signum: int, _frame: FrameType | None) -> None:
+    """The number already went to the queue, through the wake-up descriptor."""
