@@ -55,6 +55,45 @@ class Policy(ABC):
     def members(self) -> tuple[str, ...]:
         """Member ids, by rank."""
 
+    @property
+    @abstractmethod
+    def is_calibrated(self) -> bool:
+        """Whether the speed of every member is known, so that none needs to be probed."""
+
+    @abstractmethod
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Say how shares are computed.
+
+        Args:
+            sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
+                one.
+
+        Raises:
+            ConfigError: Not one size a member, or a size below 1.
+        """
+
+    @abstractmethod
+    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
+        """Set the speed of ``rank`` from timed micro-batches that are not applied.
+
+        Call it for every rank, before the first plan whose shares should follow it.
+
+        Args:
+            rank: Rank that was timed.
+            measurements: ``(samples, micro_batches, seconds)`` of at least one size.
+        """
+
+    @abstractmethod
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Predicted samples per second of each rank if it did the whole global batch alone.
+
+        Args:
+            batch_size: Samples of the global batch.
+
+        Returns:
+            Speeds by rank; 0.0 for a rank that has not been measured.
+        """
+
     @abstractmethod
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window.
@@ -63,6 +102,9 @@ class Policy(ABC):
             reports: One report a rank, in rank order.
             plan: The plan that the window was computed by.
             sync_s: Seconds that the exchange took, without waiting for the slowest rank.
+
+        Raises:
+            ProtocolError: Reports or plan are of another team.
         """
 
     @abstractmethod
@@ -114,22 +156,13 @@ class SyncPolicy(Policy):
     def __init__(self, members: Sequence[str], micro_batch_sizes: Sequence[int | None]) -> None:
         if not members or len(set(members)) != len(members):
             raise ConfigError(f"members={list(members)} must be different ids, at least one")
-        if len(micro_batch_sizes) != len(members):
-            raise ConfigError(
-                f"{len(micro_batch_sizes)} micro-batch sizes were given for {len(members)} members"
-            )
-        for member, size in zip(members, micro_batch_sizes, strict=True):
-            if size is not None and size < 1:
-                raise ConfigError(
-                    f"micro_batch_size={size} of member {member!r} must be at least 1"
-                )
         self._members = tuple(members)
-        self._micro_batch_sizes = tuple(micro_batch_sizes)
         self._speeds = tuple(SpeedModel() for _ in members)
         self._idle_windows = [0] * len(members)
         self._exchanges_s: list[float] = []
         # Shares in use, by size of the window: the short last one of an epoch has its own.
         self._in_use: dict[int, tuple[int, ...]] = {}
+        self.set_micro_batch_sizes(micro_batch_sizes)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -137,9 +170,28 @@ class SyncPolicy(Policy):
         return self._members
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether the speed of every member is known, so that none needs to be probed."""
+        return all(speed.is_known for speed in self._speeds)
+
+    @property
     def micro_batch_sizes(self) -> tuple[int | None, ...]:
         """Most samples in one forward and backward, by rank."""
         return self._micro_batch_sizes
+
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Say how shares are computed; see ``Policy``. Shares in use are forgotten."""
+        if len(sizes) != len(self._members):
+            raise ConfigError(
+                f"{len(sizes)} micro-batch sizes were given for {len(self._members)} members"
+            )
+        for member, size in zip(self._members, sizes, strict=True):
+            if size is not None and size < 1:
+                raise ConfigError(
+                    f"micro_batch_size={size} of member {member!r} must be at least 1"
+                )
+        self._micro_batch_sizes = tuple(sizes)
+        self._in_use = {}
 
     @property
     def exchange_s(self) -> float:
@@ -176,42 +228,29 @@ class SyncPolicy(Policy):
                 costs.append(middle)
         return tuple(costs)
 
-    def hint(self, ratios: Mapping[int, float]) -> None:
-        """Set relative times of a sample, by rank; a rank that is not named has 1.
-
-        Raises:
-            ConfigError: A rank is not there, or a ratio is not finite or not above 0.
-        """
-        for rank in ratios:
-            if not 0 <= rank < len(self._members):
-                raise ConfigError(
-                    f"speed_hint names rank {rank}; there are ranks 0 to {len(self._members) - 1}"
-                )
-        for rank, speed in enumerate(self._speeds):
-            speed.hint(ratios.get(rank, 1.0))
-
-    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
-        """Set the speed of ``rank`` from timed micro-batches that are not applied.
-
-        Call it for every rank, before the first plan whose shares should follow it.
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks relative to one another, until they are measured.
 
         Args:
-            rank: Rank that was timed.
-            measurements: ``(samples, micro_batches, seconds)`` of at least one size.
+            speeds: One a rank, such as ``(1.0, 0.5)``; larger is faster, the unit is free.
+
+        Raises:
+            ConfigError: Not one speed a rank, or a speed that is not finite and above 0.
         """
+        if len(speeds) != len(self._members):
+            raise ConfigError(
+                f"speed_hint={list(speeds)} has {len(speeds)} speeds for a team of "
+                f"{len(self._members)}; give one a rank"
+            )
+        for speed, relative_speed in zip(self._speeds, speeds, strict=True):
+            speed.hint(relative_speed)
+
+    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
+        """Set the speed of ``rank`` from timed micro-batches; see ``Policy``."""
         self._speeds[rank].probe(measurements)
 
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
-        """Learn from a window; rows of ranks that abandoned it are left out.
-
-        Args:
-            reports: One report a rank, in rank order.
-            plan: The plan that the window was computed by.
-            sync_s: Seconds that the exchange took, without waiting for the slowest rank.
-
-        Raises:
-            ProtocolError: The reports are not of this team.
-        """
+        """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
         if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
             raise ProtocolError(
                 f"window {plan.window} has {len(reports)} reports and {len(plan.shares)} shares "
@@ -228,15 +267,7 @@ class SyncPolicy(Policy):
     def plan(
         self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
     ) -> WindowPlan:
-        """Plan a window with the earliest predicted finish.
-
-        Args:
-            window: Its global number.
-            epoch: Epoch whose positions it takes.
-            start: Its first position.
-            size: Its samples over all ranks.
-            min_share: Samples that each rank gets at least, where there are enough for all.
-        """
+        """Plan a window with the earliest predicted finish; see ``Policy``."""
         if min_share * len(self._members) > size:
             min_share = 0
         costs = self.costs
@@ -247,14 +278,7 @@ class SyncPolicy(Policy):
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Predicted samples per second of each rank if it did the whole global batch alone.
-
-        Args:
-            batch_size: Samples of the global batch.
-
-        Returns:
-            Speeds by rank; 0.0 for a rank that has not been measured.
-        """
+        """Predicted samples per second of each rank alone; see ``Policy``."""
         return tuple(
             speed.cost.samples_per_s(batch_size, size) if speed.is_measured else 0.0
             for speed, size in zip(self._speeds, self._micro_batch_sizes, strict=True)
@@ -275,10 +299,7 @@ class SyncPolicy(Policy):
         """Go on from ``state``, even of another team: members that are not here are ignored.
 
         Members of which the state says nothing keep what is known of them. The time of an exchange
-        is not part of it, as that belongs to a team and not to a member.
-
-        Raises:
-            CheckpointError: The state is damaged or of another policy.
+        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
         """
         if state.get("policy") != ApplyPolicy.SYNC.value:
             raise CheckpointError(

@@ -126,22 +126,22 @@ class SpeedModel:
         """The cost that a hint alone gave, in its arbitrary unit, else ``None``."""
         return None if self._probed else self._prior
 
-    def hint(self, ratio: float) -> None:
-        """Take the user's word for how slow this rank is, until something is measured.
+    def hint(self, relative_speed: float) -> None:
+        """Take the user's word for the speed of this rank, until something is measured.
 
         Args:
-            ratio: Time of a sample here, over that on a rank with ratio 1.
+            relative_speed: Speed against that of the other ranks, in any unit; larger is faster.
 
         Raises:
-            ConfigError: The ratio is not finite or not above 0.
+            ConfigError: The speed is not finite or not above 0.
         """
-        if not math.isfinite(ratio) or ratio <= 0.0:
+        if not math.isfinite(relative_speed) or relative_speed <= 0.0:
             raise ConfigError(
-                f"speed_hint={ratio} must be a finite number above 0: how many times as long a "
-                "sample takes on this rank as on a rank with hint 1"
+                f"speed_hint holds {relative_speed}; speeds are finite numbers above 0, such as "
+                "1.0 for one rank and 0.5 for another that takes twice as long"
             )
         if not self._probed:
-            self._prior = CostModel(0.0, ratio)
+            self._prior = CostModel(0.0, 1.0 / relative_speed)
             self._refit()
 
     def probe(self, measurements: Iterable[tuple[int, int, float]]) -> None:
@@ -214,7 +214,7 @@ class SpeedModel:
             probed, votes = bool(state["probed"]), int(state["votes"])
             surprises = int(state["surprises"])
             recent = [_Observation(int(n), int(k), float(t)) for n, k, t in state["recent"]]
-            if not all(0 < min(one.samples, one.micro_batches, one.seconds) for one in recent):
+            if not all(min(one.samples, one.micro_batches, one.seconds) > 0 for one in recent):
                 raise ValueError(f"recent={state['recent']}")
             if loaded is not None and not (loaded.fixed_s >= 0.0 and loaded.per_sample_s > 0.0):
                 raise ValueError(f"prior={prior}")
