@@ -1,0 +1,275 @@
+"""What a run amounted to: a JSON file for programs, a table and a verdict for people."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from evener.errors import EvenerError
+from evener.observe.jsonl import strict_json
+from evener.observe.wording import human_count, human_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Below this part of the run's time, a rank neither saved nor cost anything worth saying.
+_NEGLIGIBLE = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """One rank over the whole run.
+
+    Attributes:
+        rank: Its rank at the end.
+        member: Its id.
+        device: Its device, for people, such as ``cuda:0 (L40S)``.
+        samples: Committed samples that it did.
+        weight: Their weight (tokens, or samples).
+        wait_fraction: Part of its time in which it waited for others, from 0 to 1.
+    """
+
+    rank: int
+    member: str
+    device: str
+    samples: int
+    weight: float
+    wait_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The figures of a run, as in ``summary.json``.
+
+    Attributes:
+        tokens_per_s: Speed of the team after the warm-up, in ``unit`` per second; ``None`` when
+            the run was too short to tell.
+        solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown.
+        solo_source: Whether those were measured by running alone, or come from the speed model.
+        equal_split_tokens_per_s: Speed of the team with equal shares, if that was measured.
+        heldout_loss: Mean loss on held-out data at the end, if it was evaluated.
+        committed_tokens: Weight of all committed windows, in ``unit``.
+        committed_samples: Samples of all committed windows.
+        steps: Optimizer steps.
+        world_size: Ranks in the team.
+        policy: Apply policy.
+        backend: What carried the exchange.
+        checkpoint: Path of the newest checkpoint, if there is one.
+        run_folder: Where the files of the run are.
+        elapsed_s: Seconds of training from the first window to the end.
+        unit: What weights count: ``tokens`` or ``samples``. The keys say tokens in either case.
+        ranks: One row per rank, by rank.
+        emulated: Ranks that are slowed down on purpose, and the factor.
+        parked: Ranks that got no share, since the team is faster without them.
+        machine: Facts about the machine (JSON).
+        versions: Versions of what took part, by name.
+    """
+
+    tokens_per_s: float | None
+    solo_tokens_per_s: tuple[float | None, ...]
+    solo_source: Literal["measured", "speed model"]
+    equal_split_tokens_per_s: float | None
+    heldout_loss: float | None
+    committed_tokens: float
+    committed_samples: int
+    steps: int
+    world_size: int
+    policy: str
+    backend: str
+    checkpoint: str | None
+    run_folder: str
+    elapsed_s: float
+    unit: str = "tokens"
+    ranks: tuple[RankSummary, ...] = ()
+    emulated: Mapping[int, float] = field(default_factory=dict)
+    parked: tuple[int, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def of_ideal(self) -> float | None:
+        """Speed of the team over the sum of the speeds of its ranks alone; at best about 1."""
+        solos = [speed for speed in self.solo_tokens_per_s if speed is not None]
+        if self.tokens_per_s is None or not solos or len(solos) != self.world_size:
+            return None
+        return self.tokens_per_s / sum(solos) if sum(solos) > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures, ``of_ideal`` too, as values that ``json.dumps`` accepts."""
+        return {**strict_json(self), "of_ideal": self.of_ideal}
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file, whole or not at all.
+
+        Raises:
+            EvenerError: The file cannot be written.
+        """
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(self.to_json(), file, indent=2, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise EvenerError(
+                f"run summary {path} cannot be written: {error}; free disk space there"
+            ) from error
+
+
+def best_speed_without(summary: RunSummary, rank: int) -> float | None:
+    """Return the speed of the best team that the other ranks could have formed.
+
+    One other rank alone does its solo speed. Several together do the sum of their solo speeds times
+    what this team reached of the sum of its own, unless the fastest of them alone does more. Parked
+    ranks are on neither side.
+
+    Returns:
+        Tokens (or samples) per second; ``None`` when there is no other rank or speeds are unknown.
+    """
+    solos = dict(enumerate(summary.solo_tokens_per_s))
+    active = {other: solos[other] or 0.0 for other in solos if other not in summary.parked}
+    total = sum(active.values())
+    others = [speed for other, speed in active.items() if other != rank]
+    if summary.of_ideal is None or summary.tokens_per_s is None or not others or total <= 0:
+        return None
+    if len(others) == 1:
+        return others[0]
+    return max(max(others), summary.tokens_per_s / total * sum(others))
+
+
+def time_saved_s(summary: RunSummary, rank: int) -> float | None:
+    """Return the seconds by which the run would have taken longer without a rank.
+
+    The best team without it does ``best_speed_without`` and would have needed
+    ``elapsed_s * tokens_per_s / best_speed_without`` for the same work; the difference to
+    ``elapsed_s`` is what the rank saved. Negative when it cost time.
+
+    Returns:
+        ``None`` when speeds are unknown, or nobody else is there to do the work.
+    """
+    without = best_speed_without(summary, rank)
+    if without is None or without <= 0 or summary.tokens_per_s is None:
+        return None
+    return summary.elapsed_s * (summary.tokens_per_s / without - 1.0)
+
+
+def closing_table(summary: RunSummary) -> "Table":
+    """Return a rich table with a row per rank: device, share, speed alone, wait, contribution."""
+    from rich.table import Table
+
+    source = "alone" if summary.solo_source == "measured" else "alone (model)"
+    table = Table(title=_headline(summary), title_justify="left", title_style="")
+    table.add_column("rank", justify="right")
+    table.add_column("device")
+    table.add_column("share", justify="right")
+    table.add_column(f"{summary.unit}/s {source}", justify="right")
+    table.add_column("wait", justify="right")
+    table.add_column("contribution")
+    total = sum(row.weight for row in summary.ranks)
+    for row in summary.ranks:
+        solo = _solo(summary, row.rank)
+        factor = summary.emulated.get(row.rank)
+        table.add_row(
+            str(row.rank),
+            row.device + (f", emulated {factor:g}x slower" if factor is not None else ""),
+            f"{row.weight / total:.0%}" if total > 0 else "–",
+            human_count(solo) if solo is not None else "?",
+            f"{row.wait_fraction:.0%}",
+            _contribution(summary, row.rank),
+        )
+    return table
+
+
+def verdict(summary: RunSummary) -> list[str]:
+    """Return the last lines for a person: what the team was worth, and where its files are."""
+    if summary.world_size == 1:
+        lines = [_alone(summary)]
+    else:
+        lines = [_team(summary)]
+        lines += [
+            f"rank {rank} was parked: the team is faster without it" for rank in summary.parked
+        ]
+        equal = summary.equal_split_tokens_per_s
+        if equal is not None and equal > 0 and summary.tokens_per_s is not None:
+            lines.append(
+                f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
+                f"shares by speed did {summary.tokens_per_s / equal:.2f}x that"
+            )
+    if summary.emulated:
+        emulated = ", ".join(
+            f"rank {rank} is emulated {factor:g}x slower"
+            for rank, factor in sorted(summary.emulated.items())
+        )
+        lines.append(f"({emulated})")
+    lines.append(f"run folder: {summary.run_folder}")
+    return lines
+
+
+def _headline(summary: RunSummary) -> str:
+    steps = f"{summary.steps:,} step{'s' if summary.steps != 1 else ''}"
+    text = (
+        f"{steps}, {human_count(summary.committed_tokens)} {summary.unit} "
+        f"in {human_duration(summary.elapsed_s)}"
+    )
+    if summary.tokens_per_s is not None:
+        text += f", {human_count(summary.tokens_per_s)} {summary.unit}/s"
+    if summary.heldout_loss is not None:
+        text += f", held-out loss {summary.heldout_loss:.4g}"
+    return text
+
+
+def _alone(summary: RunSummary) -> str:
+    if summary.tokens_per_s is None:
+        return "rank 0 worked alone; the run was too short to measure its speed"
+    speed = f"{human_count(summary.tokens_per_s)} {summary.unit}/s"
+    return f"rank 0 worked alone and did {speed}; there was nobody to share with"
+
+
+def _team(summary: RunSummary) -> str:
+    known = [
+        (speed, rank) for rank, speed in enumerate(summary.solo_tokens_per_s) if speed is not None
+    ]
+    if summary.tokens_per_s is None:
+        return "the run was too short to say what the team was worth"
+    if len(known) != summary.world_size:
+        speed = f"{human_count(summary.tokens_per_s)} {summary.unit}/s"
+        return f"the team did {speed}; what each rank does alone is not known"
+    # Of equals the lowest rank is the one to compare with.
+    best_speed, best = max(known, key=lambda pair: (pair[0], -pair[1]))
+    text = f"the team did {summary.tokens_per_s / best_speed:.2f}x rank {best} alone"
+    if summary.solo_source != "measured":
+        text += " (predicted by the speed model)"
+    for rank in range(summary.world_size):
+        if rank != best and rank not in summary.parked:
+            text += f"; rank {rank} {_saved(summary, rank)}"
+    return text
+
+
+def _saved(summary: RunSummary, rank: int) -> str:
+    saved_s = time_saved_s(summary, rank)
+    if saved_s is None or abs(saved_s) < _NEGLIGIBLE * summary.elapsed_s:
+        return "made no difference"
+    if saved_s > 0:
+        return f"saved {human_duration(saved_s)}"
+    return f"cost you {human_duration(-saved_s)}: leave it out"
+
+
+def _contribution(summary: RunSummary, rank: int) -> str:
+    if rank in summary.parked:
+        return "parked"
+    saved_s = time_saved_s(summary, rank)
+    if saved_s is None:
+        return "–"
+    if abs(saved_s) < _NEGLIGIBLE * summary.elapsed_s:
+        return "no difference"
+    return f"{'saved' if saved_s > 0 else 'cost'} {human_duration(abs(saved_s))}"
+
+
+def _solo(summary: RunSummary, rank: int) -> float | None:
+    solos = summary.solo_tokens_per_s
+    return solos[rank] if rank < len(solos) else None

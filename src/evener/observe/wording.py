@@ -1,0 +1,45 @@
+"""Numbers as people read them."""
+
+
+def human_duration(seconds: float) -> str:
+    """Return a length of time with the precision that matters: ``12 s``, ``4 min``, ``1 h 20 min``.
+
+    Args:
+        seconds: Zero or more.
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if round(seconds) < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours} h"
+
+
+def human_count(number: float) -> str:
+    """Return a count or a speed with three digits or so: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= 0.9995 * size:
+            return (
+                f"{number / size:.3g}{suffix}"
+                if number < 100 * size
+                else f"{number / size:,.0f}{suffix}"
+            )
+    if number >= 99_950:
+        return f"{number / 1e3:.0f}k"
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a size in decimal units: ``512 B``, ``1.2 GB``."""
+    for size, suffix in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {suffix}"
+    return f"{num_bytes:.0f} B"
