@@ -1,0 +1,1 @@
+"""What tests share: ranks in processes, small models, leak checks."""
