@@ -35,6 +35,9 @@ _LEAST_NOISE = 0.02
 _LEAST_SPREAD = 1.25
 """Windows tell the fixed cost only if their micro-batches per sample differ by this factor."""
 
+_LEAST_SECONDS = 1e-9
+"""Anything shorter was not measured: the clock did not move."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -158,7 +161,7 @@ class SpeedModel:
         """
         fastest: dict[tuple[int, int], float] = {}
         for samples, micro_batches, seconds in measurements:
-            if samples > 0 and micro_batches > 0 and 0.0 < seconds < math.inf:
+            if samples > 0 and micro_batches > 0 and _LEAST_SECONDS <= seconds < math.inf:
                 size = (samples, micro_batches)
                 fastest[size] = min(seconds, fastest.get(size, math.inf))
         if not fastest:
@@ -177,7 +180,7 @@ class SpeedModel:
             micro_batches: Micro-batches they were computed in.
             compute_s: Seconds of compute, without waiting for others.
         """
-        if samples <= 0 or micro_batches <= 0 or not 0.0 < compute_s < math.inf:
+        if samples <= 0 or micro_batches <= 0 or not _LEAST_SECONDS <= compute_s < math.inf:
             return
         observation = _Observation(samples, micro_batches, compute_s)
         if self._cost is not None and self.is_measured:
@@ -214,7 +217,10 @@ class SpeedModel:
             probed, votes = bool(state["probed"]), int(state["votes"])
             surprises = int(state["surprises"])
             recent = [_Observation(int(n), int(k), float(t)) for n, k, t in state["recent"]]
-            if not all(min(one.samples, one.micro_batches, one.seconds) > 0 for one in recent):
+            if not all(
+                min(one.samples, one.micro_batches) > 0 and _LEAST_SECONDS <= one.seconds < math.inf
+                for one in recent
+            ):
                 raise ValueError(f"recent={state['recent']}")
             if loaded is not None and not (loaded.fixed_s >= 0.0 and loaded.per_sample_s > 0.0):
                 raise ValueError(f"prior={prior}")
