@@ -1,0 +1,57 @@
+import pytest
+
+from evener.errors import ConfigError
+from evener.run.emulate import Slowdown, parse_emulation
+
+
+def test_factors_per_rank():
+    assert parse_emulation(["1:3", "0:1.5"], 2) == {1: 3.0, 0: 1.5}
+    assert parse_emulation([], 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        (["2:3"], "there is no rank 2, this team has ranks 0 to 1"),
+        (["1:0.5"], "the factor is 0.5"),
+        (["1:-2"], "the factor is -2"),
+        (["1:inf"], "the factor is inf"),
+        (["1:nan"], "is not RANK:FACTOR"),
+        (["1"], "is not RANK:FACTOR"),
+        (["1:"], "is not RANK:FACTOR"),
+        ([":3"], "is not RANK:FACTOR"),
+        (["-1:3"], "is not RANK:FACTOR"),
+        (["one:3"], "is not RANK:FACTOR"),
+        (["1:3:4"], "is not RANK:FACTOR"),
+        (["1:3", "1:4"], "rank 1 was already given factor 3"),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value_and_remedy(specs, named):
+    with pytest.raises(ConfigError) as caught:
+        parse_emulation(specs, 2)
+    assert named in str(caught.value)
+    assert specs[-1] in str(caught.value)
+
+
+def test_a_team_of_one_has_rank_0_only():
+    with pytest.raises(ConfigError, match="this team has rank 0 only"):
+        parse_emulation(["1:3"], 1)
+
+
+def test_sleeps_for_what_the_slower_device_would_still_compute():
+    slept = []
+    slowdown = Slowdown(3.0, sleep=slept.append)
+    assert slowdown.after(0.5) == pytest.approx(1.0)
+    assert slept == pytest.approx([1.0])
+
+
+def test_factor_1_never_sleeps():
+    slept = []
+    assert Slowdown(1.0, sleep=slept.append).after(10.0) == 0.0
+    assert slept == []
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_factors_are_refused(factor):
+    with pytest.raises(ConfigError, match="slow-down factor"):
+        Slowdown(factor)

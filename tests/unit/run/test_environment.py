@@ -1,0 +1,366 @@
+import os
+
+import pytest
+
+from evener.errors import ConfigError
+from evener.run.environment import (
+    AverageBackend,
+    DistributedBackend,
+    DistributedRole,
+    DistributedTrainConfig,
+    available_cores,
+    threads_per_rank,
+)
+from evener.run.slurm import first_host
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+}
+EVENER = {
+    "EVENER_LAUNCHED": "1",
+    "EVENER_STORE_FD": "5",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "41234",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_GTIDS": "4,5",
+    "SLURM_STEP_NODELIST": "node[01-03]",
+    "SLURM_JOB_NODELIST": "login,node[01-09]",
+}
+
+
+def place(environ, **changes):
+    merged = {**environ, **changes}
+    return DistributedTrainConfig.from_env({k: v for k, v in merged.items() if v is not None})
+
+
+def test_an_empty_environment_is_a_team_of_one():
+    config = place({})
+    assert (config.world_size, config.rank, config.local_rank) == (1, 0, 0)
+    assert config.role is DistributedRole.COORDINATOR
+    assert config.launched_by == "alone"
+    assert config.hosts_store
+    assert config.store_fd is None
+
+
+def test_the_process_environment_is_the_default(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert DistributedTrainConfig.from_env().rank == 3
+
+
+def test_torchrun_variables_are_taken_as_they_are():
+    config = place(TORCHRUN)
+    assert (config.world_size, config.rank) == (4, 3)
+    assert (config.local_rank, config.local_world_size) == (1, 2)
+    assert (config.coordinator_addr, config.coordinator_port) == ("node7", 29500)
+    assert config.role is DistributedRole.WORKER
+    assert config.launched_by == "torchrun"
+    assert not config.hosts_store
+
+
+@pytest.mark.parametrize(
+    ("rank", "agent", "hosts"),
+    [("0", None, True), ("0", "True", False), ("0", "False", True), ("1", None, False)],
+)
+def test_rank_0_opens_the_store_unless_the_agent_has(rank, agent, hosts):
+    config = place(TORCHRUN, RANK=rank, TORCHELASTIC_USE_AGENT_STORE=agent)
+    assert config.hosts_store is hosts
+
+
+def test_evener_launch_comes_before_everything_else():
+    config = place({**SLURM, **TORCHRUN, **EVENER})
+    assert config.launched_by == "evener"
+    assert (config.rank, config.world_size, config.store_fd) == (0, 2, 5)
+
+
+def test_torchrun_comes_before_slurm():
+    assert place({**SLURM, **TORCHRUN}).launched_by == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("address", "local_rank", "local_world_size"),
+    [("127.0.0.1", 3, 4), ("localhost", 3, 4), ("::1", 3, 4), ("10.0.0.1", 0, 1)],
+)
+def test_without_local_variables_a_loopback_address_means_one_host(
+    address, local_rank, local_world_size
+):
+    config = place(TORCHRUN, LOCAL_RANK=None, LOCAL_WORLD_SIZE=None, MASTER_ADDR=address)
+    assert (config.local_rank, config.local_world_size) == (local_rank, local_world_size)
+
+
+@pytest.mark.parametrize(
+    "address", ["node7", "node7.lab.example", "10.1.2.3", "fe80::1", "[2001:db8::1]"]
+)
+def test_hosts_by_name_ipv4_and_ipv6(address):
+    assert place(TORCHRUN, MASTER_ADDR=address).coordinator_addr == address.strip("[]")
+
+
+@pytest.mark.parametrize(("local_world_size", "attempt"), [("4", 2), ("2", 0)])
+def test_restarts_count_only_where_all_ranks_know_the_same_number(local_world_size, attempt):
+    config = place(
+        TORCHRUN, LOCAL_WORLD_SIZE=local_world_size, TORCHELASTIC_RESTART_COUNT="2", LOCAL_RANK="1"
+    )
+    assert config.attempt == attempt
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"RANK": "4"}, ["RANK is 4", "WORLD_SIZE is 4"]),
+        ({"RANK": "-1"}, ["RANK is -1"]),
+        ({"RANK": "one"}, ["RANK", "'one'", "no integer"]),
+        ({"WORLD_SIZE": "4.0"}, ["WORLD_SIZE", "'4.0'"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+        ({"RANK": None}, ["RANK missing", "WORLD_SIZE=4"]),
+        ({"WORLD_SIZE": None}, ["WORLD_SIZE missing"]),
+        ({"MASTER_ADDR": None}, ["MASTER_ADDR missing"]),
+        ({"MASTER_ADDR": ""}, ["MASTER_ADDR missing"]),
+        ({"MASTER_PORT": None}, ["MASTER_PORT missing"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT", "'http'"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT is 70000", "65535"]),
+        ({"LOCAL_RANK": "2"}, ["LOCAL_RANK is 2", "LOCAL_WORLD_SIZE is 2"]),
+        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK", "'x'"]),
+        ({"MASTER_ADDR": "node7:29500"}, ["node7:29500", "holds a port"]),
+        ({"MASTER_ADDR": "my host"}, ["my host", "no host"]),
+        ({"EVENER_STORE_FD": "x"}, ["EVENER_STORE_FD", "'x'"]),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(changes, named):
+    with pytest.raises(ConfigError) as caught:
+        place(TORCHRUN, **changes)
+    for text in named:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"},
+        {"LOCAL_RANK": "0"},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "1", "MASTER_ADDR": "node7"},
+        {**SLURM, "RANK": "0"},
+    ],
+)
+def test_half_a_description_is_an_error_and_not_a_run_alone(environ):
+    with pytest.raises(ConfigError, match=r"only in part.*unset them to run alone"):
+        place(environ)
+
+
+# ── SLURM ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slurm_task():
+    config = place(SLURM)
+    assert (config.world_size, config.rank) == (6, 5)
+    assert (config.local_rank, config.local_world_size) == (1, 2)
+    assert config.coordinator_addr == "node01"
+    assert config.coordinator_port == 24242
+    assert config.launched_by == "slurm"
+    assert not config.hosts_store
+    assert place(SLURM, SLURM_PROCID="0", SLURM_LOCALID="0").hosts_store
+
+
+def test_slurm_ports_differ_between_jobs_and_steps_and_stay_in_range():
+    ports = [
+        place(SLURM, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)).coordinator_port
+        for job in (1, 2, 9_999, 10_000, 123_456_789)
+        for step in (0, 1, 2)
+    ]
+    assert all(20_000 <= port <= 29_999 for port in ports)
+    assert len(set(ports)) == len(ports)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-4]"},  # salloc
+        {**SLURM, "SLURM_STEP_ID": None, "SLURM_PROCID": "0"},  # a batch script
+        {**SLURM, "SLURM_PROCID": None},
+        {**SLURM, "SLURM_STEP_ID": "4294967291"},  # a batch script, newer releases
+        {**SLURM, "SLURM_STEP_ID": "4294967290"},  # salloc with an interactive step
+    ],
+)
+def test_a_slurm_shell_without_srun_is_a_team_of_one(environ):
+    assert place(environ).launched_by == "alone"
+
+
+def test_older_name_of_the_step():
+    assert place(SLURM, SLURM_STEP_ID=None, SLURM_STEPID="0").launched_by == "slurm"
+
+
+def test_a_step_smaller_than_its_job_counts_its_own_tasks():
+    assert place(SLURM, SLURM_NTASKS="64").world_size == 6
+
+
+def test_a_batch_script_may_choose_where_to_meet():
+    config = place(SLURM, MASTER_ADDR="10.0.0.9", MASTER_PORT="1234")
+    assert (config.coordinator_addr, config.coordinator_port) == ("10.0.0.9", 1234)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"SLURM_GTIDS": "0,1,2,3"}, 4),
+        ({"SLURM_GTIDS": None, "SLURM_STEP_TASKS_PER_NODE": "4(x2),2"}, 2),
+        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "3(x3)"}, 3),
+        ({"SLURM_GTIDS": None}, 2),  # nothing known: at least those up to this one
+        ({"SLURM_GTIDS": None, "SLURM_TASKS_PER_NODE": "nonsense"}, 2),
+    ],
+)
+def test_tasks_on_the_node(changes, expected):
+    assert place(SLURM, **changes).local_world_size == expected
+
+
+HETEROGENEOUS = {
+    **SLURM,
+    "SLURM_HET_SIZE": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "3",  # of the whole step
+    "SLURM_STEP_NUM_TASKS": "2",  # of this component
+    "SLURM_LOCALID": "0",
+    "SLURM_GTIDS": "1",
+    "SLURM_STEP_NODELIST": "small[1-2]",  # of this component
+    "SLURM_JOB_NODELIST": "big1,small[1-2]",  # merged by srun
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "big1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "small[1-2]",
+}
+
+
+def test_a_heterogeneous_step_is_one_team():
+    config = place(HETEROGENEOUS)
+    assert (config.rank, config.world_size) == (1, 3)
+    assert config.coordinator_addr == "big1"
+    assert (config.local_rank, config.local_world_size) == (0, 1)
+
+
+def test_heterogeneous_jobs_of_older_releases():
+    environ = {
+        **HETEROGENEOUS,
+        "SLURM_HET_SIZE": None,
+        "SLURM_PACK_SIZE": "2",
+        "SLURM_JOB_NODELIST": None,
+        "SLURM_JOB_NODELIST_HET_GROUP_0": None,
+        "SLURM_JOB_NODELIST_PACK_GROUP_0": "pack[07-09]",
+    }
+    assert place(environ).coordinator_addr == "pack07"
+
+
+def test_a_step_in_one_component_of_a_heterogeneous_job_stays_there():
+    config = place(HETEROGENEOUS, SLURM_NTASKS="2", SLURM_PROCID="0")
+    assert (config.world_size, config.coordinator_addr) == (2, "small1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"SLURM_PROCID": "6"}, ["SLURM_PROCID is 6", "6 tasks"]),
+        ({"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
+        ({"SLURM_LOCALID": None}, ["SLURM_LOCALID is not set", "srun"]),
+        ({"SLURM_STEP_NODELIST": "node[01"}, ["node[01", "MASTER_ADDR"]),
+        (
+            {"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None},
+            ["SLURM_STEP_NODELIST", "not set"],
+        ),
+        ({"MASTER_PORT": "0"}, ["MASTER_PORT is 0"]),
+    ],
+)
+def test_a_bad_slurm_variable_is_named(changes, named):
+    with pytest.raises(ConfigError) as caught:
+        place(SLURM, **changes)
+    for text in named:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compact", "host"),
+    [
+        ("gpu2", "gpu2"),
+        ("gpu2,node[01-03,7]", "gpu2"),
+        ("node[01-03,7],gpu2", "node01"),
+        ("node[7]", "node7"),
+        ("node[007,9]", "node007"),
+        ("rack[2-3]-node[10-12]", "rack2-node10"),
+        ("node[1-2].cluster.example", "node1.cluster.example"),
+        ("node1 node2", "node1"),
+        ("  node1", "node1"),
+        ("2001:db8::5,2001:db8::6", "2001:db8::5"),
+    ],
+)
+def test_first_host_of_a_list(compact, host):
+    assert first_host(compact) == host
+
+
+@pytest.mark.parametrize("compact", ["", ",", "node[", "node[]", "node[1", "node]", "(null)"])
+def test_lists_without_a_first_host(compact):
+    with pytest.raises(ConfigError, match="names no first host"):
+        first_host(compact)
+
+
+# ── made by hand ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_fields_in_the_order_that_is_public():
+    config = DistributedTrainConfig(4, 2, 0, "worker", "10.0.0.1", "cpu", "gloo")
+    assert (config.world_size, config.rank, config.local_rank) == (4, 2, 0)
+    assert config.role is DistributedRole.WORKER
+    assert config.backend is DistributedBackend.CPU
+    assert config.comm_backend is AverageBackend.GLOO
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"rank": 2, "world_size": 2, "role": "worker"}, "rank is 2"),
+        ({"rank": 1, "world_size": 2}, "pass role='worker'"),
+        ({"role": "worker"}, "pass role='coordinator'"),
+        ({"role": "boss"}, "choose one of coordinator, worker"),
+        ({"backend": "tpu"}, "choose one of auto, cpu, cuda"),
+        ({"comm_backend": "mpi"}, "choose one of auto, nccl, gloo, cpu"),
+        ({"coordinator_addr": "10.0.0.1:9000"}, "coordinator_port=9000"),
+        ({"coordinator_addr": "[::1]:9000"}, "coordinator_port=9000"),
+        ({"coordinator_port": 65_536}, "coordinator_port is 65536"),
+        ({"timeout_s": 0.0}, "timeout_s is 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"local_world_size": 0}, "local_world_size 0"),
+    ],
+)
+def test_impossible_fields_are_refused(fields, named):
+    with pytest.raises(ConfigError) as caught:
+        DistributedTrainConfig(**fields)
+    assert named in str(caught.value)
+
+
+# ── threads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(16, 2, 8), (16, 3, 5), (2, 2, 1), (1, 4, 1), (8, 1, 8)]
+)
+def test_threads_per_rank(cores, ranks, threads):
+    assert threads_per_rank(cores, ranks) == threads
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    assert available_cores() == 3
+    assert threads_per_rank(None, 3) == 1

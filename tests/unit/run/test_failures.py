@@ -1,0 +1,91 @@
+import sys
+
+import pytest
+
+from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
+from evener.run.child import report_failure, run_child
+from evener.run.failures import describe, read_report, write_report
+
+
+def caught(error):
+    try:
+        raise error
+    except type(error) as same:
+        return same
+
+
+class DistNetworkError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "user_error", "follow_up", "code"),
+    [
+        (ValueError("x"), False, False, 1),
+        (ConfigError("x"), True, False, 2),
+        (DataError("x"), True, False, 1),
+        (PeerLostError("x"), False, True, 1),
+        (CollectiveMismatchError("x"), True, False, 1),
+        (RuntimeError("x"), False, False, 1),
+        (RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc] reset"), False, True, 1),
+        (DistNetworkError("x"), False, True, 1),
+    ],
+)
+def test_what_kind_of_failure_it_is(error, user_error, follow_up, code):
+    report = describe(caught(error), rank=1, time=2.0)
+    assert (report.user_error, report.follow_up, report.exit_code) == (user_error, follow_up, code)
+    assert report.kind == type(error).__name__
+    assert report.message == str(error)
+    assert report.traceback.startswith("Traceback")
+
+
+def test_a_report_survives_the_file(tmp_path):
+    path = tmp_path / "rank-1.json"
+    assert read_report(path) is None
+    report = describe(caught(ValueError("ünï\ncode \udcff")), rank=1, time=2.5)
+    write_report(path, report)
+    assert read_report(path) == report
+    assert [p.name for p in tmp_path.iterdir()] == ["rank-1.json"]
+
+
+def test_a_rank_tells_its_launcher_and_not_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("EVENER_ERROR_FILE", str(tmp_path / "rank-1.json"))
+    monkeypatch.setenv("RANK", "1")
+
+    def fail():
+        raise ConfigError("lr is -1")
+
+    assert run_child(fail) == 2
+    assert read_report(tmp_path / "rank-1.json").message == "lr is -1"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_launcher_a_user_error_is_one_line(capsys):
+    assert report_failure(caught(DataError("no text in /data"))) == 1
+    assert capsys.readouterr().err == "error: no text in /data\n"
+
+
+def test_without_a_launcher_other_errors_keep_their_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    assert report_failure(caught(ValueError("boom"))) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
+def test_the_exit_code_of_the_work_is_the_exit_code(returned, code):
+    assert run_child(lambda: returned) == code
+
+
+def test_ctrl_c_needs_no_traceback(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run_child(interrupted) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_system_exit_passes():
+    with pytest.raises(SystemExit, match="7"):
+        run_child(lambda: sys.exit(7))
