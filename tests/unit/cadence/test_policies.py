@@ -1,0 +1,353 @@
+"""The SYNC planner, alone and in a simulated team under virtual time."""
+
+import collections
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.cadence.plan import WindowPlan, WindowReport
+from evener.cadence.policies import ApplyPolicy, SyncPolicy, worth_keeping
+from evener.cadence.speed import CostModel, num_micro_batches
+from evener.errors import CheckpointError, ConfigError, ProtocolError
+
+BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)
+
+
+class Team:
+    """Ranks with known costs and a planner that sees a window's reports ``lag`` windows later."""
+
+    def __init__(self, costs, *, micro_batch_size=8, noise=0.05, seed=0, lag=2, probe=True):
+        self.costs = list(costs)
+        self.size = micro_batch_size
+        self.noise = noise
+        self.lag = lag
+        self.random = random.Random(seed)
+        self.policy = SyncPolicy(
+            [f"member-{rank}" for rank in range(len(self.costs))],
+            [micro_batch_size] * len(self.costs),
+        )
+        self.window = 0
+        self.unseen = collections.deque()
+        if probe:
+            for rank in range(len(self.costs)):
+                self.policy.probe(
+                    rank, [(n, 1, self.seconds(rank, n)) for n in (1, micro_batch_size or 8)]
+                )
+
+    def seconds(self, rank, samples):
+        disturbed = 1.0 + self.random.uniform(-self.noise, self.noise)
+        return self.costs[rank].seconds(samples, self.size) * disturbed
+
+    def run(self, batch_size, num_windows):
+        """Seconds of the windows, each ending with its slowest rank; and their plans."""
+        total_s, plans = 0.0, []
+        for _ in range(num_windows):
+            plan = self.policy.plan(
+                self.window, 0, 0, batch_size, min_share=1 if self.window == 0 else 0
+            )
+            reports = [
+                WindowReport(
+                    weight=float(share),
+                    samples=share,
+                    micro_batches=num_micro_batches(share, self.size),
+                    compute_s=self.seconds(rank, share),
+                )
+                for rank, share in enumerate(plan.shares)
+            ]
+            total_s += max(report.compute_s for report in reports)
+            plans.append(plan)
+            self.unseen.append((reports, plan))
+            if len(self.unseen) >= self.lag:
+                self.policy.observe(*self.unseen.popleft(), sync_s=0.002)
+            self.window += 1
+        return total_s, plans
+
+    def efficiency(self, batch_size, num_windows):
+        """Samples per second over the sum of what the ranks do alone."""
+        total_s, _ = self.run(batch_size, num_windows)
+        ideal = sum(cost.samples_per_s(batch_size, self.size) for cost in self.costs)
+        return batch_size * num_windows / total_s / ideal
+
+
+def at_speeds(*speeds, fixed_s=0.0):
+    return [CostModel(fixed_s / speed, 0.01 / speed) for speed in speeds]
+
+
+# ── simulation ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("batch_size", [32, 64])
+@pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
+@pytest.mark.parametrize("seed", range(5))
+def test_uneven_ranks_pull_together(speeds, batch_size, probe, seed):
+    team = Team(at_speeds(*speeds), probe=probe, seed=seed)
+    team.run(batch_size, 10)
+    assert team.efficiency(batch_size, 150) >= 0.95
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4, 16])
+def test_uneven_ranks_pull_together_with_costs_per_micro_batch(micro_batch_size):
+    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), micro_batch_size=micro_batch_size)
+    team.run(128, 10)
+    assert team.efficiency(128, 150) >= 0.93
+
+
+def test_equal_ranks_keep_equal_shares():
+    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), noise=0.02)
+    _, plans = team.run(64, 200)
+    assert {plan.shares for plan in plans} == {(16, 16, 16, 16)}
+
+
+def test_shares_do_not_follow_noise():
+    team = Team(at_speeds(1.0, 0.37, 0.61), noise=0.02)
+    team.run(200, 20)
+    _, plans = team.run(200, 200)
+    assert len({plan.shares for plan in plans}) <= 2
+
+
+def test_a_rank_that_slows_down_is_followed():
+    team = Team(at_speeds(1.0, 1.0), noise=0.03)
+    team.run(64, 20)
+    team.costs[1] = team.costs[1].scaled(4.0)
+    _, plans = team.run(64, 5 + team.lag)
+    assert plans[0].shares == (32, 32)
+    assert plans[-1].shares[1] <= 15
+    assert team.efficiency(64, 50) >= 0.93
+    team.costs[1] = team.costs[1].scaled(0.25)
+    team.run(64, 5 + team.lag)
+    assert team.efficiency(64, 50) >= 0.95
+
+
+def test_one_disturbed_window_moves_no_share():
+    team = Team(at_speeds(1.0, 0.5), noise=0.01)
+    team.run(66, 20)
+    usual = team.costs[1]
+    team.costs[1] = usual.scaled(10.0)
+    _, plans = team.run(66, 1)
+    team.costs[1] = usual
+    _, more = team.run(66, 20)
+    assert {plan.shares for plan in plans + more} == {(44, 22)}
+
+
+def test_a_rank_without_work_is_tried_again_but_rarely():
+    team = Team(at_speeds(1.0, 0.01), noise=0.0)
+    shares = [plan.shares for plan in team.run(32, 2000)[1][1:]]
+    tried = sum(share[1] > 0 for share in shares)
+    assert 5 <= tried <= 40
+    assert team.efficiency(32, 2000) >= 0.94
+    team.costs[1] = team.costs[0]
+    team.run(32, 800)
+    assert team.run(32, 1)[1][0].shares == (16, 16)
+
+
+def test_fewer_samples_than_ranks():
+    team = Team(at_speeds(1.0, 1.0, 1.0))
+    _, plans = team.run(2, 30)
+    assert all(sum(plan.shares) == 2 and max(plan.shares) == 1 for plan in plans)
+
+
+# ── planning ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_equal_split_until_speeds_are_known():
+    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
+    assert policy.costs is None
+    assert not policy.is_calibrated
+    assert policy.plan(4, 2, 10, 8) == WindowPlan(4, 2, 10, 8, (3, 3, 2))
+    assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
+
+
+def test_probe_decides_the_first_shares():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.probe(0, [(1, 1, 0.01), (8, 1, 0.08)])
+    policy.probe(1, [(1, 1, 0.03), (8, 1, 0.24)])
+    assert policy.is_calibrated
+    assert policy.plan(0, 0, 0, 32, min_share=1).shares == (24, 8)
+    assert policy.solo_speeds(32) == pytest.approx((100.0, 100 / 3))
+
+
+def test_hint_decides_the_first_shares_and_measurements_the_next():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.hint((1.0, 1 / 3))
+    assert policy.is_calibrated
+    plan = policy.plan(0, 0, 0, 32)
+    assert plan.shares == (24, 8)
+    assert policy.solo_speeds(32) == (0.0, 0.0), "a hint is no speed"
+    reports = [WindowReport(samples=24, micro_batches=3, compute_s=0.24)]
+    policy.observe([*reports, WindowReport(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
+
+
+def test_a_hint_is_put_on_the_scale_of_what_is_measured():
+    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
+    policy.hint((1.0, 0.5, 0.25))
+    plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
+    idle = WindowReport()
+    policy.observe(
+        [WindowReport(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0
+    )
+    assert policy.costs == (CostModel(0.0, 0.02), CostModel(0.0, 0.04), CostModel(0.0, 0.08))
+
+
+def test_an_unknown_rank_is_taken_for_a_middling_one():
+    policy = SyncPolicy(["a", "b", "c", "new"], [None] * 4)
+    for rank, per_sample_s in enumerate((0.01, 0.02, 0.08)):
+        policy.probe(rank, [(1, 1, per_sample_s), (8, 1, 8 * per_sample_s)])
+    assert policy.costs is not None
+    assert policy.costs[3].per_sample_s == pytest.approx(0.02)
+    assert not policy.is_calibrated
+    assert policy.plan(0, 0, 0, 64).shares[3] > 0
+
+
+@BOUNDED
+@given(
+    seconds=st.lists(st.floats(1e-3, 10), min_size=1, max_size=8),
+    size=st.integers(0, 400),
+    min_share=st.integers(0, 3),
+)
+def test_every_plan_is_whole(seconds, size, min_share):
+    policy = SyncPolicy([str(rank) for rank in range(len(seconds))], [4] * len(seconds))
+    for rank, per_sample_s in enumerate(seconds):
+        policy.probe(rank, [(4, 1, per_sample_s)])
+    plan = policy.plan(3, 1, 7, size, min_share=min_share)
+    assert (plan.window, plan.epoch, plan.start, plan.size) == (3, 1, 7, size)
+    assert sum(plan.shares) == size
+    if min_share * len(seconds) <= size:
+        assert min(plan.shares) >= min_share
+
+
+def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
+    team = Team(at_speeds(1.0, 0.4), noise=0.0)
+    usual = team.run(64, 10)[1][-1].shares
+    assert sum(team.run(5, 1)[1][0].shares) == 5
+    assert team.run(64, 1)[1][0].shares == usual
+
+
+def test_shares_in_use_give_way_to_a_minimum():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.probe(0, [(8, 1, 0.08)])
+    policy.probe(1, [(8, 1, 8.0)])
+    assert policy.plan(0, 0, 0, 16).shares == (16, 0)
+    assert policy.plan(1, 0, 16, 16, min_share=1).shares == (15, 1)
+
+
+def test_micro_batch_sizes_can_change():
+    policy = SyncPolicy(["a", "b"], [None, None])
+    for rank in (0, 1):
+        policy.probe(rank, [(1, 1, 1.1), (4, 1, 1.4)])
+    assert policy.plan(0, 0, 0, 16).shares == (8, 8)
+    policy.set_micro_batch_sizes([8, 2])
+    assert policy.micro_batch_sizes == (8, 2)
+    assert policy.plan(1, 0, 16, 16).shares == (12, 4)
+
+
+def test_abandoned_windows_teach_nothing():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    plan = policy.plan(0, 0, 0, 16)
+    report = WindowReport(samples=8, micro_batches=1, compute_s=0.1)
+    abandoned = WindowReport(samples=8, micro_batches=1, compute_s=9.0, leaving=2)
+    policy.observe([report, abandoned], plan, 0.0)
+    assert policy.solo_speeds(8) == (pytest.approx(80.0), 0.0)
+
+
+def test_exchange_is_the_usual_one():
+    policy = SyncPolicy(["a"], [None])
+    plan = policy.plan(0, 0, 0, 1)
+    assert policy.exchange_s == 0.0
+    for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
+        policy.observe([WindowReport()], plan, sync_s)
+    assert policy.exchange_s == 0.01
+
+
+def test_parking_can_be_decided_from_what_the_policy_knows():
+    team = Team(at_speeds(1.0, 1 / 3, 0.01), noise=0.0)
+    team.run(32, 10)
+    policy = team.policy
+    assert policy.costs is not None
+    for exchange_s, expected in [(policy.exchange_s, True), (10.0, False)]:
+        kept = worth_keeping(32, policy.costs, policy.micro_batch_sizes, exchange_s)
+        assert kept[:2] == (True, expected)
+
+
+def test_names_of_policies():
+    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
+    assert ApplyPolicy("sync") is ApplyPolicy.SYNC
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_state_goes_on_in_a_team_of_another_size():
+    team = Team(at_speeds(1.0, 0.5, 0.25), noise=0.02)
+    team.run(64, 20)
+    state = json.loads(json.dumps(team.policy.state_dict()))
+    other = SyncPolicy(["member-2", "newcomer", "member-0"], [8, 8, 8])
+    other.load_state_dict(state)
+    assert not other.is_calibrated
+    slow, unknown, fast = other.solo_speeds(64)
+    assert (fast, slow) == (team.policy.solo_speeds(64)[0], team.policy.solo_speeds(64)[2])
+    assert unknown == 0.0
+    pair = SyncPolicy(["member-2", "member-0"], [8, 8])
+    pair.load_state_dict(state)
+    assert pair.is_calibrated
+    assert pair.plan(0, 0, 0, 50).shares == (10, 40)
+
+
+def test_state_goes_on_alike():
+    team = Team(at_speeds(1.0, 0.4), noise=0.03)
+    team.run(64, 15)
+    twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
+    twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
+    assert twin.costs == team.policy.costs
+    assert twin.state_dict() == team.policy.state_dict()
+
+
+def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
+    policy = SyncPolicy(["a"], [8])
+    policy.probe(0, [(8, 1, 0.8)])
+    policy.load_state_dict({"policy": "sync", "members": {}})
+    assert policy.solo_speeds(8) == (pytest.approx(10.0),)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"policy": "cadence", "members": {}}, "policy='cadence'"),
+        ({}, "policy=None"),
+        ({"policy": "sync"}, "damaged"),
+        ({"policy": "sync", "members": {"a": {}}}, "damaged"),
+        ({"policy": "sync", "members": {"a": 3}}, "damaged"),
+    ],
+)
+def test_bad_state_is_refused(state, message):
+    with pytest.raises(CheckpointError, match=message):
+        SyncPolicy(["a"], [8]).load_state_dict(state)
+
+
+# ── arguments ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SyncPolicy([], []), "members"),
+        (lambda: SyncPolicy(["a", "a"], [1, 1]), "different ids"),
+        (lambda: SyncPolicy(["a"], [1, 1]), "2 micro-batch sizes were given for 1 members"),
+        (lambda: SyncPolicy(["a", "b"], [1, 0]), "micro_batch_size=0 of member 'b'"),
+        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0,)), "1 speeds for a team of 2"),
+        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0, 0.0)), "speed_hint"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_reports_of_another_team_are_refused():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
+        policy.observe([WindowReport()], policy.plan(0, 0, 0, 4), 0.0)
