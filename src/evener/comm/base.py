@@ -344,12 +344,18 @@ def lost_message(rank: int, what: str, detail: str) -> str:
     return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
 
 
-def mismatch_message(rank: int, what: str, others: Sequence[tuple[int, str]]) -> str:
-    """Say who is in which operation, given ``(rank, words)`` of those in another one."""
-    theirs = ", ".join(f"rank {r} in {words}" for r, words in others)
+def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -> str:
+    """Say who is in which operation.
+
+    Args:
+        rank: This rank.
+        words: The operation that it is in.
+        others: ``(rank, words)`` of those in another one.
+    """
+    theirs = ", ".join(f"rank {r} in {text}" for r, text in others)
     return (
-        f"ranks are in different operations: rank {rank} in {what!r}, {theirs}. All must make "
-        "the same calls in the same order: branch on ddp.window, never on a local counter"
+        f"ranks are in different operations: rank {rank} in {words}, {theirs}. All must make the "
+        "same calls in the same order: branch on ddp.window, never on a local counter"
     )
 
 

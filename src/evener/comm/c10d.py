@@ -1,0 +1,88 @@
+"""What torch keeps private or untyped of its stores and process groups, in one place.
+
+``torch.distributed`` re-exports these names without saying so to type checkers, and has no public
+way to build a process group that is not derived from a default one.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    TCPStore,
+    Work,
+)
+from torch.distributed import is_nccl_available
+
+from evener.errors import LaunchError
+
+__all__ = [
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "ReduceOp",
+    "Store",
+    "TCPStore",
+    "Work",
+    "form_gloo",
+    "form_nccl",
+    "gather_options",
+]
+
+
+def form_gloo(
+    store: Store,
+    rank: int,
+    world_size: int,
+    devices: Sequence[ProcessGroupGloo.Device],
+    timeout_s: float,
+) -> ProcessGroupGloo:
+    """Connect to all peers, who do the same at the same time.
+
+    Args:
+        store: Where addresses are exchanged; no other group may have used its prefix.
+        rank: This rank.
+        world_size: Number of ranks.
+        devices: Network devices to listen on.
+        timeout_s: Deadline for connecting.
+
+    Raises:
+        RuntimeError: A peer did not come in time, or could not be reached.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stub
+    options._devices = list(devices)
+    options._timeout = timedelta(seconds=timeout_s)
+    return ProcessGroupGloo(store, rank, world_size, options)
+
+
+def form_nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
+    """The same for NCCL on the current CUDA device; it connects at its first collective.
+
+    Args:
+        store: As in ``form_gloo``.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Deadline of collectives.
+
+    Raises:
+        LaunchError: This build of torch has no NCCL.
+    """
+    if not is_nccl_available():
+        raise LaunchError("backend is 'nccl', which this build of torch does not have: use 'gloo'")
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    # At its own timeout NCCL's watchdog ends the process; the caller has reported long before.
+    options._timeout = timedelta(seconds=2 * timeout_s + 60)
+    return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def gather_options(timeout_s: float) -> AllgatherOptions:
+    """Options of an ``_allgather_base``, which takes no timeout by itself."""
+    options = AllgatherOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    return options

@@ -1,0 +1,226 @@
+"""Runs one operation of a process group at a time, to its end or to its deadline."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, final
+
+from evener.comm.base import Call, lost_message, mismatch_message, timeout_message
+from evener.comm.c10d import PrefixStore, ProcessGroupGloo, Work, form_gloo, form_nccl
+from evener.comm.notices import NoticeBoard
+from evener.comm.rendezvous import MeetingPoint, first_line
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+
+# Gloo closes all connections when an operation of its own times out, which peers cannot tell from a
+# death. It gets this much longer than the deadline, in which a rank can say that it gave up.
+GRACE_S = 0.25
+
+_SLICE = timedelta(seconds=1)  # waits are cut so that signal handlers of Python run in between
+_SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
+_LOOK_S = 0.5  # how long to look for the notices of other ranks
+_TIMEOUT_WORDS = ("imed out", "timeout")
+_LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    """What a rank that gave up had waited for."""
+
+    number: int
+    waited_s: float
+    what: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        number, waited_s, what = text.split(" ", 2)
+        return cls(int(number), float(waited_s), what)
+
+
+@final
+class Engine:
+    """The process groups of one communicator: Gloo always, NCCL beside it where asked for.
+
+    Attributes:
+        meeting: Where the groups were formed.
+        key: Their name in its store.
+    """
+
+    def __init__(
+        self,
+        meeting: MeetingPoint,
+        *,
+        rank: int,
+        world_size: int,
+        key: str,
+        backend: str,
+        timeout_s: float,
+        form_timeout_s: float,
+    ) -> None:
+        self.meeting = meeting
+        self.key = key
+        self._rank = rank
+        self._world_size = world_size
+        store = PrefixStore(key, meeting.store)
+        self._board = NoticeBoard(PrefixStore("notices", store), world_size, meeting.host)
+        self._gloo: ProcessGroupGloo | None = form_gloo(
+            PrefixStore("gloo", store), rank, world_size, meeting.devices, form_timeout_s
+        )
+        self._nccl: Any = None
+        if backend == "nccl":
+            self._nccl = form_nccl(PrefixStore("nccl", store), rank, world_size, timeout_s)
+        self._busy = False
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether CUDA tensors can stay on the device."""
+        return self._nccl is not None
+
+    def run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
+        """Start an operation and wait for it.
+
+        A Work handle keeps connections open, and a survivor that keeps them lets ranks hang which
+        are not its neighbours. So handles are deleted in every frame that an exception could carry
+        away, and the groups are let go before anybody learns of a failure.
+
+        Args:
+            call: What is done, and its deadline.
+            start: Starts it on the process group that it is given.
+            nccl: Whether that is the NCCL group.
+
+        Raises:
+            CollectiveError: One of its kinds. The engine has ended then.
+        """
+        started = time.monotonic()
+        deadline = started + call.timeout_s
+        self._busy = True
+        work: Work | None = None
+        failure: str | None = None
+        try:
+            work = start(self._nccl if nccl else self._gloo)
+            if _poll(work, deadline) if nccl else _wait(work, deadline):
+                self._busy = False
+                return
+        except RuntimeError as error:
+            self._busy = False
+            failure = first_line(error)
+        except BaseException:  # Ctrl-C, or a signal handler that raises
+            work = None
+            self.release()
+            raise
+        finally:
+            del work
+        raise self._explain(call, failure, time.monotonic() - started)
+
+    def release(self) -> None:
+        """Let the groups go; calling it again does nothing."""
+        groups = [group for group in (self._gloo, self._nccl) if group is not None]
+        self._gloo = self._nccl = None
+        if self._busy:
+            # Ending a group waits for the operation that it is still in: until that one's timeout,
+            # or until its peers have gone. Not a daemon thread: one that comes out of C++ while the
+            # interpreter shuts down aborts the process.
+            self._busy = False
+            threading.Thread(target=groups.clear, name="evener-release").start()
+
+    def _explain(self, call: Call, failure: str | None, waited_s: float) -> CollectiveError:
+        """Let go of the group and find out what happened, with the help of the notices.
+
+        Args:
+            call: The call that failed.
+            failure: What the process group said; ``None`` when the deadline passed.
+            waited_s: Seconds since it was started.
+        """
+        note = f"{call.number} {waited_s:.3f} {call.what}"
+        if failure is None or any(word in failure for word in _TIMEOUT_WORDS):
+            self._board.post(self._rank, note)
+            self.release()
+            return self._explain_timeout(call, waited_s)
+        self.release()
+        if self._board.read():  # somebody gave up waiting, which closed the connections
+            self._board.post(self._rank, note)
+            return self._explain_timeout(call, waited_s)
+        if any(word in failure for word in _LOST_WORDS):
+            return PeerLostError(lost_message(self._rank, call.what, failure))
+        return CollectiveError(f"rank {self._rank} failed in {call.what!r}: {failure}")
+
+    def _explain_timeout(self, call: Call, waited_s: float) -> CollectiveError:
+        notes = self._gather_notices()
+        if notes is None:
+            return self._explain_without_store(call, waited_s)
+        elsewhere = [
+            (other, repr(notice.what))
+            for other, notice in notes.items()
+            if (notice.number, notice.what) != (call.number, call.what)
+        ]
+        # Who has waited much less than others came when they had already given up.
+        longest_s = max([waited_s, *(notice.waited_s for notice in notes.values())])
+        late = {r for r, notice in notes.items() if notice.waited_s < longest_s / 2}
+        absent = [r for r in range(self._world_size) if r not in notes and r != self._rank]
+        if elsewhere and not absent:
+            return CollectiveMismatchError(mismatch_message(self._rank, repr(call.what), elsewhere))
+        missing = tuple(sorted({*absent, *late} - {self._rank}))
+        if waited_s < longest_s / 2:
+            return CollectiveTimeoutError(
+                f"rank {self._rank} came to {call.what!r} after the others had given up: their "
+                f"deadline was {longest_s:.1f} s; raise the timeout if this rank is merely slow",
+                missing=missing,
+            )
+        return CollectiveTimeoutError(
+            timeout_message(self._rank, call.what, waited_s, missing), missing=missing
+        )
+
+    def _explain_without_store(self, call: Call, waited_s: float) -> CollectiveError:
+        host_rank, host = self.meeting.host_rank, self.meeting.host
+        missing = () if host_rank is None or host_rank == self._rank else (host_rank,)
+        where = f" at {host[0]}:{host[1]}" if host else ""
+        return CollectiveTimeoutError(
+            f"{timeout_message(self._rank, call.what, waited_s, missing)} (the store{where} does "
+            "not answer, so others may be missing too)",
+            missing=missing,
+        )
+
+    def _gather_notices(self) -> dict[int, _Notice] | None:
+        """Wait a moment for the others' notices; ``None`` where the store does not answer."""
+        deadline = time.monotonic() + _LOOK_S
+        while True:
+            texts = self._board.read()
+            if texts is None:
+                return None
+            if len(texts) == self._world_size or time.monotonic() >= deadline:
+                return {rank: _Notice.parse(text) for rank, text in texts.items()}
+            time.sleep(0.02)
+
+
+def _wait(work: Work, deadline: float) -> bool:
+    """Whether ``work`` succeeded before the deadline; raises ``RuntimeError`` where it failed."""
+    try:
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s < _SHORTEST_S:
+                return work.is_completed() and bool(work.wait())
+            try:
+                return bool(work.wait(_SLICE if left_s >= 1 else timedelta(seconds=left_s)))
+            except RuntimeError:
+                if work.is_completed():
+                    return bool(work.wait())  # raises why it failed
+    finally:
+        del work
+
+
+def _poll(work: Work, deadline: float) -> bool:
+    """The same for NCCL, whose ``wait`` returns before the device is done."""
+    try:
+        while not work.is_completed():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(20e-6)
+        return bool(work.wait())
+    finally:
+        del work

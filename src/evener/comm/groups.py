@@ -1,0 +1,336 @@
+"""The communicator over ``torch.distributed`` process groups: Gloo between hosts, NCCL on CUDA."""
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from evener.comm.base import (
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Communicator,
+    SingleCommunicator,
+    lost_message,
+    mismatch_message,
+)
+from evener.comm.c10d import ReduceOp, Work, gather_options
+from evener.comm.engine import GRACE_S, Engine
+from evener.comm.rendezvous import (
+    MeetingPoint,
+    call_roll,
+    choose_devices,
+    first_line,
+    open_store,
+)
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    ConfigError,
+    LaunchError,
+    PeerLostError,
+)
+
+# Gloo aborts the process of whoever receives more bytes than it expected. So whatever fits travels
+# in cells of one size that say what they are, and larger exchanges are announced by such a cell
+# the first time that their size occurs.
+_CELL_BYTES = 1024
+_HEADER = struct.Struct("=qq96s")  # number of the call, bytes of payload, words
+_PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    address: str = "127.0.0.1",
+    port: int = 29500,
+    *,
+    hosts_store: bool | None = None,
+    listen_fd: int | None = None,
+    backend: str = "gloo",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Communicator:
+    """Meet the other ranks and form the team's communicator; all ranks call it.
+
+    It works beside a default process group and touches none. With ``"nccl"``, CUDA tensors use the
+    current CUDA device; rows, small tensors and CPU tensors still go over Gloo.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks; with 1 nothing is opened.
+        address: Host that serves the store (``MASTER_ADDR``).
+        port: Its port (``MASTER_PORT``).
+        hosts_store: Whether this process serves the store. ``None``: rank 0 does. ``False`` on all
+            ranks where an agent does (``TORCHELASTIC_USE_AGENT_STORE``).
+        listen_fd: A socket already listening on ``port`` for the store to serve on, as handed over
+            by a launcher; it is closed with the store.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout_s: Deadline for this call, and the communicator's default deadline.
+
+    Raises:
+        LaunchError: The port is taken, or a rank cannot be reached or did not come.
+    """
+    if backend not in ("gloo", "nccl"):
+        raise ConfigError(f"backend is {backend!r}: a process group has 'gloo' or 'nccl'")
+    if world_size == 1:
+        return SingleCommunicator(timeout_s=timeout_s)
+    address = "127.0.0.1" if address == "localhost" else address
+    hosts = rank == 0 if hosts_store is None else hosts_store
+    deadline = time.monotonic() + timeout_s
+    store = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
+    try:
+        left_s = max(1.0, deadline - time.monotonic())
+        key = call_roll(store, rank, world_size, timeout_s=left_s)
+        meeting = MeetingPoint(
+            store=store,
+            host=(address, port),
+            host_rank=None if hosts_store is False else 0,
+            devices=choose_devices(address, port),
+        )
+        left_s = max(1.0, deadline - time.monotonic())
+        return GroupCommunicator(
+            meeting,
+            rank=rank,
+            world_size=world_size,
+            key=f"evener/{key}",
+            backend=backend,
+            timeout_s=timeout_s,
+            form_timeout_s=left_s,
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} could not form a team of {world_size} at {address}:{port} "
+            f"({first_line(error)}): look at the output of the other ranks"
+        ) from None
+
+
+@final
+class GroupCommunicator(Communicator):
+    """Ranks in processes, over process groups built for them alone.
+
+    Sums of up to 912 bytes are formed on each rank in rank order, longer ones by Gloo or NCCL, each
+    element on one rank and then copied: either way all ranks get the same bits. Both add in the
+    tensor's dtype: float16 and bfloat16 are rounded after each addition. They are not sent in a
+    wider dtype, since half the bytes are why one would use them.
+
+    CUDA and other device tensors on a Gloo communicator go through a host copy (pinned for CUDA).
+    With NCCL, calls still block the host until the result is there, so that every wait has a
+    deadline.
+    """
+
+    def __init__(
+        self,
+        meeting: MeetingPoint,
+        *,
+        rank: int,
+        world_size: int,
+        key: str,
+        backend: str,
+        timeout_s: float,
+        form_timeout_s: float,
+    ) -> None:
+        """Form a group; all its ranks do so at the same time.
+
+        Args:
+            meeting: Where addresses are exchanged.
+            rank: This rank within the group.
+            world_size: Number of ranks, 2 or more.
+            key: Names the group in the store; no other group may ever have used it there.
+            backend: ``"gloo"`` or ``"nccl"``.
+            timeout_s: Default deadline of calls.
+            form_timeout_s: Deadline for forming the group.
+        """
+        super().__init__(rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
+        self._engine = Engine(
+            meeting,
+            rank=rank,
+            world_size=world_size,
+            key=key,
+            backend=backend,
+            timeout_s=timeout_s,
+            form_timeout_s=form_timeout_s,
+        )
+        self._announced: set[tuple[str, int]] = set()
+        self._cell = bytearray(_CELL_BYTES)
+        self._cells = bytearray(_CELL_BYTES * world_size)
+        self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
+        self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
+        self._long_rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self._scratch: Tensor | None = None
+
+    # ── operations ───────────────────────────────────────────────────────────────────────────────
+
+    def _all_reduce(self, flat: Tensor, call: Call) -> None:
+        num_bytes = flat.numel() * flat.element_size()
+        words = f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+        if num_bytes <= _PAYLOAD_BYTES:
+            self._swap_cells(call, words, _bytes_of(flat))
+            total = self._payload_tensor(0, flat.dtype, flat.numel()).clone()
+            for other in range(1, self.world_size):
+                total.add_(self._payload_tensor(other, flat.dtype, flat.numel()))
+            flat.copy_(total)
+            return
+        self._announce(call, words, num_bytes)
+        timeout = timedelta(seconds=call.timeout_s + GRACE_S)
+        self._run_on(
+            call, flat, lambda group, tensor: group.allreduce(tensor, ReduceOp.SUM, timeout)
+        )
+
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        words = f"broadcast of {flat.numel()} bytes from rank {src}"
+        if flat.numel() <= _PAYLOAD_BYTES:
+            self._swap_cells(call, words, _bytes_of(flat))
+            if src != self.rank:
+                flat.copy_(self._payload_tensor(src, torch.uint8, flat.numel()))
+            return
+        self._announce(call, words, flat.numel())
+        timeout = timedelta(seconds=call.timeout_s + GRACE_S)
+        self._run_on(call, flat, lambda group, tensor: group.broadcast(tensor, src, timeout))
+
+    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
+        size = flat.numel() // self.world_size
+        own = slice(self.rank * size, (self.rank + 1) * size)
+        words = f"all_gather_parts of {size} bytes"
+        if size <= _PAYLOAD_BYTES:
+            self._swap_cells(call, words, _bytes_of(flat[own]))
+            for other in range(self.world_size):
+                if other != self.rank:
+                    part = self._payload_tensor(other, torch.uint8, size)
+                    flat[other * size : (other + 1) * size].copy_(part)
+            return
+        self._announce(call, words, flat.numel())
+        options = gather_options(call.timeout_s + GRACE_S)
+        self._run_on(
+            call, flat, lambda group, tensor: group._allgather_base(tensor, tensor[own], options)
+        )
+
+    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
+        length = len(row)
+        form = struct.Struct(f"={length}d")
+        words = f"{call.kind} of {length} numbers" if length else call.kind
+        if form.size <= _PAYLOAD_BYTES:
+            form.pack_into(self._cell, _HEADER.size, *row)
+            self._swap_cells(call, words, None, form.size)
+            starts = range(_HEADER.size, len(self._cells), _CELL_BYTES)
+            return [list(form.unpack_from(self._cells, start)) for start in starts]
+        self._swap_cells(call, words, None, 0)
+        if length not in self._long_rows:
+            self._long_rows[length] = (
+                torch.empty(length, dtype=torch.float64),
+                torch.empty(length * self.world_size, dtype=torch.float64),
+            )
+        own, whole = self._long_rows[length]
+        form.pack_into(own.numpy().data.cast("B"), 0, *row)
+        options = gather_options(call.timeout_s + GRACE_S)
+        self._run(call, lambda group: group._allgather_base(whole, own, options))
+        view = whole.numpy().data.cast("B")
+        return [list(form.unpack_from(view, r * form.size)) for r in range(self.world_size)]
+
+    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
+        if self.rank not in members:
+            return None
+        host = self._engine.meeting.host_rank
+        meeting = replace(
+            self._engine.meeting, host_rank=members.index(host) if host in members else None
+        )
+        try:
+            return GroupCommunicator(
+                meeting,
+                rank=members.index(self.rank),
+                world_size=len(members),
+                key=f"{self._engine.key}/{key}",
+                backend=self.backend,
+                timeout_s=self.timeout_s,
+                form_timeout_s=call.timeout_s,
+            )
+        except RuntimeError as error:
+            raise PeerLostError(lost_message(self.rank, call.what, first_line(error))) from None
+
+    def _release(self) -> None:
+        self._long_rows.clear()
+        self._scratch = None
+        self._engine.release()
+
+    # ── cells ────────────────────────────────────────────────────────────────────────────────────
+
+    def _swap_cells(
+        self, call: Call, words: str, payload: bytes | None, size: int | None = None
+    ) -> None:
+        """Give all ranks this rank's cell, and check that all are in the same call.
+
+        Args:
+            call: The call.
+            words: What it does; equal on all ranks.
+            payload: What to carry; ``None`` where the caller has written it already.
+            size: Bytes of payload then.
+        """
+        if payload is not None:
+            size = len(payload)
+            self._cell[_HEADER.size : _HEADER.size + size] = payload
+        label = f"{call.what!r} ({words})"
+        _HEADER.pack_into(self._cell, 0, call.number, size, label.encode())
+        options = gather_options(call.timeout_s + GRACE_S)
+        cell, cells = self._cell_tensor, self._cells_tensor
+        self._run(call, lambda group: group._allgather_base(cells, cell, options))
+        own = self._cell[: _HEADER.size]
+        others = []
+        for other in range(self.world_size):
+            start = other * _CELL_BYTES
+            header = self._cells[start : start + _HEADER.size]
+            if header != own:
+                number, _, theirs = _HEADER.unpack(header)
+                text = theirs.rstrip(b"\0").decode(errors="replace")
+                ahead = number - call.number
+                others.append((other, f"{text}, {ahead:+d} calls" if ahead else text))
+        if others:
+            raise self._end(CollectiveMismatchError(mismatch_message(self.rank, label, others)))
+
+    def _payload_tensor(self, rank: int, dtype: torch.dtype, numel: int) -> Tensor:
+        offset = rank * _CELL_BYTES + _HEADER.size
+        return torch.frombuffer(self._cells, dtype=dtype, count=numel, offset=offset)
+
+    def _announce(self, call: Call, words: str, num_bytes: int) -> None:
+        """Check with all ranks before the first exchange of this kind and size."""
+        if (call.kind, num_bytes) not in self._announced:
+            self._swap_cells(call, words, b"")
+            self._announced.add((call.kind, num_bytes))
+
+    # ── running one operation ────────────────────────────────────────────────────────────────────
+
+    def _run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
+        try:
+            self._engine.run(call, start, nccl=nccl)
+        except CollectiveError as error:
+            raise self._end(error) from None
+        except BaseException:
+            self._end(CollectiveError(f"rank {self.rank} was interrupted in {call.what!r}"))
+            raise
+
+    def _run_on(self, call: Call, flat: Tensor, start: Callable[[Any, Tensor], Work]) -> None:
+        """Run an operation on ``flat`` where it lies, or on a copy in host memory."""
+        if flat.device.type == "cpu":
+            self._run(call, lambda group: start(group, flat))
+        elif self._engine.has_nccl and flat.device.type == "cuda":
+            self._run(call, lambda group: start(group, flat), nccl=True)
+        else:
+            copy = self._host_copy(flat)
+            self._run(call, lambda group: start(group, copy))
+            flat.copy_(copy)
+
+    def _host_copy(self, flat: Tensor) -> Tensor:
+        scratch = self._scratch
+        if scratch is None or scratch.dtype != flat.dtype or scratch.numel() < flat.numel():
+            pinned = flat.device.type == "cuda"
+            scratch = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=pinned)
+            self._scratch = scratch
+        copy = scratch[: flat.numel()]
+        copy.copy_(flat)
+        return copy
+
+
+def _bytes_of(flat: Tensor) -> bytes:
+    return flat.cpu().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,259 @@
+"""How the ranks of a team find one another: the store, the roll call, the network device."""
+
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from evener.comm.base import name_ranks
+from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
+from evener.errors import LaunchError
+
+_FIRST_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.05
+_BACKLOG = 512
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingPoint:
+    """Where ranks exchange addresses when they form a group.
+
+    Attributes:
+        store: Shared by all ranks; each group uses a prefix of its own.
+        host: Address and port of the store's server; ``None`` for a store without one.
+        host_rank: The rank of the group whose process serves the store; ``None`` for none of them.
+        devices: Network devices for Gloo.
+    """
+
+    store: Store
+    host: tuple[str, int] | None
+    host_rank: int | None
+    devices: tuple[ProcessGroupGloo.Device, ...]
+
+
+class _Patience:
+    """Growing pauses up to a deadline; short ones, so that Ctrl-C is heard."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.deadline = time.monotonic() + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def pause(self) -> bool:
+        """Wait a little; ``False`` once the deadline has passed."""
+        if self.left_s <= 0:
+            return False
+        time.sleep(min(self._pause_s, self.left_s))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
+
+
+def open_store(
+    address: str, port: int, *, hosts: bool, listen_fd: int | None, timeout_s: float
+) -> TCPStore:
+    """Host the team's store, or connect to it as soon as it is there.
+
+    Args:
+        address: Name or number of the host that serves the store. A loopback address is served on
+            loopback only.
+        port: Its port.
+        hosts: Whether this process serves it.
+        listen_fd: A socket that already listens on ``port``, to serve on; the store closes it.
+        timeout_s: How long to wait for a server elsewhere.
+
+    Raises:
+        LaunchError: The port is taken, the address is unknown, or nobody serves it in time.
+    """
+    if hosts:
+        descriptor = _listen(address, port).detach() if listen_fd is None else listen_fd
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    left_s = _await_server(address, port, timeout_s)
+    try:
+        return TCPStore(
+            address, port, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, left_s))
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"{address}:{port} takes connections but does not answer as the store of a team "
+            f"({first_line(error)}): is another program using the port, or has rank 0 ended?"
+        ) from None
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        if is_loopback(address):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        # Which of its addresses the others can reach is not for this host to say.
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(
+            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"port {port} is in use on {address}, so the team's store cannot listen there: end "
+                "the other program (perhaps an earlier run), or choose another port"
+            ) from None
+        raise LaunchError(
+            f"the team's store cannot listen on {address}:{port} ({error.strerror}): rank 0 must "
+            "run on the host with that address, and ports below 1024 need root"
+        ) from None
+
+
+def _await_server(address: str, port: int, timeout_s: float) -> float:
+    """Wait until something listens there; return the seconds left."""
+    patience = _Patience(timeout_s)
+    while True:
+        try:
+            # Also keeps torch from printing a stack trace for each attempt that comes too early.
+            socket.create_connection((address, port), max(0.1, min(2.0, patience.left_s))).close()
+            return patience.left_s
+        except socket.gaierror as error:
+            if error.errno in _NO_SUCH_NAME:
+                raise LaunchError(
+                    f"the address {address!r} of rank 0 is unknown here: give a name or number "
+                    "that this host can resolve (MASTER_ADDR)"
+                ) from None
+            detail = error.strerror
+        except OSError as error:
+            detail = error.strerror or "no answer"
+        if not patience.pause():
+            raise LaunchError(
+                f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({detail}): start "
+                "rank 0 there, and check the address, the port and the firewall between the hosts"
+            )
+
+
+def call_roll(store: Store, rank: int, world_size: int, *, timeout_s: float) -> str:
+    """Wait until all ranks are here, and agree on a key that no earlier team has used.
+
+    A store may outlive a team: torchrun keeps one over its restarts, with the keys of workers that
+    have died. So nothing found there is believed unless it answers a token made just now.
+
+    Returns:
+        The key, equal on all ranks.
+
+    Raises:
+        LaunchError: A rank did not come, or was started for another world size.
+    """
+    patience = _Patience(timeout_s)
+    if rank:
+        return _answer_roll(store, rank, world_size, patience, timeout_s)
+    key = secrets.token_hex(8)
+    asked: dict[int, str] = {}
+    absent = set(range(1, world_size))
+    while True:
+        for other in sorted(absent):
+            token = _get(store, f"evener/hello/{other}")
+            if token and token != asked.get(other):
+                asked[other] = token
+                store.set(f"evener/roll/{other}", f"{token} {key} {world_size}")
+            mine, _, theirs = _get(store, f"evener/here/{other}").partition(" ")
+            if mine == key and int(theirs) != world_size:
+                raise LaunchError(_unlike_worlds(0, world_size, other, int(theirs)))
+            if mine == key:
+                absent.discard(other)
+        if not absent:
+            store.set(f"evener/go/{key}", "1")
+            return key
+        if not patience.pause():
+            raise LaunchError(
+                f"rank 0 waited {timeout_s:.0f} s for {name_ranks(sorted(absent))} of {world_size} "
+                "to join: start what is missing, or look at its output"
+            )
+
+
+def _answer_roll(
+    store: Store, rank: int, world_size: int, patience: _Patience, timeout_s: float
+) -> str:
+    token = secrets.token_hex(8)
+    store.set(f"evener/hello/{rank}", token)
+    key = ""
+    while True:
+        if not key:
+            answer = _get(store, f"evener/roll/{rank}").split()
+            if answer and answer[0] == token:
+                key = answer[1]
+                store.set(f"evener/here/{rank}", f"{key} {world_size}")
+                if int(answer[2]) != world_size:
+                    raise LaunchError(_unlike_worlds(rank, world_size, 0, int(answer[2])))
+        elif _get(store, f"evener/go/{key}"):
+            return key
+        if not patience.pause():
+            whom = "some rank to join (rank 0 says which)" if key else "rank 0 to call the roll"
+            raise LaunchError(f"rank {rank} of {world_size} waited {timeout_s:.0f} s for {whom}")
+
+
+def _unlike_worlds(rank: int, world_size: int, other: int, theirs: int) -> str:
+    return (
+        f"rank {rank} was started for {world_size} ranks and rank {other} for {theirs}: give all "
+        "the same world size (WORLD_SIZE)"
+    )
+
+
+def _get(store: Store, key: str) -> str:
+    # check() first: get() would wait for the key, and not listen to Ctrl-C.
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ...]:
+    """The network devices on which this rank listens to its peers.
+
+    ``GLOO_SOCKET_IFNAME`` (names, comma separated) decides where it is set. Otherwise: loopback
+    where rank 0 is on a loopback address, else the address from which this host reaches rank 0.
+    """
+    names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+    if names:
+        return tuple(ProcessGroupGloo.create_device(interface=name) for name in names)
+    host = address if is_loopback(address) else _own_address(address, port)
+    return (ProcessGroupGloo.create_device(hostname=host),)
+
+
+def _own_address(address: str, port: int) -> str:
+    # Many hosts map their own name to 127.0.1.1, where no peer finds them: then ask for the address
+    # of the default route. A datagram socket sends nothing on connect.
+    for target in (address, "192.0.2.1", "2001:db8::1"):
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(where)
+                own = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if not is_loopback(own):
+            return own
+    return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address`` is a number that names this host only."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a message from torch that says what happened, without paths and stack."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0].partition(". This is typically")[0]
+    if text.startswith("[") and "] " in text and "/" in text.partition("] ")[0]:
+        text = text.partition("] ")[2]
+    return text.strip()

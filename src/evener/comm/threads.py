@@ -1,0 +1,216 @@
+"""Ranks as threads of one process, with the same errors as ranks in processes."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from evener.comm.base import (
+    DEFAULT_TIMEOUT_S,
+    Call,
+    Communicator,
+    lost_message,
+    mismatch_message,
+    timeout_message,
+)
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    PeerLostError,
+)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One collective call under way.
+
+    Attributes:
+        number: Its number, from 1.
+        offers: By rank: words for what it takes part in, and what it brings.
+        result: What all ranks take home, once the last has come.
+        done: Whether there is a result.
+        error: Says to a rank why there will be none.
+    """
+
+    number: int
+    offers: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    result: Any = None
+    done: bool = False
+    error: Callable[[int], CollectiveError] | None = None
+
+
+@final
+class ThreadTeam:
+    """A team whose ranks are threads of this process, one communicator for each.
+
+    The last rank to arrive forms the result, in rank order; so it is the same on every run.
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Make a team.
+
+        Args:
+            world_size: Number of ranks, 1 or more.
+            timeout_s: Deadline of a call that names none.
+        """
+        if world_size < 1:
+            raise ConfigError(f"world_size is {world_size}: a team has 1 rank or more")
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._condition = threading.Condition()
+        self._exchanges: dict[int, _Exchange] = {}
+        self._dead: set[int] = set()
+        self._closed: set[int] = set()
+        self._children: list[tuple[ThreadTeam, tuple[int, ...]]] = []
+
+    def communicator(self, rank: int) -> "ThreadCommunicator":
+        """The communicator of ``rank``, to be used by that rank's thread."""
+        return ThreadCommunicator(self, rank)
+
+    def fail(self, rank: int) -> None:
+        """Act as if the process of ``rank`` had died: who needs it gets ``PeerLostError``."""
+        with self._condition:
+            self._dead.add(rank)
+            self._condition.notify_all()
+            children = list(self._children)
+        for child, members in children:
+            if rank in members:
+                child.fail(members.index(rank))
+
+    # ── for ThreadCommunicator ───────────────────────────────────────────────────────────────────
+
+    def _leave(self, rank: int) -> None:
+        with self._condition:
+            self._closed.add(rank)
+            self._condition.notify_all()
+
+    def _child(self, members: tuple[int, ...]) -> "ThreadTeam":
+        child = ThreadTeam(len(members), timeout_s=self.timeout_s)
+        self._children.append((child, members))
+        return child
+
+    def _meet(
+        self, rank: int, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Bring ``offer``, wait for all ranks, and return what ``finish`` makes of their offers."""
+        started = time.monotonic()
+        with self._condition:
+            exchange = self._exchanges.setdefault(call.number, _Exchange(call.number))
+            exchange.offers[rank] = (words, offer)
+            if len(exchange.offers) == self.world_size and not (exchange.error or self._dead):
+                self._complete(exchange, finish)
+            while not exchange.done:
+                error = self._obstacle(rank, call, exchange, started)
+                if error is not None:
+                    raise error
+                left_s = started + call.timeout_s - time.monotonic()
+                self._condition.wait(max(0.0, left_s))
+            return exchange.result
+
+    def _complete(self, exchange: _Exchange, finish: Callable[[list[Any]], Any]) -> None:
+        texts = {r: words for r, (words, _) in exchange.offers.items()}
+        if len(set(texts.values())) > 1:
+            exchange.error = lambda rank: CollectiveMismatchError(
+                mismatch_message(
+                    rank, texts[rank], [(r, t) for r, t in texts.items() if t != texts[rank]]
+                )
+            )
+        else:
+            exchange.result = finish([exchange.offers[r][1] for r in range(self.world_size)])
+            exchange.done = True
+        exchange.offers.clear()
+        self._exchanges.pop(exchange.number, None)
+        self._condition.notify_all()
+
+    def _obstacle(
+        self, rank: int, call: Call, exchange: _Exchange, started: float
+    ) -> CollectiveError | None:
+        """Why ``rank`` must stop waiting, if it must."""
+        if exchange.error is not None:
+            return exchange.error(rank)
+        if rank in self._dead:
+            return PeerLostError(f"rank {rank} has died in {call.what!r}")
+        closed = self._closed - self._dead - exchange.offers.keys()
+        gone = {**dict.fromkeys(self._dead, "has died"), **dict.fromkeys(closed, "has closed")}
+        if gone:
+            how = ", ".join(f"rank {r} {text}" for r, text in sorted(gone.items()))
+            return PeerLostError(lost_message(rank, call.what, how))
+        waited_s = time.monotonic() - started
+        if waited_s < call.timeout_s:
+            return None
+        missing = tuple(r for r in range(self.world_size) if r not in exchange.offers)
+
+        def too_late(other: int) -> CollectiveError:
+            if other in missing:
+                return CollectiveTimeoutError(
+                    f"rank {other} came to {call.what!r} after the others had given up: their "
+                    f"deadline was {waited_s:.1f} s; raise the timeout if this rank is merely slow"
+                )
+            return CollectiveTimeoutError(
+                timeout_message(other, call.what, waited_s, missing), missing=missing
+            )
+
+        exchange.error = too_late
+        self._condition.notify_all()
+        return too_late(rank)
+
+
+@final
+class ThreadCommunicator(Communicator):
+    """One rank of a ``ThreadTeam``."""
+
+    def __init__(self, team: ThreadTeam, rank: int) -> None:
+        super().__init__(
+            rank=rank,
+            world_size=team.world_size,
+            backend="threads",
+            timeout_s=team.timeout_s,
+        )
+        self._team = team
+
+    def _all_reduce(self, flat: Tensor, call: Call) -> None:
+        words = f"all_reduce of {flat.numel()} {flat.dtype}"
+        flat.copy_(self._meet(call, words, flat, _sum))
+
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        words = f"broadcast of {flat.numel()} bytes from rank {src}"
+        flat.copy_(self._meet(call, words, flat, lambda offers: offers[src].clone()))
+
+    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
+        size = flat.numel() // self.world_size
+        part = flat[self.rank * size : (self.rank + 1) * size]
+        words = f"all_gather_parts of {size} bytes"
+        flat.copy_(
+            self._meet(call, words, part, lambda offers: torch.cat([o.cpu() for o in offers]))
+        )
+
+    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
+        values = [float(value) for value in row]
+        words = f"{call.kind} of {len(values)} numbers"
+        return [list(r) for r in self._meet(call, words, values, lambda offers: offers)]
+
+    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
+        team = self._meet(call, key, None, lambda _: self._team._child(members))
+        return team.communicator(members.index(self.rank)) if self.rank in members else None
+
+    def _meet(self, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
+        try:
+            return self._team._meet(self.rank, call, f"{call.what!r} ({words})", offer, finish)
+        except CollectiveError as error:
+            raise self._end(error) from None
+
+    def _release(self) -> None:
+        self._team._leave(self.rank)
+
+
+def _sum(offers: list[Tensor]) -> Tensor:
+    total = offers[0].clone()
+    for other in offers[1:]:
+        total.add_(other.to(total.device))
+    return total
