@@ -1,14 +1,13 @@
 """A line in the terminal that says how far the run is, how fast, and who waits for whom."""
 
 import math
+import os
+import shutil
 from collections import deque
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from evener.observe.events import Event, Sink, mean_loss
 from evener.observe.wording import human_bytes, human_count, human_duration
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
@@ -46,7 +45,7 @@ class ProgressSink(Sink):
         self._total = total_windows
         self._unit = unit
         self._live = stream.isatty() if live is None else live
-        self._console: Console | None = _make_console(stream) if self._live else None
+        self._unicode = (stream.encoding or "").lower().startswith("utf")
         self._state = _Progress()
         self._num_lines = 0
         self._last_shown_t = float("-inf")
@@ -67,7 +66,7 @@ class ProgressSink(Sink):
         if not self._usable:
             return
         try:
-            if self._console is not None and self._state.windows:
+            if self._live and self._state.windows:
                 self._show_live()
                 self._stream.write("\n")
             self._stream.flush()
@@ -89,11 +88,11 @@ class ProgressSink(Sink):
             text = describe(event)
             if text is not None:
                 self._print_above(text)
-            if kind == "eval" and self._console is None and self._state.windows:
+            if kind == "eval" and not self._live and self._state.windows:
                 self._print_plain(event["t"])
 
     def _show_window(self, t: float) -> None:
-        if self._console is not None:
+        if self._live:
             if t - self._last_shown_t >= _LIVE_INTERVAL_S:
                 self._last_shown_t = t
                 self._show_live()
@@ -107,27 +106,21 @@ class ProgressSink(Sink):
         self._stream.flush()
 
     def _print_above(self, text: str) -> None:
-        if self._console is None:
-            self._stream.write(text + "\n")
-            self._stream.flush()
-            return
         self._clear_live()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        if self._state.windows:
+        self._stream.write(text + "\n")
+        if self._live and self._state.windows:
             self._show_live()
+        self._stream.flush()
 
     def _show_live(self) -> None:
-        from rich.text import Text
+        # Written without rich's console, which ends the process when a pipe breaks.
+        from rich.cells import chop_cells
 
-        console = self._console
-        if console is None:
-            return
         self._clear_live()
-        bar = _bar(self._state.step, self._total, console.encoding)
-        line = Text(self._state.line(self._total, self._unit or "samples", bar=bar))
+        bar = _bar(self._state.step, self._total, unicode=self._unicode)
+        line = self._state.line(self._total, self._unit or "samples", bar=bar)
         # A line as wide as the terminal would wrap when the cursor moves on.
-        line.truncate(max(1, console.width - 1))
-        console.print(line, end="", no_wrap=True, crop=True)
+        self._stream.write(chop_cells(line, max(1, _width(self._stream) - 1))[0])
         self._stream.flush()
         self._shown = True
 
@@ -252,16 +245,18 @@ def _loss(loss: float | None) -> str:
     return f"{loss:.4g}" if loss is not None else "not finite"
 
 
-def _bar(step: int, total: int | None, encoding: str) -> str:
+def _bar(step: int, total: int | None, *, unicode: bool) -> str:
     if not total:
         return ""
     done = min(1.0, step / total)
-    full, empty = ("━", "─") if encoding.startswith("utf") else ("=", "-")
+    full, empty = ("━", "─") if unicode else ("=", "-")
     filled = int(done * _BAR_WIDTH)
     return full * filled + empty * (_BAR_WIDTH - filled) + f" {int(done * 100)}%"
 
 
-def _make_console(stream: TextIO) -> "Console":
-    from rich.console import Console
-
-    return Console(file=stream, force_terminal=True, highlight=False)
+def _width(stream: TextIO) -> int:
+    """Columns of the terminal that the stream writes to."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return shutil.get_terminal_size().columns

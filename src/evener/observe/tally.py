@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evener.observe.events import Event
@@ -154,7 +154,8 @@ class EventTally:
     @property
     def members(self) -> tuple[MemberTotals, ...]:
         """Totals per member, by rank."""
-        return tuple(sorted(self._members.values(), key=lambda totals: totals.rank))
+        totals = sorted(self._members.values(), key=lambda member: member.rank)
+        return tuple(replace(member) for member in totals)
 
     @property
     def elapsed_s(self) -> float:

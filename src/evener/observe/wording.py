@@ -22,7 +22,7 @@ def human_duration(seconds: float) -> str:
 
 
 def human_count(number: float) -> str:
-    """Return a count or a speed with three digits or so: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
+    """Return a count or a speed, three digits or so: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= 0.9995 * size:
             return (

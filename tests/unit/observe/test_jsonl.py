@@ -1,0 +1,137 @@
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.errors import EvenerError
+from evener.observe import JsonlSink, read_events
+
+
+def event(number: int, **fields: Any) -> dict[str, Any]:
+    return {"t": float(number), "type": "plan", "number": number, **fields}
+
+
+def numbers(path: Path) -> list[int]:
+    return [found["number"] for found in read_events(path)]
+
+
+def test_each_event_is_a_line_that_can_be_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "events.jsonl"
+    with JsonlSink(path) as sink:
+        for number in range(3):
+            sink.emit(event(number))
+            assert numbers(path) == list(range(number + 1))
+    assert path.read_bytes().count(b"\n") == 3
+    with JsonlSink(path) as sink:
+        sink.emit(event(3))
+    assert numbers(path) == [0, 1, 2, 3]
+
+
+def test_numbers_that_are_not_finite_are_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path) as sink:
+        sink.emit(event(0, loss=float("nan"), rows=[{"x": float("inf"), "y": (0.1,)}], path=path))
+    line = path.read_text()
+    found = json.loads(line, parse_constant=lambda constant: pytest.fail(constant))
+    assert found["loss"] is None
+    assert found["rows"] == [{"x": None, "y": [0.1]}]
+    assert found["path"] == str(path)
+
+
+def test_floats_keep_all_digits(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path) as sink:
+        sink.emit(event(0, value=0.1 + 0.2))
+    assert read_events(path)[0]["value"] == 0.1 + 0.2
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_torn_line_is_skipped_at_the_end_and_in_the_middle(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path) as sink:
+        sink.emit(event(0))
+        sink.emit(event(1))
+    path.write_bytes(path.read_bytes()[:-cut])
+    skipped: list[int] = []
+    at_once = [found["number"] for found in read_events(path, lambda line, _: skipped.append(line))]
+    # Without its line end only, the event is whole.
+    assert at_once == ([0, 1] if cut == 1 else [0])
+    assert skipped == []
+
+    with JsonlSink(path) as sink:
+        sink.emit(event(2))
+    assert numbers(path) == [*at_once, 2]
+    read_events(path, lambda line, reason: skipped.append(line))
+    assert skipped == ([] if cut == 1 else [2])
+
+
+def test_lines_of_something_else_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'[1]\n{"type": "plan"}\n{"t": 1}\n\n\xff\xfe\n{"t": 1, "type": "x"}\n')
+    skipped: list[int] = []
+    assert len(read_events(path, lambda line, reason: skipped.append(line))) == 1
+    assert skipped == [1, 2, 3, 5]
+
+
+def test_full_disk_warns_once_never_raises_and_recovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    warnings: list[str] = []
+    sink = JsonlSink(path, on_warning=warnings.append)
+    sink.emit(event(0))
+    real_write = os.write
+
+    def half(file: int, data: bytes) -> int:
+        return real_write(file, data[: len(data) // 2])
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        sink.emit(event(1))
+        patch.setattr(os, "write", full)
+        sink.emit(event(2))
+        sink.emit(event(3))
+    sink.emit(event(4))
+    sink.close()
+    assert numbers(path) == [0, 4]
+    assert len(warnings) == 1
+    assert str(path) in warnings[0]
+    assert "training goes on" in warnings[0]
+
+
+def test_emit_after_close_warns_and_close_may_be_repeated(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    sink = JsonlSink(tmp_path / "events.jsonl", on_warning=warnings.append)
+    sink.close()
+    sink.close()
+    sink.emit(event(0))
+    sink.emit(event(1))
+    assert len(warnings) == 1
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path) as sink:
+        threads = [
+            threading.Thread(target=lambda: [sink.emit(event(n)) for n in range(200)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20.0)
+    assert sorted(numbers(path)) == sorted(list(range(200)) * 4)
+
+
+def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(EvenerError, match="cannot be opened"):
+        JsonlSink(tmp_path)
+    with pytest.raises(EvenerError, match=r"missing\.jsonl cannot be read"):
+        read_events(tmp_path / "missing.jsonl")

@@ -1,0 +1,202 @@
+import io
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from evener.observe import ProgressSink
+from evener.observe.events import (
+    checkpoint_event,
+    eval_event,
+    run_finished_event,
+    run_resumed_event,
+    straggler_event,
+    worker_joined_event,
+    worker_lost_event,
+)
+from helpers.event_cases import committed_window, started
+
+CLEAR = "\r\x1b[2K"
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def show(events: Iterable[dict[str, Any]], stream: io.StringIO, **options: Any) -> str:
+    with ProgressSink(stream, **options) as sink:
+        for event in events:
+            sink.emit(event)
+    return stream.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_plain_lines_are_few() -> None:
+    text = show(
+        [started(total_windows=100), *(committed_window(window) for window in range(60))],
+        io.StringIO(),
+    )
+    steps = [int(number) for number in re.findall(r"^step (\d+)/100", text, re.MULTILINE)]
+    # Windows are a second apart: the first three, then every ten seconds.
+    assert steps == [1, 2, 3, 13, 23, 33, 43, 53]
+    assert "\x1b" not in text
+    assert "\r" not in text
+
+
+def test_plain_line_says_it_all() -> None:
+    text = show(
+        [started(total_windows=100), *(committed_window(window) for window in range(2))],
+        io.StringIO(),
+    )
+    assert text.splitlines()[-1] == (
+        "step 2/100  loss 2  100 tokens/s  10 samples/s  ETA 98 s"
+        "  | rank 0: 60% wait 20%  | rank 1: 40% wait 0%"
+    )
+
+
+def test_samples_are_not_said_twice_and_one_rank_has_no_share() -> None:
+    alone = {"samples": (10,), "losses": (2.0,), "times_s": ((1.0, 0.0, 0.0),)}
+    text = show([committed_window(window, **alone) for window in range(2)], io.StringIO())
+    assert text.splitlines()[-1] == "step 2  loss 2  10 samples/s"
+
+
+def test_many_ranks_are_summed_up() -> None:
+    six = {"samples": (1,) * 6, "losses": (2.0,) * 6}
+    times_s = [(1.0, 0.0, 0.0)] * 5 + [(0.4, 0.6, 0.0)]
+    text = show([committed_window(0, times_s=times_s, **six)], io.StringIO())
+    assert text.splitlines()[-1] == "step 1  loss 2  | 6 ranks, rank 5 waits most: 60%"
+
+
+def test_loss_is_smoothed_a_little_and_survives_one_that_is_not_finite() -> None:
+    losses = [1.0, 2.0, float("nan"), 3.0]
+    stream = io.StringIO()
+    with ProgressSink(stream) as sink:
+        for window, loss in enumerate(losses):
+            sink.emit(committed_window(window, t=window * 20.0, losses=(loss, loss)))
+    assert re.findall(r"loss (\S+)", stream.getvalue()) == ["1", "1.2", "nan", "3"]
+
+
+def test_evaluation_brings_a_line_of_its_own_and_the_state() -> None:
+    events = [committed_window(window) for window in range(5)]
+    result = eval_event(t=5.0, window=5, loss=1.25, weight=10.0, elapsed_s=1.0)
+    lines = show([*events, result], io.StringIO()).splitlines()
+    assert lines[3] == "eval after step 5: heldout loss 1.25"
+    assert lines[4].startswith("step 5 ")
+
+
+def test_other_events_have_lines() -> None:
+    path = "runs/x/checkpoints/step-5"
+    lines = show(
+        [
+            run_resumed_event(t=0.0, window=5, path=path),
+            run_resumed_event(t=0.0, window=5, path=None),
+            checkpoint_event(t=1.0, window=5, path=path, num_bytes=2_500_000, write_s=0.4),
+            straggler_event(t=1.0, rank=1, member="b", window=5, compute_s=3.0, expected_s=1.0),
+            worker_lost_event(t=1.0, rank=1, member="b", window=5, reason="it died"),
+            worker_joined_event(t=1.0, rank=1, member="b", window=6, generation=2),
+            eval_event(t=1.0, window=6, loss=float("nan"), weight=1.0, elapsed_s=1.0),
+            run_finished_event(t=1.0, window=6, reason="failed", message="disk gone"),
+            run_finished_event(t=1.0, window=6, reason="completed"),
+        ],
+        io.StringIO(),
+    ).splitlines()
+    assert lines == [
+        f"resumed after step 5 from {path}",
+        "resumed after step 5",
+        f"checkpoint {path} (2.5 MB, written in 0.4 s)",
+        "straggler: rank 1 (b) took 3.0 s for step 6 instead of 1.0 s",
+        "lost rank 1 (b): it died",
+        "rank 1 (b) joined",
+        "eval after step 6: heldout loss nan",
+        "failed after step 6: disk gone",
+        "completed after step 6",
+    ]
+
+
+def test_live_line_is_updated_four_times_a_second_at_most() -> None:
+    text = show(
+        [
+            started(total_windows=100),
+            *(committed_window(window, t=window / 20) for window in range(41)),
+        ],
+        Terminal(),
+    )
+    # Two seconds of event time: 0, 0.25, ..., 2 and once more at the end.
+    assert text.count("step ") == 10
+    assert text.count(CLEAR) == 9
+    assert text.endswith("\n")
+    assert text.count("\n") == 1
+    last = text.split(CLEAR)[-1]
+    assert last.startswith("step 41/100  ━━━━━━━━──────────── 41%  ")
+    assert "2,000 tokens/s  200 samples/s  ETA 2.9 s" in last
+
+
+def test_other_lines_come_above_the_live_line() -> None:
+    result = eval_event(t=1.0, window=1, loss=1.25, weight=1.0, elapsed_s=1.0)
+    text = show([committed_window(0), result], Terminal())
+    _, above, _ = text.split(CLEAR)
+    assert above.startswith("eval after step 1: heldout loss 1.25\nstep 1 ")
+
+
+def test_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    text = show([committed_window(window) for window in range(3)], Terminal(), total_windows=9)
+    for line in text.replace("\n", "").split(CLEAR):
+        assert 0 < len(line) < 30
+
+
+def test_live_line_in_a_terminal_without_unicode() -> None:
+    class Old(Terminal):
+        encoding = "ascii"
+
+    text = show([committed_window(0)], Old(), total_windows=2)
+    assert "==========---------- 50%" in text
+    text.encode("ascii")
+
+
+def test_no_thread_and_no_hidden_cursor() -> None:
+    before = threading.active_count()
+    stream = Terminal()
+    sink = ProgressSink(stream)
+    for window in range(10):
+        sink.emit(committed_window(window))
+        assert threading.active_count() == before
+    assert "\x1b[?25l" not in stream.getvalue()
+    sink.close()
+    sink.close()
+    sink.emit(committed_window(10))
+    assert "step 11" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_stream_that_breaks_does_not_stop_training(kind: type[io.StringIO]) -> None:
+    class Broken(kind):  # type: ignore[misc, valid-type]
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    sink = ProgressSink(Broken())
+    for window in range(3):
+        sink.emit(committed_window(window))
+    sink.close()
+    closed = io.StringIO()
+    sink = ProgressSink(closed)
+    closed.close()
+    sink.emit(committed_window(0))
+    sink.close()
+
+
+def test_speed_after_a_resume_ignores_the_gap() -> None:
+    events = [committed_window(window) for window in range(3)]
+    events.append(run_resumed_event(t=1000.0, window=1, path=None))
+    events += [committed_window(window, t=1000.0 + window) for window in range(1, 3)]
+    text = show(events, Terminal(), total_windows=3)
+    assert "10 samples/s" in text.split(CLEAR)[-1]

@@ -1,0 +1,109 @@
+import pytest
+
+from evener.observe import EventTally, Speed
+from evener.observe.events import (
+    checkpoint_event,
+    eval_event,
+    reformed_event,
+    run_resumed_event,
+)
+from helpers.event_cases import committed_window, started
+
+
+def test_totals_per_member() -> None:
+    tally = EventTally.of([started(), *(committed_window(w) for w in range(4))])
+    assert (tally.num_windows, tally.num_samples, tally.weight) == (4, 40, 400.0)
+    first, second = tally.members
+    assert (first.member, first.rank, first.windows, first.samples) == ("a", 0, 4, 24)
+    assert (second.member, second.samples, second.weight) == ("b", 16, 160.0)
+    assert first.wait_fraction == pytest.approx(0.2)
+    assert second.wait_fraction == 0.0
+    assert tally.elapsed_s == 3.0
+
+
+def test_speed_leaves_out_the_first_windows() -> None:
+    # Window 0 lands after 100 s, 1 to 3 take 10 s each, all later ones 1 s: 10 tokens a sample.
+    times = [100.0, 110.0, 120.0, 130.0, 131.0, 132.0, 133.0, 134.0]
+    tally = EventTally()
+    speeds: list[Speed | None] = []
+    tally.add(started())
+    for window, t in enumerate(times):
+        tally.add(committed_window(window, t=t))
+        speeds.append(tally.speed())
+    assert speeds[0] is None
+    assert speeds[1] == Speed(10.0, 1.0, 10.0), "from window 0 to 1"
+    assert speeds[2] == Speed(10.0, 1.0, 10.0), "from window 1 to 2"
+    assert speeds[3] == Speed(10.0, 1.0, 20.0), "from window 1 to 3"
+    assert speeds[7] == Speed(100.0, 10.0, 4.0), "from window 3 to 7"
+
+
+def test_evaluations_do_not_count_as_time() -> None:
+    tally = EventTally()
+    for window in range(8):
+        tally.add(committed_window(window, t=window + (20.0 if window > 5 else 0.0)))
+        if window in (1, 5):
+            loss = 3.0 - window / 10
+            tally.add(
+                eval_event(t=window + 20.0, window=window, loss=loss, weight=1.0, elapsed_s=20.0)
+            )
+    # The evaluation after window 1 was before the measured span, and took its time there.
+    assert tally.speed() == Speed(100.0, 10.0, 4.0)
+    assert tally.eval_loss == 2.5
+
+
+def test_evaluation_after_the_last_window_changes_nothing() -> None:
+    events = [committed_window(window) for window in range(8)]
+    last = eval_event(t=30.0, window=8, loss=1.0, weight=1.0, elapsed_s=22.0)
+    assert EventTally.of([*events, last]).speed() == EventTally.of(events).speed()
+
+
+def test_time_between_sessions_does_not_count() -> None:
+    tally = EventTally.of(
+        [
+            started(),
+            *(committed_window(window) for window in range(8)),
+            started(t=1000.0),
+            run_resumed_event(t=1000.0, window=6, path="step-6"),
+            *(committed_window(window, t=1000.0 + window) for window in range(6, 14)),
+        ]
+    )
+    assert tally.num_windows == 14
+    assert tally.weight == 1400.0
+    speed = tally.speed()
+    assert speed is not None
+    # Of the first session six windows count: from window 2 at 2 s on. The last two are void, and
+    # their time, to 7 s, was spent all the same.
+    assert speed.measured_s == 5.0 + 4.0
+    assert speed.weight_per_s == pytest.approx((300.0 + 400.0) / 9.0)
+
+
+def test_reformed_team_gives_back_void_windows() -> None:
+    tally = EventTally.of(
+        [
+            *(committed_window(window) for window in range(3)),
+            reformed_event(t=3.0, window=1, generation=1, members=["b"]),
+            committed_window(1, t=4.0, samples=(10,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),)),
+        ]
+    )
+    assert tally.num_windows == 2
+    assert [(m.member, m.samples, m.windows) for m in tally.members] == [("a", 16, 2), ("b", 4, 1)]
+    assert tally.speed() == Speed(25.0, 2.5, 4.0)
+
+
+def test_newest_checkpoint_is_remembered_and_handed_out_totals_are_copies() -> None:
+    tally = EventTally.of([committed_window(0)])
+    assert tally.checkpoint_path is None
+    for window in (10, 20):
+        tally.add(
+            checkpoint_event(t=1.0, window=window, path=f"step-{window}", num_bytes=1, write_s=0.1)
+        )
+    assert tally.checkpoint_path == "step-20"
+    tally.members[0].samples = 0
+    assert tally.members[0].samples == 6
+
+
+def test_nothing_is_no_error() -> None:
+    tally = EventTally()
+    assert tally.speed() is None
+    assert tally.members == ()
+    assert tally.elapsed_s == 0.0
