@@ -1,0 +1,97 @@
+"""Around every test: the same seeds, and nothing left behind (``helpers/leaks.py``)."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: ranks and workers share few cores, and one thread is enough for tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+
+from helpers import leaks
+from helpers.forking import Zygote
+
+# The same examples in every run: what fails, fails for everybody. No deadline: machines are busy.
+# `--hypothesis-profile=search` looks for new examples.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("repeatable")
+
+#: Marker -> what such a test needs.
+NEEDS = {"gpu": "a GPU", "root": "root", "browser": "chromium"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="also run tests that need root, chromium or a GPU"
+    )
+
+
+def pytest_configure() -> None:
+    leaks.mark_descendants()
+
+
+def pytest_unconfigure() -> None:
+    Zygote.shut_down()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what this machine lacks, and without --all whatever needs more than Python."""
+    asked = config.getoption("--all")
+    for item in items:
+        for marker, what in NEEDS.items():
+            if item.get_closest_marker(marker) is None:
+                continue
+            if not asked:
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
+            elif not has(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}, which is not here"))
+
+
+def has(marker: str) -> bool:
+    """Whether this machine has what tests of a marker need."""
+    if marker == "root":
+        return os.geteuid() == 0
+    if marker == "browser":
+        from shutil import which
+
+        return any(map(which, ("chromium", "chromium-browser", "google-chrome")))
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves something behind.
+
+    That is: a process, a thread, an open file or socket, a shared-memory segment, a torch process
+    group; a changed environment variable, current directory, signal handler or setting of torch.
+    """
+    before = leaks.Snapshot.take()
+    yield
+    if found := leaks.find_leaks(before):
+        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_orphans() -> Iterator[None]:
+    """Fails a test file that leaves a process whose parent has died."""
+    yield
+    if found := leaks.find_orphans():
+        pytest.fail("the tests of this file left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def same_seeds(no_leaks: None) -> None:
+    """Seeds random, numpy and torch with 0."""
+    leaks.seed_everything(0)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parent.parent
