@@ -34,6 +34,9 @@ _LOOPBACK = "127.0.0.1"
 # Ends of ranks wake the launcher; this is only how often it looks for reports of ranks that have
 # failed but hang on their way out.
 _LOOK_S = 0.5
+# A rank that lost its peer may say so while the peer still unwinds from what really happened: the
+# others are left alone for so long, so that it can say it.
+_SETTLE_S = 2.0
 # A killed process is gone at once, unless it hangs inside the kernel.
 _DEATH_S = 10.0
 # Output that is on its way gets so long, unless a reader such as a pager holds it up.
@@ -177,6 +180,7 @@ class _Team:
     _lifeline: subprocess.Popen[bytes] | None = None
     _pump: OutputPump | None = None
     _deadline: float | None = None  # on the monotonic clock; None while nobody was asked to stop
+    _settles_at: float | None = None  # likewise; None while no rank says that it lost another
     _killed: bool = False
 
     def start(self, command: Sequence[str], nproc: int, store: socket.socket, folder: Path) -> None:
@@ -214,7 +218,7 @@ class _Team:
                 self._on_signal(signum)
             for rank in alive:
                 self._look_after(rank)
-            if self._deadline is None and self._someone_failed():
+            if self._deadline is None and self._failed_for_sure():
                 self._ask_to_stop(signal.SIGTERM)
             elif self._deadline is not None and time.monotonic() >= self._deadline:
                 if self._killed:
@@ -282,11 +286,18 @@ class _Team:
             signals=frozenset(rank.signals),
         )
 
-    def _someone_failed(self) -> bool:
-        return any(
-            rank.outcome.failed if rank.outcome is not None else rank.error_file.exists()
-            for rank in self._ranks
-        )
+    def _failed_for_sure(self) -> bool:
+        follow_ups = 0
+        for rank in self._ranks:
+            report = rank.outcome.report if rank.outcome else read_report(rank.error_file)
+            if report is not None and report.follow_up:
+                follow_ups += 1
+            elif report is not None or (rank.outcome is not None and rank.outcome.failed):
+                return True
+        if not follow_ups:
+            return False
+        self._settles_at = self._settles_at or time.monotonic() + _SETTLE_S
+        return time.monotonic() >= self._settles_at
 
     def _ask_to_stop(self, signum: signal.Signals) -> None:
         self._deadline = time.monotonic() + self.grace_s

@@ -11,6 +11,7 @@ from typing import IO
 _CHUNK_BYTES = 65_536
 # A "line" without end (a progress bar, binary data) is cut here.
 _LONGEST_LINE_BYTES = 65_536
+_ATOMIC_BYTES = select.PIPE_BUF
 
 
 @dataclass(slots=True)
@@ -79,7 +80,16 @@ class OutputPump:
             lines.append(rest)
             rest = b""
         stream.rest[:] = rest
-        self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
+        # Rank 0 writes to the same place by itself: a write that fits the pipe's atomic size cannot
+        # be torn apart by its lines.
+        batch = b""
+        for line in lines:
+            marked = stream.prefix + line + b"\n"
+            if batch and len(batch) + len(marked) > _ATOMIC_BYTES:
+                self._write(stream.target, batch)
+                batch = b""
+            batch += marked
+        self._write(stream.target, batch)
 
     def _write(self, target: int, data: bytes) -> None:
         view = memoryview(data)

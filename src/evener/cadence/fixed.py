@@ -1,0 +1,68 @@
+"""The policy of a user who knows better: the same shares in every window."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from evener.cadence.apportion import apportion
+from evener.cadence.plan import WindowPlan, WindowReport
+from evener.cadence.policies import Policy
+from evener.errors import ConfigError
+
+
+@final
+class FixedShares(Policy):
+    """Splits every window in given proportions, whatever is measured.
+
+    Args:
+        members: Member ids, by rank.
+        ratios: Proportions, by rank; 0 gives a rank nothing to do.
+
+    Raises:
+        ConfigError: Not one ratio for each member, or no positive one.
+    """
+
+    def __init__(self, members: Sequence[str], ratios: Sequence[float]) -> None:
+        if len(ratios) != len(members):
+            raise ConfigError(
+                f"partition_ratios has {len(ratios)} numbers for a team of {len(members)}; give "
+                "one per rank"
+            )
+        apportion(1, ratios)  # refuses impossible ratios before the first window does
+        self._members = tuple(members)
+        self._ratios = tuple(ratios)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Member ids, by rank."""
+        return self._members
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True: nothing is measured."""
+        return True
+
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Does nothing: shares do not depend on them."""
+
+    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
+        """Does nothing: shares do not depend on speed."""
+
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Zeros: nothing is measured."""
+        return (0.0,) * len(self._members)
+
+    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+        """Does nothing: shares do not depend on what happens."""
+
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+    ) -> WindowPlan:
+        """Plan a window; ``min_share`` is ignored, as no probe asks for it."""
+        return WindowPlan(window, epoch, start, size, apportion(size, self._ratios))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is learnt."""
+        return {"policy": "fixed"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Ignores what another run has learnt."""

@@ -1,0 +1,103 @@
+"""Saves the team's state while it trains: rank 0 copies, a thread writes."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from evener.checkpoint import CheckpointWriter, WrittenCheckpoint
+from evener.errors import CheckpointError
+from evener.run.ddp import Ddp
+from evener.run.state import capture
+
+WRITE_TIMEOUT_S = 600.0
+
+
+class Checkpointer:
+    """Writes ``step-N`` folders; training waits for the copy only.
+
+    Args:
+        ddp: The team; every rank makes one, rank 0 writes.
+        folder: Receives the checkpoints.
+        keep_last: How many to keep.
+        assets: Files that go into every checkpoint, by name.
+        describe: Gives the document ``run.json``: what a resumed run must agree with.
+        on_written: Told of each checkpoint that has reached the disk.
+        on_failure: Told of each that could not be written; the previous one stays in use.
+    """
+
+    def __init__(
+        self,
+        ddp: Ddp,
+        folder: Path,
+        *,
+        keep_last: int,
+        assets: Mapping[str, bytes],
+        describe: Callable[[], Mapping[str, Any]],
+        on_written: Callable[[WrittenCheckpoint], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._ddp = ddp
+        self._assets = assets
+        self._describe = describe
+        self._on_written = on_written
+        self._on_failure = on_failure
+        self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
+        self._last_step = -1
+
+    def save(self, cursor_state: Mapping[str, Any]) -> None:
+        """Hands the present state to the writer; call it at a commit or between epochs.
+
+        Args:
+            cursor_state: The data position that belongs to the state.
+        """
+        if self._writer is None or self._ddp.window == self._last_step:
+            return
+        old = self._writer.take_finished()
+        self._writer.submit(
+            capture(
+                self._ddp.assembly,
+                cursor_state,
+                assets=self._assets,
+                documents={"run.json": dict(self._describe())},
+                into=old,
+            )
+        )
+        self._last_step = self._ddp.window
+        self.report()
+
+    def report(self) -> None:
+        """Passes on what the writer has finished or failed at since the last call."""
+        if self._writer is None:
+            return
+        for written in self._writer.poll_written():
+            self._on_written(written)
+        if (error := self._writer.poll_error()) is not None:
+            self._on_failure(str(error))
+
+    def finish(self) -> Path | None:
+        """Waits for the last write; all ranks call it together.
+
+        Returns:
+            The newest complete checkpoint, on rank 0.
+
+        Raises:
+            CheckpointError: On every rank, when the last one could not be written.
+        """
+        failure = ""
+        if self._writer is not None:
+            if not self._writer.wait(WRITE_TIMEOUT_S):
+                failure = (
+                    f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
+                )
+            elif (error := self._writer.poll_error()) is not None:
+                failure = str(error)
+            self.report()
+        self._ddp.assembly.agree_on_failure(failure)
+        return self._writer.last_path if self._writer is not None else None
+
+    def close(self) -> None:
+        """Waits for what is being written; idempotent."""
+        if self._writer is not None and not self._writer.close(WRITE_TIMEOUT_S):
+            raise CheckpointError(
+                f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
+            )

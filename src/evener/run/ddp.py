@@ -1,0 +1,381 @@
+"""``Ddp``: data-parallel training in the user's own loop, on devices of unequal speed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from evener.cadence.policies import ApplyPolicy
+from evener.comm.base import Communicator
+from evener.data.cursor import Cursor
+from evener.data.loader import make_fetcher
+from evener.errors import ConfigError, UsageError
+from evener.run.assembly import Assembly, assemble
+from evener.run.environment import DistributedTrainConfig
+from evener.run.loop import TeamLoader
+from evener.run.results import Progress, WindowResult
+from evener.run.schedule import ProgressSchedule
+from evener.run.state import load_state, save_state
+from evener.run.team import Meeting, Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpConfig:
+    """Options of ``Ddp.setup`` beyond its arguments.
+
+    Attributes:
+        max_grad_norm: Clip the averaged gradient to this 2-norm; ``None`` does not clip.
+        non_finite: ``"raise"`` stops every rank on a non-finite loss or gradient; ``"skip"``
+            leaves the window out on every rank.
+        speed_hint: Speeds of the ranks relative to one another, such as ``(1.0, 0.33)``; replaces
+            the timing before the first window.
+        partition_ratios: Shares of the ranks relative to one another, the same in every window;
+            replaces planning altogether. 0 gives a rank nothing to do.
+        timeout_s: Longest wait for another rank, in seconds.
+        emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
+        stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
+            window that is being computed.
+        quiet: Do not print the team to stderr.
+    """
+
+    max_grad_norm: float | None = None
+    non_finite: Literal["raise", "skip"] = "raise"
+    speed_hint: Sequence[float] | None = None
+    partition_ratios: Sequence[float] | None = None
+    timeout_s: float = 600.0
+    emulate_slow: Mapping[int, float] = field(default_factory=dict)
+    stop_when: Callable[[], bool] | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"max_grad_norm is {self.max_grad_norm}; give a positive number or None"
+            )
+        if self.non_finite not in ("raise", "skip"):
+            raise ConfigError(f"non_finite is {self.non_finite!r}; choose 'raise' or 'skip'")
+        if self.speed_hint is not None and not all(s > 0 for s in self.speed_hint):
+            raise ConfigError(
+                f"speed_hint is {self.speed_hint}; give a speed above 0 for each rank, relative to "
+                "one another"
+            )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; give seconds above 0")
+
+
+class Ddp:
+    """A rank's place in the team; made by ``Ddp.setup``.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        world_size: Ranks in the team.
+        device: This rank's torch device.
+        members: The team, in rank order.
+        precision: ``fp32`` or ``bf16``, as resolved for this device.
+        assembly: The parts that this rank is made of; not part of the public interface.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._engine = assembly.engine
+        self._loaders: list[TeamLoader] = []
+        self._restored: Mapping[str, Any] | None = None
+        self.rank = assembly.team.rank
+        self.world_size = assembly.team.world_size
+        self.device = assembly.device
+        self.members: tuple[Member, ...] = assembly.members
+        self.precision = assembly.precision
+
+    @classmethod
+    def setup(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None = None,
+        *,
+        policy: str | ApplyPolicy = ApplyPolicy.SYNC,
+        backend: str = "auto",
+        devices: str = "auto",
+        precision: str = "auto",
+        config: DdpConfig | None = None,
+        environment: DistributedTrainConfig | None = None,
+        communicator: Communicator | None = None,
+    ) -> Self:
+        """Joins the team and makes all ranks start from rank 0's model.
+
+        All ranks call it together. The model moves to this rank's device, its trainable
+        parameters move into flat buffers (the ``Parameter`` objects stay), it gets ``train()``, and
+        receives rank 0's parameters and buffers. The rank reads its place from the environment:
+        ``evener launch``, torchrun, SLURM, or a team of one.
+
+        Args:
+            model: Same architecture on every rank.
+            optimizer: One or more ``torch.optim`` optimizers over the model's parameters.
+            scheduler: Torch scheduler(s), stepped once per optimizer step of the team; or a
+                function of ``Progress`` that gives the factor of the base learning rate.
+            policy: ``"sync"``; see ``ApplyPolicy``.
+            backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+            devices: ``"auto"`` (``cuda:<local_rank>`` where there is one, else ``cpu``), ``"cpu"``
+                or ``"cuda"``.
+            precision: ``"auto"``, ``"fp32"`` or ``"bf16"`` (autocast around the model's forward).
+            config: Further options.
+            environment: This rank's place, instead of the process environment.
+            communicator: The ranks to train with, instead of connecting to them; closed by
+                ``close``. Its rank and size go before those of ``environment``.
+
+        Raises:
+            ConfigError: A bad option, or ranks with different models or versions.
+            LaunchError: The ranks did not find one another.
+        """
+        return cls(
+            assemble(
+                model,
+                [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+                scheduler,
+                policy=policy,
+                backend=backend,
+                devices=devices,
+                precision=precision,
+                config=config or DdpConfig(),
+                environment=environment or DistributedTrainConfig.from_env(),
+                communicator=communicator,
+            )
+        )
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @property
+    def window(self) -> int:
+        """Windows closed so far: the only counter that is the same on every rank."""
+        return self._engine.window
+
+    @property
+    def progress(self) -> Progress:
+        """What the team has applied so far."""
+        return self._engine.progress
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the team has agreed to stop; loaders then yield nothing more."""
+        return self._engine.stopping
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        prefetch: Literal["auto", "inline", "thread", "process"] = "auto",
+        max_steps: int | None = None,
+    ) -> TeamLoader:
+        """A loader over a map-style data set that gives each sample to exactly one rank.
+
+        Args:
+            dataset: Anything with ``len`` and ``[index]``; the same on every rank.
+            batch_size: Samples of one optimizer step, over the whole team.
+            seed: Seed of the epochs' permutations and of derived random numbers.
+            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+            num_workers: 0 loads in this process, more in that many worker processes.
+            micro_batch_size: Most samples of one forward/backward on this rank; ``"auto"`` is
+                the equal share of the batch.
+            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
+                numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            max_steps: End the run after this many windows.
+
+        Raises:
+            ConfigError: Sizes that make no sense, or an empty data set.
+        """
+        num_samples = len(dataset)  # type: ignore[arg-type]
+        _check_sizes(num_samples, batch_size, micro_batch_size, max_steps)
+        equal_share = -(-min(batch_size, num_samples) // self.world_size)
+        micro = equal_share if micro_batch_size == "auto" else micro_batch_size
+        cursor = Cursor(num_samples, seed)
+        self.assembly.set_micro_batch_size(micro)
+        if self._restored is not None:
+            cursor.load_state_dict(self._restored["cursor"])
+        loader = TeamLoader(
+            self._engine,
+            make_fetcher(dataset, collate_fn, seed, num_workers, prefetch),
+            cursor,
+            batch_size=batch_size,
+            micro_batch_size=micro,
+            max_steps=max_steps,
+            probe=self.world_size > 1 and not self._engine.policy.is_calibrated,
+        )
+        self._loaders.append(loader)
+        return loader
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Adds a micro-batch's gradient to the window.
+
+        The window's gradient is Σ ``weight · ∇loss`` / Σ ``weight`` over all ranks and
+        micro-batches: that of the mean over all units, however they were split. A second call on
+        one micro-batch adds gradient, not weight.
+
+        Args:
+            loss: Scalar; the mean over ``weight`` units.
+            weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
+                default. 0 leaves the micro-batch out.
+
+        Raises:
+            UsageError: Outside a micro-batch, a bad weight, or a second weight that differs.
+        """
+        self._engine.share.backward(loss, weight)
+
+    def step(self) -> WindowResult | None:
+        """Ends a micro-batch; with the last one of this rank's share, closes the window.
+
+        Returns:
+            ``None`` inside a window; then the window's result, the same on every rank: gradients
+            averaged, clipped, the optimizer stepped, gradients zeroed.
+
+        Raises:
+            NonFiniteGradientError: On every rank, nothing applied.
+            CollectiveMismatchError: Another rank joined another collective.
+        """
+        engine = self._engine
+        last = engine.share.end_micro_batch()
+        if engine.share.timing:
+            return None
+        if engine.options.stop_requested() and not last:
+            return engine.close(abandon=True)
+        return engine.close() if last else None
+
+    def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
+        """The mean of a number over ranks, weighted; all ranks call it together.
+
+        Args:
+            value: This rank's mean; ignored when ``weight`` is 0.
+            weight: Units behind it.
+
+        Returns:
+            Σ value · weight / Σ weight in float64, the same on every rank; ``nan`` for no weight.
+        """
+        number = float(value)
+        product = number * weight if weight else 0.0
+        rows = self._meet(Meeting.ALL_REDUCE, [product, float(weight)])
+        numerator = denominator = 0.0
+        for row in rows:
+            numerator += row[0]
+            denominator += row[1]
+        return numerator / denominator if denominator else float("nan")
+
+    def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
+        """Calls ``fn(result)`` on every rank when a window is committed.
+
+        Committed means that every rank has applied it. The model then holds exactly that window's
+        parameters and buffers on every rank: the place for evaluation and saving. Collectives are
+        allowed in it.
+        """
+        self._engine.options.on_commit.append(fn)
+        return fn
+
+    def stop(self) -> None:
+        """Asks the team to stop after the window that is being computed; any rank may call it."""
+        self._engine.leave_soon = True
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
+
+        Raises:
+            CheckpointError: Rank 0 could not write it.
+        """
+        self._meet(Meeting.SAVE)
+        failure = ""
+        if self.is_main_process:
+            failure = save_state(self.assembly, self._cursor_state(), Path(path))
+        self.assembly.agree_on_failure(failure)
+
+    def load(self, path: str | Path) -> None:
+        """Restores a checkpoint, on any number of ranks; all ranks call it together.
+
+        Call it after ``setup``, before or after ``loader``, and before the first epoch.
+
+        Raises:
+            CheckpointError: Missing, damaged, or of another model.
+        """
+        self._restored = load_state(self.assembly, Path(path))
+        for loader in self._loaders:
+            loader.cursor.load_state_dict(self._restored["cursor"])
+            loader.skip_timing()
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop; the team agrees at its next exchange."""
+        return self._engine.wants_stop()
+
+    def emulate_slowness(self, compute_s: float) -> None:
+        """Sleeps as a rank that is emulated slower would compute longer; else returns at once."""
+        self._engine.options.slowdown.after(compute_s)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the model into ``eval()`` without gradients for the length of the block."""
+        model = self.assembly.model
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train(was_training)
+
+    def close(self) -> None:
+        """Leaves the team: ends loaders and connections; idempotent."""
+        for loader in self._loaders:
+            loader.close()
+        self.assembly.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
+        rows, leaving = self.assembly.team.meet(
+            kind, window=self.window, leaving=int(self._engine.wants_stop()), payload=payload
+        )
+        self._engine.stopping |= leaving > 0
+        return rows
+
+    def _cursor_state(self) -> dict[str, Any]:
+        if not self._loaders:
+            raise UsageError(
+                "ddp.save needs the data position: make the loader with ddp.loader first"
+            )
+        return self._loaders[0].cursor.state_dict()
+
+
+def _check_sizes(
+    num_samples: int, batch_size: int, micro_batch_size: int | str, max_steps: int | None
+) -> None:
+    if num_samples < 1:
+        raise ConfigError("the data set is empty; give at least one sample")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; give at least 1 sample per optimizer step")
+    if isinstance(micro_batch_size, str):
+        if micro_batch_size != "auto":
+            raise ConfigError(f"micro_batch_size is {micro_batch_size!r}; give a number or 'auto'")
+    elif micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size is {micro_batch_size}; give at least 1 sample")
+    if max_steps is not None and max_steps < 0:
+        raise ConfigError(f"max_steps is {max_steps}; give 0 or more")

@@ -1,0 +1,349 @@
+"""Runs SYNC windows on one rank: plan, compute, meet, average, update, commit."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from evener.averaging.buffers import BufferAverager
+from evener.averaging.gradients import GradientAverager
+from evener.averaging.weights import combine, power_of_two_near
+from evener.cadence.plan import (
+    REPORT_LENGTH,
+    WindowPlan,
+    WindowReport,
+    decode_report,
+    encode_report,
+    plan_length,
+)
+from evener.cadence.policies import Policy
+from evener.comm.flat import FlatBuffers
+from evener.data.cursor import Cursor, Slice
+from evener.errors import NonFiniteGradientError
+from evener.run.emulate import Slowdown
+from evener.run.planning import PlanQueue
+from evener.run.results import Progress, RankRecord, WindowResult
+from evener.run.share import Share
+from evener.run.team import Meeting, Team
+
+#: A window's numbers besides report and plan: whether buffers changed, and the wait and the
+#: exchange of the window before, which are known only after it.
+_EXTRA_LENGTH = 3
+
+#: Timing of a rank: samples, micro-batches, seconds.
+Measurement = tuple[int, int, float]
+
+
+def payload_length(world_size: int) -> int:
+    """Length of the row that ranks exchange at a meeting, without its head."""
+    return REPORT_LENGTH + plan_length(world_size) + _EXTRA_LENGTH
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOptions:
+    """What a window engine is told; see ``DdpConfig`` for the meaning."""
+
+    max_grad_norm: float | None = None
+    non_finite: str = "raise"
+    slowdown: Slowdown
+    stop_requested: Callable[[], bool]
+    on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
+    before_update: Callable[[Progress], None]
+    after_update: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """A window that this rank has applied and that is not known to be committed."""
+
+    result: WindowResult
+    lease: Slice
+    wait_s: float
+    sync_s: float
+
+
+class WindowEngine:
+    """The protocol of a SYNC window, seen from one rank.
+
+    Life of a window: the loader hands out this rank's micro-batches, which ``share`` accounts for;
+    after the last one ``close`` meets the others. At that meeting every rank learns that all have
+    applied the window before (it is *committed*), whether every gradient is finite, whether
+    somebody wants to stop, and the plan of the window after the next. Then gradients are averaged
+    and the update is applied.
+
+    The meeting comes before the gradients, so a mistake (another collective, a non-finite
+    gradient, a stop) is known before any of it could be averaged in.
+    """
+
+    def __init__(
+        self,
+        *,
+        team: Team,
+        flat: FlatBuffers,
+        averager: GradientAverager,
+        buffers: BufferAverager,
+        optimizers: Sequence[torch.optim.Optimizer],
+        policy: Policy,
+        options: EngineOptions,
+    ) -> None:
+        self.team = team
+        self.flat = flat
+        self.buffers = buffers
+        self.options = options
+        self.plans = PlanQueue(team.rank, team.world_size, policy)
+        self.progress = Progress()
+        self.stopping = False
+        self.leave_soon = False
+        self.share = Share(0, scale=1.0, slowdown=options.slowdown)
+        self._averager = averager
+        self._optimizers = optimizers
+        self._applied: _Applied | None = None
+        self._expected_weight = 0.0
+        self._update_s = 0.0
+
+    @property
+    def policy(self) -> Policy:
+        """Who does how much; rank 0's word counts."""
+        return self.plans.policy
+
+    @property
+    def window(self) -> int:
+        """Number of the window that is being computed."""
+        return self.progress.window
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop, by ``Ddp.stop`` or by a signal."""
+        return self.leave_soon or self.options.stop_requested()
+
+    # ── before a window ──────────────────────────────────────────────────────────────────────
+
+    def begin(self, cursor: Cursor, batch_size: int) -> None:
+        """Starts (or goes on with) the cursor's epoch; all ranks call it together.
+
+        What a loop that was left early has applied is committed, what it had leased is dropped.
+        """
+        if self._applied is not None:
+            self.flush()
+        self.plans.begin(cursor, batch_size)
+
+    def exchange_plan(self, *, min_share: int = 0) -> None:
+        """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
+        payload = self.plans.draft(self.window, min_share=min_share)
+        rows = self._meet(Meeting.PLAN, payload)
+        self.plans.accept(rows[0])
+
+    def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:
+        """Gives every rank every rank's timings; all ranks call it together."""
+        rows = self._meet(Meeting.PROBE, [len(own), *(x for triple in own for x in triple)])
+        return [
+            [(int(r[3 * k + 1]), int(r[3 * k + 2]), r[3 * k + 3]) for k in range(int(r[0]))]
+            for r in rows
+        ]
+
+    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
+        """Starts this rank's part of a window; with ``timing`` it will be dropped."""
+        self.flat.attach_grads()
+        self.share = Share(
+            num_micro_batches, scale=self._scale, slowdown=self.options.slowdown, timing=timing
+        )
+        return self.share
+
+    def drop_share(self) -> None:
+        """Throws away what the open share has accumulated, in gradients and buffers."""
+        self.flat.zero_()
+        self.buffers.restore()
+
+    # ── closing ──────────────────────────────────────────────────────────────────────────────
+
+    def close(self, *, abandon: bool = False) -> WindowResult | None:
+        """Closes the window; all ranks call it together.
+
+        Args:
+            abandon: This rank was told to stop in mid-window: nobody applies the window, it
+                stays uncommitted, and the run can go on from there later.
+
+        Returns:
+            The applied window, or ``None`` when it was abandoned.
+
+        Raises:
+            NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
+        """
+        plan = self.plans.pop()
+        report = self._report(abandon)
+        draft = self.plans.draft(self.window + 1)
+        payload = [*encode_report(report), *draft, *self._extra(self.buffers.changed())]
+        started_s = time.perf_counter()
+        rows, leaving = self.team.meet(
+            Meeting.WINDOW, window=self.window, leaving=report.leaving, payload=payload
+        )
+        wait_s = time.perf_counter() - started_s
+        self._commit(rows)
+        self.stopping |= leaving > 0
+        if leaving == 2:
+            self.drop_share()
+            self.plans.drop()
+            return None
+        self.plans.accept(rows[0][REPORT_LENGTH:])
+        reports = [decode_report(r[:REPORT_LENGTH]) for r in rows]
+        self._refuse_non_finite(reports, plan)
+        buffers_changed = any(r[-_EXTRA_LENGTH] > 0 for r in rows)
+        result, sync_s = self._apply(plan, reports, buffers_changed)
+        self._applied = _Applied(result, self.plans.lease_of(plan.window), wait_s, sync_s)
+        self.policy.observe(reports, plan, sync_s)
+        self.progress = result.progress
+        return result
+
+    def flush(self) -> None:
+        """Commits the last window of an epoch; all ranks call it together."""
+        padding = [0.0] * (payload_length(self.team.world_size) - _EXTRA_LENGTH)
+        self._commit(self._meet(Meeting.FLUSH, [*padding, *self._extra(False)]))
+
+    @property
+    def _scale(self) -> float:
+        return power_of_two_near(self._expected_weight or float(self.plans.batch_size))
+
+    def _meet(self, kind: Meeting, payload: Sequence[float]) -> list[list[float]]:
+        rows, leaving = self.team.meet(
+            kind, window=self.window, leaving=int(self.wants_stop()), payload=payload
+        )
+        self.stopping |= leaving > 0
+        return rows
+
+    def _extra(self, buffers_changed: bool) -> tuple[float, float, float]:
+        applied = self._applied
+        times = (applied.wait_s, applied.sync_s) if applied else (0.0, 0.0)
+        return (float(buffers_changed), *times)
+
+    def _report(self, abandon: bool) -> WindowReport:
+        share = self.share
+        self.flat.attach_grads()
+        loss_sum = share.loss_sum
+        non_finite = 0
+        if not math.isfinite(loss_sum):
+            non_finite = -1
+        elif share.micro_batches:
+            index = self.flat.first_non_finite()
+            non_finite = 0 if index is None else index + 1
+        return WindowReport(
+            weight=share.weight,
+            loss_sum=loss_sum,
+            # The last update is this rank's own work too, and part of what it costs a window.
+            compute_s=share.compute_s + self._update_s,
+            micro_batches=share.micro_batches,
+            samples=share.samples,
+            non_finite=non_finite,
+            leaving=2 if abandon else int(self.wants_stop()),
+        )
+
+    def _refuse_non_finite(self, reports: Sequence[WindowReport], plan: WindowPlan) -> None:
+        if self.options.non_finite == "skip":
+            return
+        for rank, report in enumerate(reports):
+            if report.non_finite:
+                self.flat.zero_()
+                code = report.non_finite
+                name = None if code < 0 else self.flat.names[code - 1]
+                what = "the loss" if name is None else f"the gradient of parameter {name!r}"
+                raise self._non_finite(f"{what} is not finite on rank {rank}", rank, name, plan)
+
+    def _non_finite(
+        self, what: str, rank: int, name: str | None, plan: WindowPlan
+    ) -> NonFiniteGradientError:
+        return NonFiniteGradientError(
+            f"{what} in step {self.progress.steps + 1} (window {plan.window}, epoch {plan.epoch}); "
+            "nothing of this window was applied. Remedy: lower the learning rate, clip gradients, "
+            "check the data of that window, or set non_finite='skip' to leave such windows out",
+            rank=rank,
+            parameter=name,
+            window=plan.window,
+        )
+
+    def _apply(
+        self, plan: WindowPlan, reports: Sequence[WindowReport], buffers_changed: bool
+    ) -> tuple[WindowResult, float]:
+        """Averages and updates; returns the result and the seconds of the exchange."""
+        total_weight, loss = combine(reports) or (0.0, math.nan)
+        what = f"window {plan.window}"
+        norm, sync_s = math.nan, 0.0
+        skipped = total_weight == 0 or any(r.non_finite for r in reports)
+        if not skipped:
+            started_s = time.perf_counter()
+            norm = self._averager.average(self.share.scale, total_weight, what=what)
+            if buffers_changed:
+                self.buffers.average(self.share.weight, total_weight, what=what)
+            sync_s = time.perf_counter() - started_s
+            skipped = self._overflowed(norm, plan)
+        elif buffers_changed:
+            self.buffers.restore()
+        started_s = time.perf_counter()
+        self.options.before_update(self.progress)
+        lr = float(self._optimizers[0].param_groups[0]["lr"])
+        if not skipped:
+            self._update(norm)
+            self._expected_weight = total_weight
+        self.flat.zero_()
+        elapsed_s = time.perf_counter() - started_s
+        self._update_s = elapsed_s + self.options.slowdown.after(elapsed_s)
+        result = WindowResult(
+            window=plan.window,
+            epoch=plan.epoch,
+            start=plan.start,
+            size=plan.size,
+            loss=loss,
+            weight=total_weight,
+            grad_norm=norm,
+            lr=lr,
+            skipped=skipped,
+            progress=self.progress.after(plan.size, 0.0 if skipped else total_weight, skipped),
+            applied_t=time.time(),
+            ranks=tuple(_record(r) for r in reports),
+        )
+        return result, sync_s
+
+    def _overflowed(self, norm: float, plan: WindowPlan) -> bool:
+        if math.isfinite(norm):
+            return False
+        if self.options.non_finite == "skip":
+            return True
+        self.flat.zero_()
+        what = "the sum of the ranks' gradients, each of them finite, overflowed"
+        raise self._non_finite(what, 0, None, plan)
+
+    def _update(self, norm: float) -> None:
+        if self.options.max_grad_norm is not None:
+            self._averager.clip(norm, self.options.max_grad_norm)
+        self.flat.mask_untouched()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.flat.attach_grads()
+        self.options.after_update()
+
+    def _commit(self, rows: Sequence[Sequence[float]]) -> None:
+        """All ranks are here, so all have applied the window before: it is committed."""
+        if self._applied is None:
+            return
+        applied, self._applied = self._applied, None
+        self.plans.commit(applied.lease)
+        ranks = tuple(
+            replace(record, wait_s=row[-2], sync_s=row[-1])
+            for record, row in zip(applied.result.ranks, rows, strict=True)
+        )
+        result = replace(applied.result, ranks=ranks)
+        # Parameters are those of the committed window; buffers have moved on with this rank's
+        # part of the next one, so the consensus is shown instead.
+        with self.buffers.consensus() if self.options.on_commit else nullcontext():
+            for callback in self.options.on_commit:
+                callback(result)
+
+
+def _record(report: WindowReport) -> RankRecord:
+    return RankRecord(
+        samples=report.samples,
+        weight=report.weight,
+        loss_sum=report.loss_sum,
+        micro_batches=report.micro_batches,
+        compute_s=report.compute_s,
+    )

@@ -1,0 +1,189 @@
+"""The loader of a team: hands each rank its micro-batches and takes part where it has none."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from evener.cadence.plan import WindowPlan
+from evener.data.cursor import Cursor, Permutation, derive_seed
+from evener.data.loader import Fetcher, Pending
+from evener.errors import UsageError
+from evener.run.engine import Measurement, WindowEngine
+
+
+class TeamLoader:
+    """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
+
+    Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
+    its own share. A rank without a share in some window takes part in that window's exchange
+    inside ``__next__``, so ranks may go round the loop a different number of times.
+    """
+
+    def __init__(
+        self,
+        engine: WindowEngine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+        probe: bool,
+    ) -> None:
+        self._engine = engine
+        self._fetcher = fetcher
+        self.cursor = cursor
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self._max_steps = max_steps
+        self._probe = probe
+        self._fetched: dict[int, deque[tuple[int, int, Pending]]] = {}
+
+    def __len__(self) -> int:
+        """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
+        return self.cursor.num_windows(self.batch_size)
+
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        """This rank's micro-batches of an epoch; all ranks call it with the same number.
+
+        A committed epoch yields nothing, a partly committed one goes on where the team is. Before
+        the first window of a run on several ranks, up to three short micro-batches are yielded to
+        time the rank at two sizes; ``step`` drops their gradients.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Yields:
+            Collated micro-batches.
+
+        Raises:
+            UsageError: ``ddp.step()`` was not called for the micro-batch before.
+        """
+        engine = self._engine
+        if self._finished or self.cursor.is_committed(epoch):
+            return
+        engine.begin(self.cursor, self.batch_size)
+        self.cursor.begin(epoch)
+        permutation = Permutation(self.cursor.num_samples, self.cursor.seed, epoch)
+        try:
+            if self._probe:
+                yield from self._time_two_sizes(permutation)
+                engine.exchange_plan(min_share=1)
+                self._probe = False
+            else:
+                engine.exchange_plan()
+            engine.exchange_plan()
+            yield from self._windows(permutation)
+            engine.flush()
+        finally:
+            self._fetched.clear()
+
+    @property
+    def _finished(self) -> bool:
+        steps = self._engine.progress.window
+        return self._engine.stopping or (self._max_steps is not None and steps >= self._max_steps)
+
+    def skip_timing(self) -> None:
+        """Leaves out the timing before the first window: speeds have been restored."""
+        self._probe = self._probe and not self._engine.policy.is_calibrated
+
+    def close(self) -> None:
+        """Ends the fetching of data; idempotent."""
+        self._fetched.clear()
+        self._fetcher.close()
+
+    def _windows(self, permutation: Permutation) -> Iterator[Any]:
+        engine = self._engine
+        while not self._finished and (plan := engine.plans.peek()) is not None:
+            self._fetch(plan, permutation)
+            micro_batches = self._fetched.pop(plan.window)
+            if (ahead := engine.plans.peek(1)) is not None and not self._is_last(plan):
+                self._fetch(ahead, permutation)
+            share = engine.open_share(len(micro_batches))
+            if not micro_batches:
+                engine.close(abandon=engine.options.stop_requested())
+            for first, samples, pending in micro_batches:
+                batch = pending.result()
+                self._seed(plan.window, first)
+                share.start_micro_batch(samples)
+                yield batch
+                if share.in_micro_batch:
+                    raise UsageError(
+                        "the loop asked for the next batch without ddp.step() on this one; call "
+                        "ddp.backward(loss) and ddp.step() once for every batch of the loader"
+                    )
+                if engine.window != plan.window or engine.stopping:
+                    break
+
+    def _is_last(self, plan: WindowPlan) -> bool:
+        return self._max_steps is not None and plan.window + 1 >= self._max_steps
+
+    def _fetch(self, plan: WindowPlan, permutation: Permutation) -> None:
+        """Asks for this rank's samples of a window, unless that has been done."""
+        if plan.window in self._fetched:
+            return
+        positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
+        queue: deque[tuple[int, int, Pending]] = deque()
+        for part in split_evenly(positions, self.micro_batch_size):
+            indices = [permutation[p] for p in part]
+            queue.append((part[0], len(part), self._fetcher.submit(plan.epoch, indices)))
+        self._fetched[plan.window] = queue
+
+    def _seed(self, window: int, first_position: int) -> None:
+        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
+        torch.manual_seed(derive_seed(self.cursor.seed, "micro-batch", window, first_position))
+
+    def _time_two_sizes(self, permutation: Permutation) -> Iterator[Any]:
+        """Times this rank at two sizes on copies of its own first sample; trains on nothing.
+
+        Rank r's first sample of the first window is at position r whatever the shares will be,
+        so no sample is read by two ranks. The first, untimed run pays for what is set up once.
+        """
+        engine = self._engine
+        timings: list[Measurement] = []
+        gap = self.cursor.committed.first_gap(self.cursor.num_samples)
+        window = range(0) if gap is None else gap[: self.batch_size]
+        if engine.team.rank < len(window):
+            position = window[engine.team.rank]
+            sample = self._fetcher.load_once(self.cursor.epoch, permutation[position])
+            small, large = probe_sizes(
+                self.batch_size, engine.team.world_size, self.micro_batch_size
+            )
+            for size in (large, large, small):
+                share = engine.open_share(1, timing=True)
+                self._seed(engine.window, position)
+                batch = self._fetcher.collate([sample] * size)
+                share.start_micro_batch(size)
+                yield batch
+                timings.append((share.samples, share.micro_batches, share.compute_s))
+                engine.drop_share()
+        for rank, measurements in enumerate(engine.exchange_timings(timings[1:])):
+            if measurements:
+                engine.policy.probe(rank, measurements)
+
+
+def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:
+    """The two numbers of samples at which a rank is timed before the first window.
+
+    Half a micro-batch of the equal split, and a quarter of that: large enough to tell the
+    slope, small enough that the slowest rank does not hold up the start for long.
+    """
+    share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
+    large = max(2, share // 2)
+    return max(1, large // 4), large
+
+
+def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """Cuts a share into the fewest micro-batches of at most ``micro_batch_size``, nearly equal."""
+    if not positions:
+        return []
+    parts = -(-len(positions) // micro_batch_size)
+    base, extra = divmod(len(positions), parts)
+    cut, result = 0, []
+    for k in range(parts):
+        size = base + (k < extra)
+        result.append(list(positions[cut : cut + size]))
+        cut += size
+    return result

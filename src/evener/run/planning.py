@@ -1,0 +1,103 @@
+"""The plans that the team has agreed on and not yet computed."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from evener.cadence.plan import WindowPlan, decode_plan, encode_plan, plan_length
+from evener.cadence.policies import Policy
+from evener.data.cursor import Cursor, Slice
+from evener.errors import UsageError
+
+
+class PlanQueue:
+    """Leases slices of the epoch and keeps the agreed plan of each.
+
+    Every rank leases the same slices from its own cursor and drafts a plan; rank 0's draft is the
+    one that counts, the others check that it speaks of the slice that they have leased too.
+    """
+
+    def __init__(self, rank: int, world_size: int, policy: Policy) -> None:
+        self.policy = policy
+        self.length = plan_length(world_size)
+        self._rank = rank
+        self._world_size = world_size
+        self._cursor: Cursor | None = None
+        self._batch_size = 0
+        self._plans: deque[WindowPlan] = deque()
+        self._slices: dict[int, Slice] = {}
+        self._draft: WindowPlan | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a window."""
+        return self._batch_size
+
+    def begin(self, cursor: Cursor, batch_size: int) -> None:
+        """Starts (or goes on with) the cursor's epoch; drops what was leased and not committed."""
+        self._cursor, self._batch_size = cursor, batch_size
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets all plans and gives their slices back."""
+        self._plans.clear()
+        self._slices.clear()
+        if self._cursor is not None:
+            self._cursor.release()
+
+    def peek(self, ahead: int = 0) -> WindowPlan | None:
+        """The plan of the next window, or of the one ``ahead`` after it, if there is one."""
+        return self._plans[ahead] if len(self._plans) > ahead else None
+
+    def pop(self) -> WindowPlan:
+        """Takes the plan of the window that is being closed."""
+        return self._plans.popleft()
+
+    def draft(self, window: int, *, min_share: int = 0) -> list[float]:
+        """Leases the slice after the last planned one and drafts its plan.
+
+        Args:
+            window: Number of the first window that is not planned, less the plans in the queue.
+            min_share: Least samples of each rank.
+
+        Returns:
+            The encoded plan, or an encoded "none" at the end of the epoch.
+        """
+        assert self._cursor is not None
+        piece = self._cursor.take(self._batch_size)
+        number = window + len(self._plans)
+        self._draft = None
+        if piece is not None:
+            self._slices[number] = piece
+            self._draft = self.policy.plan(
+                number, piece.epoch, piece.start, piece.size, min_share=min_share
+            )
+        return encode_plan(self._draft, self._world_size)
+
+    def accept(self, floats: Sequence[float]) -> None:
+        """Queues rank 0's plan for the slice that was drafted last.
+
+        Raises:
+            UsageError: Rank 0 is at another place of the data.
+        """
+        agreed = decode_plan(floats[: self.length], self._world_size)
+        if _place(agreed) != _place(self._draft):
+            raise UsageError(
+                f"rank 0 plans (window, epoch, start, size) {_place(agreed)}, rank {self._rank} is "
+                f"at {_place(self._draft)}; every rank must use the same data set size, batch_size "
+                "and seed, and resume from the same checkpoint"
+            )
+        if agreed is not None:
+            self._plans.append(agreed)
+
+    def lease_of(self, window: int) -> Slice:
+        """Hands out the lease of a window that has been applied."""
+        return self._slices.pop(window)
+
+    def commit(self, lease: Slice) -> None:
+        """Tells the cursor that a window is committed."""
+        assert self._cursor is not None
+        self._cursor.commit(lease)
+
+
+def _place(plan: WindowPlan | None) -> tuple[int, int, int, int] | None:
+    return None if plan is None else (plan.window, plan.epoch, plan.start, plan.size)

@@ -1,0 +1,72 @@
+"""Runs a model's forward pass in the precision that its device is good at."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from evener.errors import ConfigError
+
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+def choose_precision(precision: str, device: torch.device) -> Literal["fp32", "bf16"]:
+    """Resolves ``auto``: bf16 on a GPU that has it, fp32 elsewhere.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if precision == "auto":
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bf16" if has_bf16 else "fp32"
+    if precision == "fp32":
+        return "fp32"
+    if precision == "bf16":
+        return "bf16"
+    raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16")
+
+
+def autocast(
+    precision: Literal["fp32", "bf16"], device: torch.device
+) -> AbstractContextManager[Any]:
+    """The autocast context for a precision; parameters and gradients stay as they are."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
+
+
+class AutocastForward:
+    """Hooks that put a model's own ``forward`` under autocast and return float32 outputs.
+
+    The user's loop stays as it is: losses are computed on float32 outputs, outside autocast.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device_type = device.type
+        self._open: list[Any] = []
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._exit, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        context = torch.autocast(device_type=self._device_type, dtype=torch.bfloat16)
+        context.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(context)
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._open.pop().__exit__(None, None, None)
+        return tree_map(_to_float32, output)
+
+    def remove(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+        return value.float()
+    return value

@@ -1,0 +1,119 @@
+"""This rank's part of a window while it is being computed: micro-batches, weight, loss, time."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evener.errors import UsageError
+from evener.run.emulate import Slowdown
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    samples: int
+    started_s: float
+    weight: float | None = None
+
+
+class Share:
+    """Accounts for the micro-batches of one rank in one window.
+
+    The clock runs from the moment a micro-batch is handed out to ``end_micro_batch``, so it counts
+    the user's loop and never a wait for data or for other ranks.
+
+    Args:
+        planned: Micro-batches of the share.
+        scale: What weights are divided by before backward; see ``GradientAverager``.
+        slowdown: Stretches compute on a rank that is emulated slower.
+        timing: The share only times the rank; its gradients will be dropped.
+
+    Attributes:
+        samples: Samples computed.
+        micro_batches: Micro-batches computed.
+        weight: Their weight.
+        compute_s: Seconds they took.
+    """
+
+    def __init__(
+        self, planned: int, *, scale: float, slowdown: Slowdown, timing: bool = False
+    ) -> None:
+        self.timing = timing
+        self.scale = scale
+        self.samples = 0
+        self.micro_batches = 0
+        self.weight = 0.0
+        self.compute_s = 0.0
+        self._planned = planned
+        self._slowdown = slowdown
+        self._loss_sum: Tensor | None = None
+        self._open: _MicroBatch | None = None
+
+    @property
+    def in_micro_batch(self) -> bool:
+        """Whether a micro-batch was handed out and not yet ended."""
+        return self._open is not None
+
+    @property
+    def micro_batch_weight(self) -> float:
+        """Weight of the micro-batch that is being computed; 0 before its backward."""
+        return (self._open.weight or 0.0) if self._open is not None else 0.0
+
+    @property
+    def loss_sum(self) -> float:
+        """Σ weight · loss of the micro-batches so far; waits for the device."""
+        return 0.0 if self._loss_sum is None else float(self._loss_sum.item())
+
+    def start_micro_batch(self, samples: int) -> None:
+        """Starts the clock on a micro-batch."""
+        self._open = _MicroBatch(samples=samples, started_s=time.perf_counter())
+
+    def backward(self, loss: Tensor, weight: float | None) -> None:
+        """Adds ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``."""
+        micro = self._open
+        if micro is None:
+            raise UsageError(
+                "ddp.backward(loss) was called outside a micro-batch; iterate over "
+                "loader.epoch(n) and call it once per batch"
+            )
+        units = float(micro.samples if weight is None else weight)
+        if not (math.isfinite(units) and units >= 0):
+            raise UsageError(
+                f"weight is {units}; give the number (>= 0) of samples or tokens that the loss is "
+                "the mean of"
+            )
+        if micro.weight is None:
+            micro.weight = units
+            self.weight += units
+        elif weight is not None and units != micro.weight:
+            raise UsageError(
+                f"second ddp.backward on one micro-batch with weight {units}, the first had "
+                f"{micro.weight}; losses of one micro-batch share one weight: scale the loss "
+                "instead"
+            )
+        if micro.weight == 0:
+            return
+        product = loss.detach().to(torch.float64) * micro.weight
+        self._loss_sum = product if self._loss_sum is None else self._loss_sum + product
+        (loss * (micro.weight / self.scale)).backward()  # type: ignore[no-untyped-call]
+
+    def end_micro_batch(self) -> bool:
+        """Stops the clock; True when it was the last micro-batch of the share."""
+        micro = self._open
+        if micro is None or micro.weight is None:
+            raise UsageError(
+                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
+                "(with weight=0 to leave a batch out)"
+            )
+        self._open = None
+        self.micro_batches += 1
+        self.samples += micro.samples
+        last = self.micro_batches == self._planned
+        if last and self._loss_sum is not None and self._loss_sum.device.type != "cpu":
+            # Reading the loss waits for the device, so that its whole work is inside the clock.
+            self._loss_sum.item()
+        elapsed_s = time.perf_counter() - micro.started_s
+        self.compute_s += elapsed_s + self._slowdown.after(elapsed_s)
+        return last

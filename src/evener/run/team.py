@@ -1,0 +1,211 @@
+"""The team as one rank sees it: who is in it, and meetings that all must join alike."""
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from evener.comm.base import Communicator
+from evener.errors import CollectiveMismatchError, ConfigError, ProtocolError
+
+
+class Meeting(IntEnum):
+    """What a rank wants when it meets the others; all must want the same."""
+
+    PLAN = 1
+    PROBE = 2
+    WINDOW = 3
+    FLUSH = 4
+    ALL_REDUCE = 5
+    SAVE = 6
+    REHEARSAL = 7
+
+    @property
+    def deed(self) -> str:
+        """The meeting in words, for errors."""
+        return {
+            Meeting.PLAN: "starting an epoch (loader.epoch)",
+            Meeting.PROBE: "timing itself before the first window",
+            Meeting.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
+            Meeting.FLUSH: "ending an epoch (the loader is exhausted)",
+            Meeting.ALL_REDUCE: "averaging a value (ddp.all_reduce)",
+            Meeting.SAVE: "saving (ddp.save)",
+            Meeting.REHEARSAL: "measuring speeds",
+        }[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A worker of the team, as it introduces itself.
+
+    Attributes:
+        member: Name that stays the same when ranks are numbered anew.
+        rank: Its rank now.
+        host: Host name.
+        pid: Process id.
+        device: Torch device, such as ``cuda:0``.
+        device_name: What the device is, for people.
+        memory_bytes: Memory of the device, or of the host for a CPU rank.
+        threads: Compute threads of a CPU rank.
+        emulated: Factor by which the rank is slowed on purpose; 1 for real speed.
+        versions: Versions of Python, torch and evener.
+    """
+
+    member: str
+    rank: int
+    host: str
+    pid: int
+    device: str
+    device_name: str
+    memory_bytes: int
+    threads: int
+    emulated: float
+    versions: Mapping[str, str]
+
+
+class Team:
+    """Members joined by a communicator.
+
+    Every exchange starts with a *meeting*: a row of float64 that says what the rank wants, in
+    which window, and whether it wants to stop. Ranks that want different things find out there,
+    before any tensor is exchanged, instead of hanging or mixing unlike data.
+    """
+
+    def __init__(self, comm: Communicator, *, payload_length: int) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self._payload_length = payload_length
+
+    def meet(
+        self, kind: Meeting, *, window: int, leaving: int = 0, payload: Sequence[float] = ()
+    ) -> tuple[list[list[float]], int]:
+        """Exchanges a row with every member; all ranks call it together.
+
+        Args:
+            kind: What this rank wants.
+            window: This rank's window counter; must be the same everywhere.
+            leaving: 0 goes on; 1 wants to stop after this window; 2 wants to drop this window.
+            payload: At most ``payload_length`` numbers, padded with zeros.
+
+        Returns:
+            The payloads in rank order, and the largest ``leaving`` of all ranks.
+
+        Raises:
+            CollectiveMismatchError: Ranks came for different things.
+        """
+        if len(payload) > self._payload_length:
+            raise ProtocolError(
+                f"payload of {len(payload)} numbers, room for {self._payload_length}"
+            )
+        padding = [0.0] * (self._payload_length - len(payload))
+        row = [float(kind), float(window), float(leaving), *payload, *padding]
+        what = f"meeting for {kind.name.lower()} {window}"
+        rows = self.comm.all_gather_rows(row, what=what)
+        if any(r[:2] != row[:2] for r in rows):
+            raise CollectiveMismatchError(_mismatch(rows))
+        return [r[3:] for r in rows], int(max(r[2] for r in rows))
+
+    def introduce(
+        self, greeting: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Gives every rank every rank's greeting, in rank order; all ranks call it together."""
+        payload = json.dumps(greeting).encode()
+        answers = self.comm.all_gather_bytes(payload, what="greetings", timeout_s=timeout_s)
+        return [json.loads(answer) for answer in answers]
+
+
+def _mismatch(rows: Sequence[Sequence[float]]) -> str:
+    deeds = [f"rank {r} is {Meeting(int(row[0])).deed}" for r, row in enumerate(rows)]
+    places = {int(row[1]) for row in rows}
+    where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
+    return (
+        f"ranks joined different collectives {where}: {'; '.join(deeds)}. Ranks go round the loop "
+        "a different number of times, so a local counter must not decide about a collective. "
+        "Remedy: call it in ddp.on_commit(fn), which runs on every rank, or after the epoch"
+    )
+
+
+def describe_self(
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    *,
+    emulated: float,
+    versions: Mapping[str, str],
+) -> Member:
+    """This rank's own entry in the team."""
+    host = socket.gethostname()
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name, memory = _cpu_name(), _host_memory_bytes()
+    return Member(
+        member=f"{host}/{device.type}/{local_rank}",
+        rank=rank,
+        host=host,
+        pid=os.getpid(),
+        device=str(device),
+        device_name=name,
+        memory_bytes=memory,
+        threads=torch.get_num_threads(),
+        emulated=emulated,
+        versions=versions,
+    )
+
+
+def check_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a team whose members train different models or run different versions.
+
+    Raises:
+        ConfigError: Names the first difference, the two ranks, and the remedy.
+    """
+    first = greetings[0]
+    for rank, other in enumerate(greetings):
+        for key in ("evener", "torch"):
+            mine, theirs = first["versions"][key], other["versions"][key]
+            if mine != theirs:
+                raise ConfigError(
+                    f"rank 0 runs {key} {mine}, rank {rank} runs {key} {theirs}; install the same "
+                    "version on every machine"
+                )
+        for a, b in zip(first["parameters"], other["parameters"], strict=False):
+            if a != b:
+                raise ConfigError(
+                    f"rank {rank} trains another model: its parameter is {b[0]} {b[1]} {b[2]} "
+                    f"where rank 0 has {a[0]} {a[1]} {a[2]}; build the same model on every rank"
+                )
+        if len(first["parameters"]) != len(other["parameters"]):
+            raise ConfigError(
+                f"rank {rank} trains another model: {len(other['parameters'])} parameters where "
+                f"rank 0 has {len(first['parameters'])}; build the same model on every rank"
+            )
+
+
+def member_document(member: Member) -> dict[str, Any]:
+    """The member as plain JSON types."""
+    return {**asdict(member), "versions": dict(member.versions)}
+
+
+def _cpu_name() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _host_memory_bytes() -> int:
+    return int(psutil.virtual_memory().total)

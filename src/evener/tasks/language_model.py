@@ -1,0 +1,211 @@
+"""A causal language model: built or loaded, its loss per token, its held-out loss, its text."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.errors import ConfigError
+from evener.run.config import ModelConfig
+
+IGNORED = -100
+"""Label of a position that does not count: padding, or the first token of another document."""
+
+#: The model that ``type: llama`` without further keys gives: about 1.1 million parameters.
+SMALL_LLAMA: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+
+def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: int) -> nn.Module:
+    """Makes the model of a configuration, in float32.
+
+    The weights of a model from scratch depend on torch's random generator; rank 0's reach the
+    others when the team is set up.
+
+    Args:
+        config: A local folder, or a transformers model type with configuration keys.
+        vocab_size: Tokens of the tokenizer; a model from scratch gets as many.
+        seq_len: Longest sequence that the model must take.
+        eos_id: The token that ends a document.
+
+    Raises:
+        ConfigError: An unknown type, a bad key, a folder without a model, a model too short.
+    """
+    with _quiet():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if config.path is not None:
+            return _load_model(Path(config.path), seq_len)
+        keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
+        keys |= {"vocab_size": vocab_size, "max_position_embeddings": seq_len}
+        keys |= {"bos_token_id": eos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
+        keys |= config.config
+        try:
+            built = AutoConfig.for_model(config.type, **keys)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.type is {config.type!r} with keys {sorted(config.config)}: {error}"
+            ) from None
+        _refuse_unknown_keys(config, built)
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(built, torch_dtype=torch.float32)
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"no causal language model can be built from model.type={config.type!r} and "
+                f"model.config={dict(config.config)}: {error}"
+            ) from None
+    return model
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Rows of the model's input embedding."""
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+
+def count_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Targets of a micro-batch that count: the weight of its loss."""
+    return int((batch["labels"] != IGNORED).sum().item())
+
+
+def mean_loss(model: nn.Module, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Mean cross-entropy per counted token, in nats.
+
+    Args:
+        model: Takes ``input_ids`` and returns an object with ``logits`` of shape ``(B, T, V)``.
+        batch: ``input_ids`` and ``labels``, int64 of shape ``(B, T)``; ``labels`` are the next
+            tokens, ``IGNORED`` where they do not count.
+        device: Where the model lives.
+    """
+    logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits
+    labels = batch["labels"].to(device)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+@torch.no_grad()
+def summed_loss(model: nn.Module, batch: Mapping[str, Tensor], device: torch.device) -> float:
+    """Cross-entropy summed over counted tokens, added up in float64."""
+    logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        batch["labels"].to(device).flatten(),
+        ignore_index=IGNORED,
+        reduction="none",
+    )
+    return float(losses.sum(dtype=torch.float64).item())
+
+
+@torch.no_grad()
+def write_text(
+    model: nn.Module,
+    prompt_ids: list[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    seq_len: int,
+    seed: int,
+    device: torch.device,
+) -> list[int]:
+    """Continues a prompt token by token.
+
+    Args:
+        model: In ``eval()``.
+        prompt_ids: At least one token.
+        num_tokens: Tokens to write.
+        temperature: 0 takes the likeliest token.
+        seq_len: The model sees at most this many last tokens.
+        seed: Seed of the draw; the global generator is left alone.
+        device: Where the model lives.
+
+    Returns:
+        The tokens after the prompt.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    context = prompt_ids[-seq_len:]
+    written: list[int] = []
+    past, step = None, context
+    for _ in range(num_tokens):
+        if len(context) >= seq_len:
+            context = context[-(seq_len // 2) :]
+            past, step = None, context
+        output = model(
+            input_ids=torch.tensor([step], device=device), past_key_values=past, use_cache=True
+        )
+        past = output.past_key_values
+        logits = output.logits[0, -1].float().cpu()
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            probabilities = torch.softmax(logits / temperature, dim=-1)
+            token = int(torch.multinomial(probabilities, 1, generator=generator))
+        written.append(token)
+        context, step = [*context, token], [token]
+    return written
+
+
+def config_json(model: nn.Module) -> bytes:
+    """The model's ``config.json``, so that a checkpoint loads with ``from_pretrained``."""
+    document = model.config.to_dict()  # type: ignore[operator, union-attr]
+    document["architectures"] = [type(model).__name__]
+    document["dtype"] = "float32"
+    return json.dumps(document, indent=2, default=str).encode()
+
+
+def _load_model(folder: Path, seq_len: int) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path is {str(folder)!r}, which has no config.json; give a folder written by "
+            "save_pretrained or a checkpoint of evener"
+        )
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, torch_dtype=torch.float32
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded: {error}") from None
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and longest < seq_len:
+        raise ConfigError(
+            f"data.seq_len is {seq_len}, the model in {str(folder)!r} takes at most {longest} "
+            "tokens; lower data.seq_len"
+        )
+    return model
+
+
+def _refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
+    known = set(type(built)().to_dict()) | set(built.attribute_map)
+    for key, value in config.config.items():
+        if key not in known:
+            raise ConfigError(
+                f"unknown key 'model.config.{key}' (value {value!r}) for model.type "
+                f"{config.type!r}; see the keys of transformers' {type(built).__name__}"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Silences transformers' progress bars and advice for the length of the block."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
