@@ -1,0 +1,54 @@
+"""What every benchmark writes beside its figures: machine, commit, versions."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores and memory."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [li for li in cpuinfo.read_text().splitlines() if li.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory_gib, 1)}
+
+
+def describe_commit() -> str:
+    """The commit of the tree, with ``+changes`` when it has uncommitted ones."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = "+changes" if git("status", "--porcelain") else ""
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + changed
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    names = ("torch", "transformers", "numpy", "evener")
+    return {"python": sys.version.split()[0], **{n: version(n) for n in names}}
+
+
+def write_report(path: str | None, **content: Any) -> None:
+    """Writes ``{machine, commit, versions, ...content}`` as JSON, if a path was given."""
+    if path is None:
+        return
+    document = {
+        "machine": describe_machine(),
+        "commit": describe_commit(),
+        "versions": describe_versions(),
+        **content,
+    }
+    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {path}")

@@ -1,0 +1,118 @@
+"""Teams of ranks inside one process: a thread per rank, for tests of the mathematics."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from evener.cadence.apportion import apportion
+from evener.cadence.plan import WindowPlan, WindowReport
+from evener.cadence.policies import Policy
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.threads import ThreadTeam
+from evener.run.ddp import Ddp, DdpConfig
+from evener.run.environment import DistributedTrainConfig
+
+T = TypeVar("T")
+
+
+def run_team(
+    world_size: int, function: Callable[[Communicator], T], timeout_s: float = 50.0
+) -> list[T]:
+    """Runs ``function(communicator)`` on a thread per rank; the first error is raised."""
+    if world_size == 1:
+        return [function(SingleCommunicator())]
+    team = ThreadTeam(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def body(rank: int) -> None:
+        communicator = team.communicator(rank)
+        try:
+            results[rank] = function(communicator)
+        except BaseException as error:
+            errors.append((rank, error))
+        finally:
+            communicator.close()
+
+    threads = [
+        threading.Thread(target=body, args=(r,), name=f"rank-{r}") for r in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    assert not any(t.is_alive() for t in threads), "a rank did not end"
+    if errors:
+        raise errors[0][1]
+    return results
+
+
+def setup(
+    communicator: Communicator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    scheduler: Any = None,
+    *,
+    shares: Callable[[int, int], Sequence[float]] | Sequence[float] | None = None,
+    **config: Any,
+) -> Ddp:
+    """``Ddp.setup`` on a given communicator; ``shares`` replaces the planner.
+
+    ``shares`` are relative speeds, or a function of (window, size) that gives whole shares.
+    """
+    ddp = Ddp.setup(
+        model,
+        optimizer,
+        scheduler,
+        devices="cpu",
+        environment=DistributedTrainConfig(),
+        communicator=communicator,
+        config=DdpConfig(quiet=True, timeout_s=20.0, **config),
+    )
+    if shares is not None:
+        policy = ScriptedPolicy(communicator.world_size, shares)
+        ddp.assembly.engine.plans.policy = policy
+    return ddp
+
+
+class ScriptedPolicy(Policy):
+    """Gives the shares that a test prescribes."""
+
+    def __init__(
+        self, world_size: int, shares: Callable[[int, int], Sequence[float]] | Sequence[float]
+    ) -> None:
+        self.world_size = world_size
+        self.shares = shares
+
+    is_calibrated = True
+    members: tuple[str, ...] = ()
+
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        pass
+
+    def probe(self, rank: int, measurements: Any) -> None:
+        pass
+
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        return (1.0,) * self.world_size
+
+    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+        pass
+
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+    ) -> WindowPlan:
+        if callable(self.shares):
+            shares = tuple(int(s) for s in self.shares(window, size))
+        else:
+            shares = tuple(apportion(size, list(self.shares)))
+        return WindowPlan(window, epoch, start, size, shares)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
