@@ -64,8 +64,8 @@ def connect(
         world_size: Number of ranks; with 1 nothing is opened.
         address: Host that serves the store (``MASTER_ADDR``).
         port: Its port (``MASTER_PORT``).
-        hosts_store: Whether this process serves the store. ``None``: rank 0 does. ``False`` on all
-            ranks where an agent does (``TORCHELASTIC_USE_AGENT_STORE``).
+        hosts_store: Whether this process serves the store. ``None``: rank 0 does. ``False`` on rank
+            0 too where an agent does (``TORCHELASTIC_USE_AGENT_STORE``).
         listen_fd: A socket already listening on ``port`` for the store to serve on, as handed over
             by a launcher; it is closed with the store.
         backend: ``"gloo"`` or ``"nccl"``.
@@ -84,11 +84,11 @@ def connect(
     store = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
     try:
         left_s = max(1.0, deadline - time.monotonic())
-        key = call_roll(store, rank, world_size, timeout_s=left_s)
+        key, host_rank = call_roll(store, rank, world_size, hosts=hosts, timeout_s=left_s)
         meeting = MeetingPoint(
             store=store,
             host=(address, port),
-            host_rank=None if hosts_store is False else 0,
+            host_rank=host_rank,
             devices=choose_devices(address, port),
         )
         left_s = max(1.0, deadline - time.monotonic())

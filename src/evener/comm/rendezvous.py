@@ -141,14 +141,23 @@ def _await_server(address: str, port: int, timeout_s: float) -> float:
             )
 
 
-def call_roll(store: Store, rank: int, world_size: int, *, timeout_s: float) -> str:
+def call_roll(
+    store: Store, rank: int, world_size: int, *, hosts: bool, timeout_s: float
+) -> tuple[str, int | None]:
     """Wait until all ranks are here, and agree on a key that no earlier team has used.
 
     A store may outlive a team: torchrun keeps one over its restarts, with the keys of workers that
     have died. So nothing found there is believed unless it answers a token made just now.
 
+    Args:
+        store: Shared by the ranks, and perhaps by teams before them.
+        rank: This rank.
+        world_size: Number of ranks.
+        hosts: Whether this process serves the store; only rank 0's word counts.
+        timeout_s: How long to wait.
+
     Returns:
-        The key, equal on all ranks.
+        The key, equal on all ranks, and the rank whose process serves the store, if one does.
 
     Raises:
         LaunchError: A rank did not come, or was started for another world size.
@@ -171,8 +180,8 @@ def call_roll(store: Store, rank: int, world_size: int, *, timeout_s: float) -> 
             if mine == key:
                 absent.discard(other)
         if not absent:
-            store.set(f"evener/go/{key}", "1")
-            return key
+            store.set(f"evener/go/{key}", "rank" if hosts else "agent")
+            return key, 0 if hosts else None
         if not patience.pause():
             raise LaunchError(
                 f"rank 0 waited {timeout_s:.0f} s for {name_ranks(sorted(absent))} of {world_size} "
@@ -182,7 +191,7 @@ def call_roll(store: Store, rank: int, world_size: int, *, timeout_s: float) -> 
 
 def _answer_roll(
     store: Store, rank: int, world_size: int, patience: _Patience, timeout_s: float
-) -> str:
+) -> tuple[str, int | None]:
     token = secrets.token_hex(8)
     store.set(f"evener/hello/{rank}", token)
     key = ""
@@ -194,8 +203,8 @@ def _answer_roll(
                 store.set(f"evener/here/{rank}", f"{key} {world_size}")
                 if int(answer[2]) != world_size:
                     raise LaunchError(_unlike_worlds(rank, world_size, 0, int(answer[2])))
-        elif _get(store, f"evener/go/{key}"):
-            return key
+        elif served_by := _get(store, f"evener/go/{key}"):
+            return key, 0 if served_by == "rank" else None
         if not patience.pause():
             whom = "some rank to join (rank 0 says which)" if key else "rank 0 to call the roll"
             raise LaunchError(f"rank {rank} of {world_size} waited {timeout_s:.0f} s for {whom}")

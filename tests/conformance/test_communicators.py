@@ -1,0 +1,74 @@
+"""Every case of the table on every leaf."""
+
+from functools import cache
+
+import pytest
+
+from conformance.cases import CASES, run_cases
+from evener.comm.base import Communicator, SingleCommunicator
+from helpers.ranks import Rank, run_ranks
+from helpers.teams import run_team
+
+WORLDS = {
+    "single": (1,),
+    "threads": (2, 3, 4),
+    "gloo": (2, 3, 4),
+}
+
+
+def on_threads(comm: Communicator) -> dict[str, str]:
+    return run_cases(comm)
+
+
+def on_gloo(rank: Rank) -> dict[str, str]:
+    with rank.connect(timeout_s=20.0) as comm:
+        assert (comm.rank, comm.world_size, comm.backend) == (rank.rank, rank.world_size, "gloo")
+        return run_cases(comm)
+
+
+@cache
+def failures(leaf: str, world_size: int) -> list[dict[str, str]]:
+    """What failed, by rank and case; one team runs the whole table."""
+    if leaf == "gloo":
+        return run_ranks(on_gloo, world_size, timeout_s=50.0)
+    if leaf == "single":
+        with SingleCommunicator() as comm:
+            return [run_cases(comm)]
+    return run_team(world_size, on_threads)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("leaf", "world_size"), [(leaf, w) for leaf, worlds in WORLDS.items() for w in worlds]
+)
+def test_case(leaf: str, world_size: int, name: str) -> None:
+    for rank, failed in enumerate(failures(leaf, world_size)):
+        assert name not in failed, f"on rank {rank}:\n{failed[name]}"
+
+
+def on_nccl(rank: Rank) -> dict[str, str]:
+    import torch
+
+    torch.cuda.set_device(rank.rank)
+    with rank.connect(backend="nccl", timeout_s=60.0) as comm:
+        assert comm.backend == "nccl"
+        return run_cases(comm, "cuda")
+
+
+def on_gloo_with_cuda_tensors(rank: Rank) -> dict[str, str]:
+    with rank.connect(timeout_s=60.0) as comm:
+        return run_cases(comm, "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_on_gloo() -> None:
+    assert run_ranks(on_gloo_with_cuda_tensors, 2, timeout_s=55.0) == [{}, {}]
+
+
+@pytest.mark.gpu
+def test_nccl() -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL wants a device for each rank")
+    assert run_ranks(on_nccl, 2, timeout_s=55.0) == [{}, {}]
