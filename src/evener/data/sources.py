@@ -105,7 +105,7 @@ def find_files(
             if source.is_dir():
                 found.extend(_walk(source, prefix, endings, tuple(exclude), others))
             else:
-                named = _source_file(prefix + source.name, source, source.stat(), named=True)
+                named = _source_file(prefix[:-1] or source.name, source, source.stat(), named=True)
                 if named is None:
                     raise DataError(f"{source} is no regular file: copy its text into a file")
                 found.append(named)
@@ -268,7 +268,8 @@ def cut_pieces(read: Callable[[int], bytes], target_bytes: int) -> Iterator[tupl
     """
     buffer, offset, is_open = b"", 0, True
     while True:
-        while is_open and len(buffer) < 2 * target_bytes:
+        # One byte more than is looked at, which tells whether a cut would split a character.
+        while is_open and len(buffer) <= 2 * target_bytes:
             chunk = read(2 * target_bytes)
             is_open = bool(chunk)
             buffer += chunk

@@ -1,0 +1,154 @@
+"""Packed samples against the rule, written down token by token."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.data.packing import IGNORED, PackedDocuments
+from evener.errors import ConfigError, DataError
+
+EOS = 99
+
+
+def naive_samples(documents, seq_len):
+    """The rule: a stream of (token, is first of its document), cut into samples."""
+    stream = [(token, place == 0) for document in documents for place, token in enumerate(document)]
+    samples = []
+    for first in range(0, len(stream) - 1, seq_len):
+        inputs, labels = [], []
+        for place in range(first, first + seq_len):
+            inputs.append(stream[place][0] if place < len(stream) else EOS)
+            is_target = place + 1 < len(stream) and not stream[place + 1][1]
+            labels.append(stream[place + 1][0] if is_target else IGNORED)
+        samples.append((inputs, labels))
+    return samples
+
+
+def pack(documents, seq_len, gaps=None, dtype=np.uint16):
+    """Lays documents out in one array, with foreign tokens between them where gaps say so."""
+    tokens, rows = [], []
+    for number, document in enumerate(documents):
+        tokens += [7777] * (gaps[number] if gaps else 0)
+        rows.append((len(tokens), len(tokens) + len(document)))
+        tokens += document
+    table = np.array(rows, np.int64).reshape(-1, 2)
+    return PackedDocuments(np.array(tokens, dtype), table, seq_len, eos_id=EOS)
+
+
+documents_of = st.lists(
+    st.lists(st.integers(0, 98), min_size=1, max_size=40).map(lambda ids: [*ids, EOS]), max_size=40
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents=documents_of, seq_len=st.integers(2, 50), seed=st.integers(0, 9), data=st.data())
+def test_every_token_that_begins_no_document_is_a_target_exactly_once(
+    documents, seq_len, seed, data
+):
+    gap = st.integers(0, 3)
+    gaps = data.draw(st.lists(gap, min_size=len(documents), max_size=len(documents)))
+    packed = pack(documents, seq_len, gaps)
+    expected = naive_samples(documents, seq_len)
+    assert len(packed) == len(expected)
+    counted = []
+    order = list(range(len(packed)))
+    np.random.default_rng(seed).shuffle(order)
+    for index in order:
+        sample = packed[index]
+        assert sample["input_ids"].tolist() == expected[index][0]
+        assert sample["labels"].tolist() == expected[index][1]
+        counted += [label for label in sample["labels"].tolist() if label != IGNORED]
+        assert any(label != IGNORED for label in sample["labels"].tolist())
+    assert sorted(counted) == sorted(token for document in documents for token in document[1:])
+    assert packed.num_tokens == len(counted)
+
+
+def test_documents_may_be_read_in_another_order_than_they_lie():
+    tokens = np.array([1, 2, EOS, 3, 4, EOS, 5, EOS], np.uint32)
+    packed = PackedDocuments(tokens, np.array([[6, 8], [0, 3], [3, 6]]), 20, eos_id=EOS)
+    assert packed[0]["input_ids"][:8].tolist() == [5, EOS, 1, 2, EOS, 3, 4, EOS]
+
+
+def test_many_runs_and_few_runs_read_the_same():
+    documents = [[i, i, EOS] for i in range(60)]
+    for gaps in ([0] * 60, [1] * 60, [i % 7 == 0 for i in range(60)]):
+        packed = pack(documents, 64, gaps)
+        for index, (inputs, labels) in enumerate(naive_samples(documents, 64)):
+            assert packed[index]["input_ids"].tolist() == inputs
+            assert packed[index]["labels"].tolist() == labels
+
+
+def test_samples_are_whole_numbers_of_fixed_length_and_collate():
+    packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
+    batch = torch.utils.data.default_collate([packed[i] for i in range(len(packed))])
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in batch.items()} == {
+        "input_ids": (torch.int64, (2, 3)),
+        "labels": (torch.int64, (2, 3)),
+    }
+    assert batch["labels"].tolist() == [[2, 3, EOS], [IGNORED, EOS, IGNORED]]
+
+
+@pytest.mark.parametrize("index", [2, -1, 10**9])
+def test_index_out_of_range(index):
+    packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
+    with pytest.raises(IndexError, match=f"sample {index} of 2"):
+        packed[index]
+    assert len(list(packed)) == 2  # iteration ends
+
+
+def test_ids_above_the_range_of_int32():
+    packed = pack([[2**32 - 1, EOS]], 2, dtype=np.uint32)
+    assert packed[0]["input_ids"].tolist() == [2**32 - 1, EOS]
+
+
+def test_memory_mapped_tokens_are_mapped_again_not_pickled(tmp_path):
+    tokens = np.arange(200_000, dtype="<u2") % 1000
+    tokens.tofile(tmp_path / "tokens.bin")
+    mapped = np.memmap(tmp_path / "tokens.bin", "<u2", "r")
+    rows = np.array([[0, 100_000], [150_000, 200_000]])
+    packed = PackedDocuments(mapped, rows, 64, eos_id=0, signature="s")
+    pickled = pickle.dumps(packed)
+    assert len(pickled) < 5000
+    again = pickle.loads(pickled)
+    assert (len(again), again.num_tokens, again.signature) == (
+        len(packed),
+        packed.num_tokens,
+        packed.signature,
+    )
+    for index in (0, 1562, len(packed) - 1):
+        assert torch.equal(again[index]["input_ids"], packed[index]["input_ids"])
+    in_memory = pickle.loads(pickle.dumps(pack([[1, EOS]], 2)))
+    assert in_memory[0]["labels"].tolist() == [EOS, IGNORED]
+
+
+def test_signature_tells_contents_boundaries_and_length_apart():
+    documents = [[1, 2, EOS], [3, 4, EOS]]
+    signatures = {
+        pack(documents, 4).signature,
+        pack(documents, 5).signature,
+        pack([[1, 2, EOS], [3, 5, EOS]], 4).signature,
+        pack([[1, 2, EOS, 3, 4, EOS]], 4).signature,
+    }
+    assert len(signatures) == 4
+    assert pack(documents, 4, [1, 2]).signature == pack(documents, 4).signature
+
+
+def test_too_little_data_for_a_batch_names_the_counts():
+    packed = pack([[1, 2, 3, EOS], [4, EOS]], 3)
+    packed.require_windows(2)
+    with pytest.raises(DataError, match=r"2 samples of 3 tokens \(4 targets\).*batch_size=3"):
+        packed.require_windows(3)
+
+
+def test_bad_arguments_are_named():
+    tokens = np.zeros(10, np.uint16)
+    with pytest.raises(ConfigError, match="seq_len=1"):
+        PackedDocuments(tokens, np.array([[0, 5]]), 1, eos_id=0)
+    with pytest.raises(DataError, match="token 11 of 10"):
+        PackedDocuments(tokens, np.array([[0, 11]]), 4, eos_id=0)
+    with pytest.raises(DataError, match="document 1 is empty"):
+        PackedDocuments(tokens, np.array([[0, 5], [5, 5]]), 4, eos_id=0)
