@@ -117,11 +117,11 @@ def test_documents_are_frozen_when_submitted(tmp_path: Path) -> None:
 
 
 def test_newest_is_by_number_and_retention_keeps_the_newest(tmp_path: Path) -> None:
-    save(tmp_path, 9, 10, 100, keep_last=2)
-    assert names(tmp_path) == ["step-10", "step-100"]
+    save(tmp_path, 8, 9, 10, keep_last=2)
+    assert names(tmp_path) == ["step-10", "step-9"]
     found = find_newest(tmp_path)
     assert found is not None
-    assert found.step == 100
+    assert found.step == 10
 
 
 def test_retention_never_deletes_what_was_just_written_nor_what_is_not_ours(tmp_path: Path) -> None:
@@ -328,6 +328,23 @@ def test_failing_retention_is_reported_and_the_new_checkpoint_counts(
         error = writer.poll_error()
     assert error is not None
     assert "could not be removed: read-only" in str(error)
+
+
+def test_no_thread_to_be_had_is_a_failed_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = CheckpointWriter(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        writer.submit(snapshot(1))
+    assert writer.idle
+    assert "step-1 could not be written" in str(writer.poll_error())
+    writer.submit(snapshot(2))
+    assert writer.close(TIMEOUT_S)
+    assert names(tmp_path) == ["step-2"]
 
 
 @pytest.mark.parametrize("name", ["../out.json", "a/b.json", "", "..", "manifest.json"])

@@ -140,8 +140,14 @@ class CheckpointWriter:
             self._finished = self._queued.snapshot if self._queued is not None else None
             self._queued = job
             if not self._running:
-                self._running = True
-                threading.Thread(target=self._write_queued, name="evener-checkpoint").start()
+                thread = threading.Thread(target=self._write_queued, name="evener-checkpoint")
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no thread to be had: a failed write like any other
+                    self._queued, self._finished = None, snapshot
+                    self._error = self._failure(snapshot.step, error)
+                else:
+                    self._running = True
 
     @property
     def idle(self) -> bool:
@@ -227,14 +233,7 @@ class CheckpointWriter:
         try:
             manifest = self._write(job)
         except Exception as error:  # whatever it was, training goes on
-            in_use = self.last_path
-            failure = CheckpointError(
-                f"checkpoint step-{step} could not be written to {self._folder}: {error}; "
-                + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
-                + " and training goes on; free disk space there or choose another folder"
-            )
-            failure.__cause__ = error
-            return failure
+            return self._failure(step, error)
         num_bytes = sum(record.num_bytes for record in manifest.files.values())
         path = self._folder / step_name(step)
         with self._changed:
@@ -268,6 +267,17 @@ class CheckpointWriter:
             self._reach("rename")
             publish(unfinished.path, self._folder / step_name(snapshot.step))
         return manifest
+
+    def _failure(self, step: int, cause: Exception) -> CheckpointError:
+        # Read without the lock: only the writing thread sets it, and it may be the one that asks.
+        in_use = self._last_path
+        failure = CheckpointError(
+            f"checkpoint step-{step} could not be written to {self._folder}: {cause}; "
+            + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
+            + " and training goes on; free disk space there or choose another folder"
+        )
+        failure.__cause__ = cause
+        return failure
 
     def _reach(self, stage: str) -> None:
         if self._on_stage is not None:
