@@ -1,0 +1,201 @@
+"""Runs `evener` as users do, in a process of its own, with scripts that talk to the test.
+
+Scripts under test begin with ``PRELUDE``, which gives them ``RANK``, ``tell(text)`` (a line to the
+test), ``pass_gate()`` (waits until the test calls ``open_gate``) and ``wait_forever()``. Nothing
+here imports torch.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+TIMEOUT_S = 30.0
+
+PRELUDE = """\
+import os, signal, sys, threading, time
+RANK = int(os.environ.get("RANK", "0"))
+def tell(text):
+    with open(os.environ["TEST_MAILBOX"], "w") as mailbox:
+        mailbox.write(f"{RANK} {text}\\n")
+def pass_gate():
+    gate = os.open(os.environ["TEST_GATE"], os.O_RDONLY)
+    assert os.read(gate, 1)
+def wait_forever():
+    while True:
+        signal.pause()
+"""
+
+
+class Mailbox:
+    """Lines from scripts, over a named pipe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        # Both ends, so that neither opening nor a writer's end ever blocks or closes it.
+        self._fd = os.open(path, os.O_RDWR)
+        self._rest = b""
+
+    def read(self, num_lines: int) -> list[str]:
+        """Waits for that many further lines; sorted, as ranks write in no order."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._rest.count(b"\n") < num_lines:
+            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"wanted {num_lines} lines, got {self._rest!r}"
+            self._rest += os.read(self._fd, 65_536)
+        *lines, self._rest = self._rest.split(b"\n", num_lines)
+        return sorted(line.decode() for line in lines)
+
+    def rest(self) -> list[str]:
+        """What else has arrived, once all writers have ended."""
+        if select.select([self._fd], [], [], 0)[0]:
+            self._rest += os.read(self._fd, 65_536)
+        lines, self._rest = self._rest.decode().splitlines(), b""
+        return sorted(lines)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    wall_s: float
+
+
+@dataclass
+class Running:
+    """A command that runs; its session is its own, as a terminal's would be."""
+
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        """Waits for the end."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(
+                f"still ran after {timeout_s} s\n{out!r}\n{err.decode()}"
+            ) from None
+        wall_s = time.monotonic() - self.started
+        return Ended(
+            self.process.returncode,
+            out.decode(errors="surrogateescape"),
+            err.decode(errors="surrogateescape"),
+            wall_s,
+        )
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the launcher alone."""
+        self.process.send_signal(signum)
+
+    def press_ctrl_c(self) -> None:
+        """What a terminal does: SIGINT to the whole foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+class Sandbox:
+    """A folder with scripts, a mailbox, and commands that never outlive the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mailbox = Mailbox(folder / "mailbox")
+        os.mkfifo(folder / "gate")
+        self._gate = os.open(folder / "gate", os.O_RDWR)
+        self.environ = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("EVENER_", "SLURM_", "TORCHELASTIC_"))
+            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
+        self.environ |= {
+            "TEST_MAILBOX": str(self.mailbox.path),
+            "TEST_GATE": str(folder / "gate"),
+            "PYTHONPATH": str(SRC),
+        }
+        self._running: list[Running] = []
+
+    def script(self, body: str, name: str = "script.py") -> Path:
+        """Writes a script; its lines can use what ``PRELUDE`` defines."""
+        path = self.folder / name
+        path.write_text(PRELUDE + body)
+        return path
+
+    def open_gate(self, num_passes: int) -> None:
+        """Lets that many ``pass_gate()`` calls through."""
+        os.write(self._gate, b"." * num_passes)
+
+    def forbid(self, module: str) -> None:
+        """Makes every further command fail loudly when it imports the module."""
+        folder = self.folder / "forbidden"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{module}.py").write_text(
+            f"import os\nos.write(2, b'{module} was imported\\n')\nos._exit(97)\n"
+        )
+        self.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{SRC}"
+
+    def start(self, *command: object, **options: Any) -> Running:
+        """Starts a command."""
+        streams = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=self.environ,
+            cwd=self.folder,
+            start_new_session=True,
+            **(streams | options),
+        )
+        self._running.append(Running(process))
+        return self._running[-1]
+
+    def evener(self, *arguments: object, **options: Any) -> Running:
+        """Starts ``evener ARGUMENTS``."""
+        return self.start(sys.executable, "-P", "-m", "evener", *arguments, **options)
+
+    def launch(self, script: Path, *arguments: object, nproc: int, grace_s: float) -> Running:
+        """Starts a script on ranks with another period of grace than the command line's."""
+        code = (
+            "import sys; from evener.run.launch import launch; "
+            "sys.exit(launch([sys.executable, '-P', '-m', 'evener.run.script', *sys.argv[3:]], "
+            "nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
+        )
+        return self.start(sys.executable, "-P", "-c", code, nproc, grace_s, script, *arguments)
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for running in self._running:
+            if running.process.poll() is None:
+                running.process.kill()
+            with running.process:
+                pass
+        self.mailbox.close()
+        os.close(self._gate)
+
+
+def wait_until_gone(pid: int, timeout_s: float = TIMEOUT_S) -> bool:
+    """Waits for the end of a process that is not ours."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], timeout_s)[0])
+    finally:
+        os.close(handle)

@@ -1,0 +1,455 @@
+import signal
+import socket
+import sys
+
+import pytest
+
+from helpers.launched import PRELUDE, Sandbox, wait_until_gone
+
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
+
+
+def pids(lines):
+    return [int(pid) for line in lines for pid in line.split()[1:]]
+
+
+# ── what a rank sees ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_ranks_run_the_script_as_python_would(sandbox):
+    (sandbox.folder / "neighbour.py").write_text("NAME = 'neighbour'\n")
+    script = sandbox.script(
+        "import neighbour\n"
+        "assert __name__ == '__main__' and __spec__ is None\n"
+        "assert sys.modules['__main__'].RANK == RANK\n"
+        "print(neighbour.NAME, os.environ['WORLD_SIZE'], sys.argv, __file__)\n"
+    )
+    ended = sandbox.evener("launch", "--nproc", 2, script, "--lr", "1", "--nproc", "x").end()
+    seen = f"neighbour 2 ['{script}', '--lr', '1', '--nproc', 'x'] {script}"
+    assert sorted(ended.out.splitlines()) == sorted([seen, f"[rank 1] {seen}"])
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_multiprocessing_finds_what_the_script_defines(sandbox):
+    script = sandbox.script(
+        "import multiprocessing\n"
+        "def square(x):\n"
+        "    return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(square, [3]))\n"
+    )
+    ended = sandbox.evener("launch", script).end()
+    assert (ended.code, ended.out, ended.err) == (0, "[9]\n", "")
+
+
+def test_rank_0_alone_holds_the_socket_of_the_store(sandbox):
+    script = sandbox.script(
+        "import socket, subprocess\n"
+        "names = [n for n in os.environ if n == 'EVENER_STORE_FD']\n"
+        "if RANK == 0:\n"
+        "    fd = int(os.environ['EVENER_STORE_FD'])\n"
+        "    assert socket.socket(fileno=fd).getsockname()[1] == int(os.environ['MASTER_PORT'])\n"
+        "    child = ['python', '-c', f'import os; os.fstat({fd})']\n"
+        "    names.append(subprocess.run(child, executable=sys.executable,\n"
+        "                                stderr=subprocess.DEVNULL, close_fds=False).returncode)\n"
+        "tell(names)\n"
+    )
+    assert sandbox.evener("launch", "--nproc", 2, script).end().code == 0
+    assert sandbox.mailbox.rest() == ["0 ['EVENER_STORE_FD', 1]", "1 []"]
+
+
+def test_a_plain_torch_script_can_meet_by_the_same_variables(sandbox):
+    script = sandbox.script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([RANK + 1.0])\n"
+        "dist.all_reduce(total)\n"
+        "tell(total.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    sandbox.environ["OMP_NUM_THREADS"] = "1"
+    ended = sandbox.evener("launch", "--nproc", 2, script).end(timeout_s=50)
+    assert ended.code == 0, ended.err
+    assert sandbox.mailbox.rest() == ["0 3.0", "1 3.0"]
+
+
+def test_the_launcher_never_imports_torch(sandbox):
+    sandbox.forbid("torch")
+    ended = sandbox.evener("launch", "--nproc", 2, sandbox.script("tell('here')")).end()
+    assert (ended.code, ended.err) == (0, "")
+    assert sandbox.mailbox.rest() == ["0 here", "1 here"]
+
+
+# ── output ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_much_output_blocks_nobody_and_arrives_whole(sandbox):
+    script = sandbox.script(
+        "line = b'\\xff' + b'x' * 999 + b'\\n'\n"
+        "for _ in range(10_000):\n"
+        "    os.write(1, line)\n"
+        "    if RANK:\n"
+        "        os.write(2, line[:100])\n"
+    )
+    running = sandbox.evener("launch", "--nproc", 3, script)
+    out, err = running.process.communicate(timeout=40)
+    assert running.process.returncode == 0
+    line = b"\xff" + b"x" * 999
+    counts = dict.fromkeys((b"", b"[rank 1] ", b"[rank 2] "), 0)
+    for got in out.splitlines():
+        counts[got.removesuffix(line)] += 1  # no line is torn apart
+    assert counts == {b"": 10_000, b"[rank 1] ": 10_000, b"[rank 2] ": 10_000}
+    assert err.count(b"\xff") == 20_000
+
+
+def test_lines_arrive_as_they_are_written(sandbox):
+    script = sandbox.script("print('first')\nif RANK: wait_forever()\n")
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    got = {running.process.stdout.readline(), running.process.stdout.readline()}
+    assert got == {b"first\n", b"[rank 1] first\n"}
+    running.signal(signal.SIGTERM)
+    assert running.end().code == 143
+
+
+def test_a_reader_that_goes_away_ends_nothing(sandbox):
+    script = sandbox.script(
+        "if RANK:\n"
+        "    for _ in range(2_000):\n"
+        "        os.write(1, b'x' * 999 + b'\\n')\n"
+        "    tell('done')\n"
+    )
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    running.process.stdout.close()
+    assert running.process.wait(30) == 0
+    assert sandbox.mailbox.rest() == ["1 done"]
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_failure_is_shown_and_what_follows_from_it_is_one_line(sandbox):
+    # Rank 0 notices the loss, and has ended, before rank 1 has finished failing.
+    script = sandbox.script(
+        "from evener.errors import PeerLostError\n"
+        "tell(os.getpid())\n"
+        "if RANK == 0:\n"
+        "    raise PeerLostError('rank 1 went away')\n"
+        "if RANK == 1:\n"
+        "    pass_gate()\n"
+        "    raise ValueError('the real reason')\n"
+        "wait_forever()\n"
+    )
+    running = sandbox.evener("launch", "--nproc", 3, script)
+    first, second, _ = pids(sandbox.mailbox.read(3))
+    assert wait_until_gone(first)
+    sandbox.open_gate(1)
+    ended = running.end()
+    assert ended.code == 1
+    assert ended.err.splitlines()[0] == f"rank 1 (pid {second}) failed:"
+    assert ended.err.endswith("ValueError: the real reason\nalso ended: rank 0 (PeerLostError)\n")
+    assert ended.err.count("Traceback") == 1
+    assert "evener/run" not in ended.err  # the user's frames only
+
+
+def test_a_rank_that_lost_a_peer_which_lives_on_ends_the_run_too(sandbox):
+    script = sandbox.script(
+        "from evener.errors import PeerLostError\n"
+        "if RANK == 0:\n"
+        "    raise PeerLostError('rank 1 went away')\n"
+        "wait_forever()\n"
+    )
+    ended = sandbox.evener("launch", "--nproc", 2, script).end()
+    assert ended.code == 1
+    assert ended.err.endswith("PeerLostError: rank 1 went away\n")
+
+
+def test_an_error_that_the_user_can_mend_comes_once_and_without_a_traceback(sandbox):
+    script = sandbox.script(
+        "from evener.errors import ConfigError\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "tell('ready')\n"
+        "pass_gate()\n"
+        "raise ConfigError('batch_size is 0; give 1 or more')\n"
+    )
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
+    sandbox.open_gate(2)
+    ended = running.end()
+    assert (ended.code, ended.err) == (2, "error: batch_size is 0; give 1 or more\n")
+
+
+def test_a_syntax_error_is_shown_with_its_place(sandbox):
+    ended = sandbox.evener("launch", sandbox.script("x = = 1\n")).end()
+    assert ended.code == 1
+    assert f'script.py", line {PRELUDE.count(chr(10)) + 1}' in ended.err
+    assert ended.err.endswith("SyntaxError: invalid syntax\n")
+
+
+def test_the_exit_code_of_the_first_failing_rank_is_the_launchers(sandbox):
+    script = sandbox.script("if RANK == 1: sys.exit(7)\nwait_forever()\n")
+    ended = sandbox.evener("launch", "--nproc", 2, script).end()
+    assert ended.code == 7
+    assert "rank 1 (pid " in ended.err
+    assert "ended with exit code 7" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("signum", "words"),
+    [(signal.SIGKILL, ["SIGKILL", "memory"]), (signal.SIGSEGV, ["SIGSEGV", "[rank 1] Fatal"])],
+)
+def test_a_killed_rank_is_named_with_the_likely_cause(sandbox, signum, words):
+    script = sandbox.script(
+        f"if RANK == 1:\n    tell(os.getpid())\n    os.kill(os.getpid(), {int(signum)})\n"
+        "wait_forever()\n"
+    )
+    ended = sandbox.evener("launch", "--nproc", 2, script).end()
+    (line,) = sandbox.mailbox.rest()
+    assert ended.code == 1
+    assert f"error: rank 1 (pid {line.split()[1]}) was killed by" in ended.err
+    for word in words:
+        assert word in ended.err
+
+
+def test_ranks_that_do_not_stop_after_a_failure_are_killed(sandbox):
+    script = sandbox.script(
+        "if RANK == 0:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    tell('ready')\n"
+        "    wait_forever()\n"
+        "pass_gate()\n"
+        "raise ValueError('boom')\n"
+    )
+    running = sandbox.launch(script, nproc=2, grace_s=0.3)
+    assert sandbox.mailbox.read(1) == ["0 ready"]
+    sandbox.open_gate(1)
+    ended = running.end()
+    assert ended.code == 1
+    assert "had not ended 0.3 s after being asked to: killed rank 0 (pid " in ended.err
+    assert "ValueError: boom" in ended.err
+
+
+def test_a_rank_that_failed_but_hangs_on_its_way_out_still_ends_the_run(sandbox):
+    script = sandbox.script(
+        "if RANK == 1:\n"
+        "    threading.Thread(target=threading.Event().wait).start()\n"  # joined at exit
+        "    raise ValueError('boom')\n"
+        "wait_forever()\n"
+    )
+    ended = sandbox.launch(script, nproc=2, grace_s=0.3).end()
+    assert ended.code == 1
+    assert "killed rank 1 (pid " in ended.err
+    assert "ValueError: boom" in ended.err
+
+
+def test_a_program_that_is_not_there(sandbox):
+    code = (
+        "from evener.run.launch import launch; from evener.run.child import run_child; import sys; "
+        "sys.exit(run_child(lambda: launch(['/no/such/program'], nproc=2)))"
+    )
+    ended = sandbox.start(sys.executable, "-P", "-c", code).end()
+    assert ended.code == 1
+    assert ended.err.startswith("error: rank 0 could not be started (/no/such/program: No such")
+
+
+# ── stopping ─────────────────────────────────────────────────────────────────────────────────────
+
+STOPS_CLEANLY = """
+from evener.run.signals import StopSignals
+with StopSignals() as signals:
+    tell("ready")
+    while signals.requested is None:
+        signal.pause()
+tell("saved")
+sys.exit(signals.exit_code)
+"""
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_reaches_every_rank_once_and_all_stop(sandbox, signum):
+    # The last rank to be ready is the last to be told, so none can miss it.
+    running = sandbox.evener("launch", "--nproc", 2, sandbox.script(STOPS_CLEANLY))
+    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
+    running.signal(signum)
+    ended = running.end(timeout_s=5)
+    assert ended.code == 128 + signum
+    assert sandbox.mailbox.rest() == ["0 saved", "1 saved"]
+    assert "Traceback" not in ended.err
+    assert f"evener: {signal.Signals(signum).name}: asked the ranks to stop" in ended.err
+
+
+def test_a_terminals_ctrl_c_arrives_once(sandbox):
+    script = sandbox.script(
+        "count = 0\n"
+        "def note(signum, frame):\n"
+        "    global count\n"
+        "    count += 1\n"
+        "signal.signal(signal.SIGINT, note)\n"
+        "tell('ready')\n"
+        "while not count:\n"
+        "    signal.pause()\n"
+        "tell('first')\n"
+        "pass_gate()\n"
+        "tell(count)\n"
+    )
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
+    running.press_ctrl_c()
+    assert sandbox.mailbox.read(2) == ["0 first", "1 first"]
+    sandbox.open_gate(2)
+    ended = running.end()
+    assert sandbox.mailbox.rest() == ["0 1", "1 1"]
+    assert ended.code == 0  # the script chose to end normally
+
+
+def test_a_script_that_knows_no_signals_stops_at_ctrl_c(sandbox):
+    script = sandbox.script("tell('ready')\nwait_forever()\n")
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    sandbox.mailbox.read(2)
+    running.press_ctrl_c()
+    ended = running.end(timeout_s=5)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+
+
+def test_a_closed_terminal_asks_the_ranks_to_stop(sandbox):
+    running = sandbox.evener("launch", "--nproc", 2, sandbox.script(STOPS_CLEANLY))
+    sandbox.mailbox.read(2)
+    running.signal(signal.SIGHUP)
+    assert running.end(timeout_s=5).code == 129
+    assert sandbox.mailbox.rest() == ["0 saved", "1 saved"]
+
+
+IGNORES_EVERYTHING = """
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, lambda *_: tell("heard"))
+tell("ready")
+wait_forever()
+"""
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed_and_that_is_said(sandbox):
+    running = sandbox.launch(sandbox.script(IGNORES_EVERYTHING), nproc=2, grace_s=0.5)
+    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
+    running.signal(signal.SIGTERM)
+    assert sandbox.mailbox.read(2) == ["0 heard", "1 heard"]
+    ended = running.end()
+    assert ended.code == 143
+    assert "had not ended 0.5 s after being asked to: killed rank 0 (pid " in ended.err
+
+
+def test_a_second_ctrl_c_kills_at_once(sandbox):
+    running = sandbox.launch(sandbox.script(IGNORES_EVERYTHING), nproc=2, grace_s=3600)
+    assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
+    running.press_ctrl_c()
+    assert sandbox.mailbox.read(2) == ["0 heard", "1 heard"]
+    running.press_ctrl_c()
+    ended = running.end(timeout_s=5)
+    assert ended.code == 130
+    assert "interrupted again: killed rank 0 (pid " in ended.err
+    assert sandbox.mailbox.rest() == []
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────
+
+WITH_GRANDCHILD = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+tell(f"{os.getpid()} {child.pid}")
+"""
+
+
+@pytest.mark.parametrize("while_stopping", [False, True])
+def test_a_launcher_killed_without_a_word_leaves_no_orphan(sandbox, while_stopping):
+    ignore = "".join(f"signal.signal({int(s)}, lambda *_: tell('heard'))\n" for s in STOP_SIGNALS)
+    script = sandbox.script(ignore + WITH_GRANDCHILD + "wait_forever()\n")
+    running = sandbox.launch(script, nproc=2, grace_s=3600)
+    family = pids(sandbox.mailbox.read(2))
+    assert len(family) == 4
+    if while_stopping:
+        running.signal(signal.SIGTERM)
+        sandbox.mailbox.read(2)
+    running.signal(signal.SIGKILL)
+    for pid in family:
+        assert wait_until_gone(pid, timeout_s=10), pid
+
+
+@pytest.mark.parametrize("last", ["pass", "sys.exit(3)"])
+def test_what_a_rank_has_started_ends_with_the_run(sandbox, last):
+    ended = sandbox.evener("launch", "--nproc", 2, sandbox.script(WITH_GRANDCHILD + last)).end()
+    assert ended.code == (3 if "exit" in last else 0)
+    for pid in pids(sandbox.mailbox.rest()):
+        assert wait_until_gone(pid, timeout_s=10), pid
+
+
+def test_a_rank_whose_launcher_has_gone_before_it_began_does_not_start(sandbox):
+    script = sandbox.script("tell('ran')\n")
+    sandbox.environ |= {"EVENER_LAUNCHED": "1", "EVENER_PARENT_PID": "1", "RANK": "0"}
+    ended = sandbox.start(sys.executable, "-P", "-m", "evener.run.script", script).end()
+    assert ended.code == 1
+    assert sandbox.mailbox.rest() == []
+
+
+# ── the command line ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_bad_input_is_said_once_before_any_rank_starts(sandbox):
+    sandbox.forbid("torch")
+    (sandbox.folder / "broken.yaml").write_text("batch_size: 4\noptimizer: {lr: 1\nseed: 1\n")
+    ended = sandbox.evener("pretrain", "--nproc", 2, "broken.yaml").end()
+    assert ended.code == 2
+    assert ended.err.startswith("error: broken.yaml:3:5: ")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_port_in_use_is_named(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = sandbox.evener("launch", "--port", port, sandbox.script("tell('started')")).end()
+    assert ended.code == 1
+    assert f"error: port {port} cannot be opened" in ended.err
+    assert "--port" in ended.err
+    assert sandbox.mailbox.rest() == []
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_under_torchrun_the_process_becomes_the_script(sandbox):
+    script = sandbox.script("tell(f'{os.getpid()} {sys.argv[1:]}')\nraise ValueError('boom')\n")
+    sandbox.environ |= TORCHRUN
+    running = sandbox.evener("launch", script, "x")
+    ended = running.end()
+    assert sandbox.mailbox.rest() == [f"1 {running.process.pid} ['x']"]
+    assert ended.code == 1
+    assert ended.err.count("ValueError: boom") == 1
+
+
+def test_half_a_rank_is_refused(sandbox):
+    sandbox.environ |= {"WORLD_SIZE": "2"}
+    sandbox.forbid("torch")
+    ended = sandbox.evener("pretrain").end()
+    assert ended.code == 2
+    assert "WORLD_SIZE=2 set" in ended.err
+
+
+def test_help_and_version_need_no_torch(sandbox):
+    sandbox.forbid("torch")
+    for arguments in (["--help"], ["--version"]):
+        ended = sandbox.evener(*arguments).end()
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out

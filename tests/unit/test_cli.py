@@ -1,0 +1,202 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evener import cli
+from evener.run import launch
+from evener.run.options import PretrainOptions
+from evener.run.presets import DEMO_EMULATE_SLOW, DEMO_NPROC
+
+RANK_1_OF_2 = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    for name in (*RANK_1_OF_2, "EVENER_LAUNCHED", "EVENER_ERROR_FILE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the command line would have started, as keywords; nothing is."""
+    calls = []
+
+    def record(command, **options):
+        calls.append({"command": list(command), **options})
+        return 42
+
+    monkeypatch.setattr(launch, "launch", record)
+    return calls
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Options that reached the task; no task runs."""
+    calls = []
+    task = ModuleType("evener.tasks.causal_lm")
+    task.run_pretraining = lambda options: calls.append(options) or 0
+    monkeypatch.setitem(sys.modules, "evener.tasks.causal_lm", task)
+    monkeypatch.setattr(cli, "apply_threads", lambda place: 1)
+    return calls
+
+
+def test_alone_pretrain_starts_ranks_with_the_same_command_line(launched):
+    arguments = ["pretrain", "--nproc", "3", "--set", "seed=1", "--port", "1234", "--name", "x"]
+    assert cli.main(arguments) == 42
+    assert launched == [
+        {
+            "command": [sys.executable, "-P", "-m", "evener", *arguments],
+            "nproc": 3,
+            "port": 1234,
+            "store_waits": True,
+        }
+    ]
+
+
+@pytest.mark.parametrize(("flags", "nproc"), [([], 1), (["--demo"], DEMO_NPROC)])
+def test_number_of_ranks_by_default(launched, flags, nproc):
+    assert cli.main(["pretrain", *flags]) == 42
+    assert launched[0]["nproc"] == nproc
+
+
+def test_a_rank_runs_the_task_with_what_the_user_gave(trained, monkeypatch):
+    for name, value in RANK_1_OF_2.items():
+        monkeypatch.setenv(name, value)
+    Path("run.yaml").write_text("seed: 1\n")
+    arguments = ["run.yaml", "--emulate-slow", "0:2", "--emulate-slow", "1:3", "--set", "seed=2"]
+    arguments += ["--set", "epochs=3", "--resume", "--out", "o", "--name", "n", "--quiet"]
+    assert cli.main(["pretrain", *arguments]) == 0
+    assert trained == [
+        PretrainOptions(
+            config=Path("run.yaml"),
+            emulate_slow=("0:2", "1:3"),
+            overrides=("seed=2", "epochs=3"),
+            resume=True,
+            out=Path("o"),
+            name="n",
+            quiet=True,
+        )
+    ]
+
+
+def test_a_rank_of_our_launcher_keeps_the_launchers_options(trained, monkeypatch):
+    for name, value in RANK_1_OF_2.items():
+        monkeypatch.setenv(name, value)
+    # without the rest of what the launcher sets: this process shall not die with anybody
+    monkeypatch.setenv("EVENER_LAUNCHED", "1")
+    monkeypatch.setattr("evener.run.child._prepare", lambda: None)
+    assert cli.main(["pretrain", "--nproc", "2", "--port", "1234"]) == 0
+    assert (trained[0].nproc, trained[0].port) == (2, 1234)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "given", "expected"),
+    [("2", [], DEMO_EMULATE_SLOW), ("1", [], ()), ("2", ["--emulate-slow", "0:2"], ("0:2",))],
+)
+def test_the_demo_has_an_uneven_team_unless_told_otherwise(
+    trained, monkeypatch, world_size, given, expected
+):
+    for name, value in RANK_1_OF_2.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, world_size)
+    assert cli.main(["pretrain", "--demo", *given]) == 0
+    assert trained[0].emulate_slow == expected
+
+
+def test_launch_hands_all_arguments_after_the_script_to_it(launched):
+    Path("train.py").touch()
+    assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42
+    command = [sys.executable, "-P", "-m", "evener.run.script", "train.py", "--port", "1", "-x"]
+    assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None}]
+
+
+@pytest.mark.parametrize("arguments", [["launch", "train.py"], ["pretrain"]])
+@pytest.mark.parametrize("option", ["--nproc", "--port"])
+def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, option):
+    for name, value in RANK_1_OF_2.items():
+        monkeypatch.setenv(name, value)
+    Path("train.py").touch()
+    assert cli.main([arguments[0], option, "2", *arguments[1:]]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {option} is 2, but torchrun has started this process as rank 1 of 2 already; "
+        f"leave {option} out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "--nproc", "0", "train.py"], "--nproc is 0"),
+        (["launch", "--nproc", "9999", "train.py"], "--nproc is 9999"),
+        (["launch", "missing.py"], "missing.py is no file"),
+        (["launch", "--port", "70000", "train.py"], "--port is 70000"),
+        (["pretrain", "--nproc", "-2"], "--nproc is -2"),
+        (["pretrain", "--nproc", "2", "--emulate-slow", "2:3"], "there is no rank 2"),
+        (["pretrain", "--emulate-slow", "1:3"], "this team has rank 0 only"),
+        (["pretrain", "missing.yaml"], "missing.yaml does not exist"),
+        (["pretrain", "broken.yaml"], "broken.yaml:3:5"),
+        (["pretrain", "unknown.yaml"], "'batchsize'"),
+        (["pretrain", "--set", "batch_size=0"], "batch_size is 0"),
+        (["pretrain", "--demo", "unknown.yaml"], "--demo"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments, words, capsys):
+    Path("train.py").write_text("raise AssertionError('must not run')")
+    Path("broken.yaml").write_text("batch_size: 4\noptimizer: {lr: 1\nseed: 1\n")
+    Path("unknown.yaml").write_text("batchsize: 4\n")
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_option_is_refused(capsys):
+    assert cli.main(["pretrain", "--nprocs", "2"]) == 2
+    assert "--nprocs" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch, capsys):
+    def broken(command, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(launch, "launch", broken)
+    assert cli.main(["pretrain"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("RuntimeError: a bug\n")
+
+
+def test_help_loads_next_to_nothing():
+    code = (
+        "import sys; from evener.cli import main; code = main(['--help']); "
+        "heavy = {'numpy', 'pydantic', 'rich', 'torch', 'transformers', 'yaml'}; "
+        "sys.exit(code or str(heavy & set(sys.modules) or ''))"
+    )
+    source = Path(cli.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={"PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert "pretrain" in done.stdout
+    assert done.stderr.strip() == ""
