@@ -1,0 +1,277 @@
+"""Peers that die, stop, leave, come late or do something else, on every leaf with several ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.stage import TIMEOUT_S, Line, Processes, Seen, Stage, Threads, watch
+from evener.comm.base import Communicator
+
+LEAVES = {"threads": Threads, "gloo": Processes}
+SOON_S = 8.0  # far below the deadline of 20 s, far above what a busy machine needs
+DEADLINE_S = 1.0
+
+leaves = pytest.mark.parametrize("leaf", LEAVES)
+
+
+def others(stage: Stage, rank: int) -> list[int]:
+    return [r for r in range(stage.world_size) if r != rank]
+
+
+def assert_ended(seen: Seen) -> None:
+    """The communicator refuses further calls, at once and for the same reason."""
+    assert seen.kind_after == seen.kind
+    assert seen.took_after_s < 0.5
+
+
+# ── death ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reduce_for_ever(comm: Communicator, line: Line) -> Seen:
+    gradient = torch.zeros(2_000_000)
+    comm.all_reduce(gradient, what="first gradients")
+    line.send("reducing")
+    return watch(comm, line, lambda: comm.all_reduce(gradient, what="gradients"))
+
+
+@leaves
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    # In a ring of four, one survivor is no neighbour of the victim. Rank 0 hosts the store.
+    [(2, 1), (3, 2), (3, 0), (4, 1)],
+)
+def test_survivors_of_a_death_lose_a_peer(leaf: str, world_size: int, victim: int) -> None:
+    with LEAVES[leaf](reduce_for_ever, world_size) as stage:
+        for rank in range(world_size):
+            assert stage.receive(rank) == "reducing"
+        stage.kill(victim)
+        for seen in stage.all_seen(others(stage, victim)):
+            assert seen.kind == "PeerLostError", seen
+            assert "lost a peer in 'gradients'" in seen.message
+            assert seen.took_s < SOON_S
+            assert_ended(seen)
+
+
+def leave_early(comm: Communicator, line: Line) -> Seen | None:
+    comm.barrier(what="start")
+    if comm.rank == 0:
+        comm.close()
+        comm.close()
+        return None
+    return watch(comm, line, lambda: comm.all_gather_rows([1.0], what="header of window 3"))
+
+
+@leaves
+def test_a_peer_that_closes_is_lost(leaf: str) -> None:
+    with LEAVES[leaf](leave_early, 3) as stage:
+        for seen in stage.all_seen([1, 2]):
+            assert seen.kind == "PeerLostError", seen
+            assert "'header of window 3'" in seen.message
+            assert_ended(seen)
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Seen | None:
+    gradient = torch.zeros(500_000)
+    comm.all_reduce(gradient, what="first gradients")
+    if comm.rank == victim:
+        line.send("ready")
+        line.receive()
+        return None
+    line.receive()
+
+    def call() -> None:
+        if large:
+            comm.all_reduce(gradient, what="exchange 12", timeout_s=DEADLINE_S)
+        else:
+            comm.all_gather_rows([1.0], what="exchange 12", timeout_s=DEADLINE_S)
+
+    return watch(comm, line, call)
+
+
+@leaves
+@pytest.mark.parametrize(
+    ("world_size", "victim", "large"),
+    [(2, 1, True), (3, 0, False), (3, 0, True), (4, 2, True), (4, 2, False)],
+)
+def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, large: bool) -> None:
+    with LEAVES[leaf](wait_in_vain, world_size, victim, large) as stage:
+        assert stage.receive(victim) == "ready"
+        stage.stop(victim)
+        for rank in others(stage, victim):
+            stage.send(rank, "go")
+        for rank, seen in zip(
+            others(stage, victim), stage.all_seen(others(stage, victim)), strict=True
+        ):
+            assert seen.kind == "CollectiveTimeoutError", seen
+            assert seen.missing == (victim,)
+            text = f"rank {rank} waited 1.0 s in 'exchange 12' for rank {victim}"
+            assert text in seen.message
+            # One rank may start a moment later than the one whose deadline passes first.
+            assert DEADLINE_S / 2 < seen.took_s < SOON_S
+            assert_ended(seen)
+
+
+def come_late(comm: Communicator, line: Line) -> Seen:
+    comm.barrier(what="start")
+    if comm.rank == 1:
+        line.receive()
+    return watch(
+        comm, line, lambda: comm.all_gather_rows([1.0], what="exchange 5", timeout_s=DEADLINE_S)
+    )
+
+
+@leaves
+def test_who_comes_late_learns_that_the_others_gave_up(leaf: str) -> None:
+    with LEAVES[leaf](come_late, 3) as stage:
+        for rank in (0, 2):
+            assert stage.receive(rank) == "seen"
+        stage.send(1, "go")
+        assert stage.receive(1) == "seen"
+        for rank in range(3):
+            stage.send(rank, "go")
+        on_time, late, _ = stage.end([0, 1, 2])
+    assert on_time.kind == late.kind == "CollectiveTimeoutError"
+    assert on_time.missing == (1,)
+    assert late.missing == ()
+    assert "rank 1 came to 'exchange 5' after the others had given up" in late.message
+    assert late.took_s < SOON_S
+
+
+# ── misunderstanding ─────────────────────────────────────────────────────────────────────────────
+
+Calls = tuple[Callable[[Communicator], object], Callable[[Communicator], object]]
+MISMATCHES: dict[str, Calls] = {
+    "rows of unlike lengths": (
+        lambda comm: comm.all_gather_rows([1.0], what="row"),
+        lambda comm: comm.all_gather_rows([1.0, 2.0], what="row"),
+    ),
+    "a long row": (
+        lambda comm: comm.all_gather_rows([1.0], what="row"),
+        lambda comm: comm.all_gather_rows([1.0] * 500, what="row"),
+    ),
+    "other rows": (
+        lambda comm: comm.all_gather_rows([1.0], what="header of window 8"),
+        lambda comm: comm.all_gather_rows([1.0], what="accuracy"),
+    ),
+    "a barrier": (
+        lambda comm: comm.all_gather_rows([], what="x"),
+        lambda comm: comm.barrier(what="x"),
+    ),
+    "an evaluation": (
+        lambda comm: comm.all_reduce(torch.zeros(2), what="accuracy"),
+        lambda comm: comm.all_gather_rows([1.0, 2.0], what="header of window 8"),
+    ),
+    "another dtype": (
+        lambda comm: comm.all_reduce(torch.zeros(2), what="x"),
+        lambda comm: comm.all_reduce(torch.zeros(1, dtype=torch.float64), what="x"),
+    ),
+    "another source": (
+        lambda comm: comm.broadcast(torch.zeros(2), 0, what="x"),
+        lambda comm: comm.broadcast(torch.zeros(2), 1, what="x"),
+    ),
+    "a large tensor of another size": (
+        lambda comm: comm.all_reduce(torch.zeros(2000), what="x"),
+        lambda comm: comm.all_reduce(torch.zeros(3000), what="x"),
+    ),
+    "other members": (
+        lambda comm: comm.split([0, 1], name="half"),
+        lambda comm: comm.split([1, 0], name="half"),
+    ),
+}
+
+
+def disagree(comm: Communicator, line: Line, name: str) -> Seen:
+    calls = MISMATCHES[name]
+    return watch(comm, line, lambda: calls[comm.rank == 1](comm))
+
+
+@leaves
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_in_different_operations_are_told_so(leaf: str, name: str) -> None:
+    with LEAVES[leaf](disagree, 2, name) as stage:
+        for seen in stage.all_seen([0, 1]):
+            assert seen.kind == "CollectiveMismatchError", seen
+            assert "rank 0" in seen.message
+            assert "rank 1" in seen.message
+            assert seen.took_s < SOON_S
+            assert_ended(seen)
+
+
+def evaluate_on_one_rank(comm: Communicator, line: Line) -> Seen:
+    gradient = torch.zeros(50_000)
+    comm.all_reduce(gradient, what="gradients")
+
+    def call() -> None:
+        if comm.rank == 1:
+            comm.all_reduce(torch.zeros(2), what="accuracy", timeout_s=DEADLINE_S)
+        else:
+            comm.all_reduce(gradient, what="gradients of window 2", timeout_s=DEADLINE_S)
+
+    return watch(comm, line, call)
+
+
+@leaves
+def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str) -> None:
+    with LEAVES[leaf](evaluate_on_one_rank, 3) as stage:
+        for seen in stage.all_seen([0, 1, 2]):
+            assert seen.kind == "CollectiveMismatchError", seen
+            assert "'accuracy'" in seen.message
+            assert "'gradients of window 2'" in seen.message
+            assert_ended(seen)
+
+
+# ── splits and the end ───────────────────────────────────────────────────────────────────────────
+
+
+def lose_a_part(comm: Communicator, line: Line) -> Any:
+    part = comm.split([0, 1], name="inner")
+    if part is None:
+        line.send("seen")
+        line.receive()
+        comm.barrier(what="the whole lives on")
+        return None
+    if comm.rank == 1:
+        part.close()
+        line.send("seen")
+        line.receive()
+        comm.barrier(what="the whole lives on")
+        return None
+    seen = watch(part, line, lambda: part.barrier(what="inner barrier"))
+    comm.barrier(what="the whole lives on")
+    return seen
+
+
+@leaves
+def test_a_split_fails_by_itself(leaf: str) -> None:
+    with LEAVES[leaf](lose_a_part, 3) as stage:
+        seen = stage.all_seen([0, 1, 2])[0]
+        assert seen.kind == "PeerLostError"
+        assert "'inner barrier'" in seen.message
+
+
+def use_after_close(comm: Communicator, line: Line) -> Seen:
+    comm.barrier(what="start")
+    line.receive()  # nobody closes while another is still in there
+    comm.close()
+    return watch(comm, line, lambda: comm.all_gather_rows([1.0], what="header"))
+
+
+@leaves
+def test_a_closed_communicator_says_so(leaf: str) -> None:
+    with LEAVES[leaf](use_after_close, 2) as stage:
+        for rank in (0, 1):
+            stage.send(rank, "close")
+        for rank, seen in enumerate(stage.all_seen([0, 1])):
+            assert seen.kind == "CollectiveError"
+            text = f"rank {rank} cannot start 'header': rank {rank} has closed this communicator"
+            assert seen.message == text
+            assert seen.took_s < 0.5
+
+
+def test_the_deadline_of_the_tests_is_not_what_ends_them() -> None:
+    assert SOON_S < TIMEOUT_S
