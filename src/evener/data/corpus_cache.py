@@ -154,7 +154,7 @@ class Build:
             _HashedFile(scratch / "sources.json") as sources,
         ):
             for label, num_bytes, ids in self._documents(files, hashes):
-                tokens.write(ids.astype(self._dtype).tobytes())
+                tokens.write(ids.tobytes())
                 start, counts["num_tokens"] = counts["num_tokens"], counts["num_tokens"] + len(ids)
                 name = label.encode("utf-8", "surrogateescape")
                 label_hash = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -219,13 +219,16 @@ class Build:
                 self._note(f"left out because {what}: {len(labels)} files, {', '.join(labels[:3])}")
 
     def _encode(self, text: str) -> NDArray[Any]:
-        ids = np.append(self._tokenizer.encode(text), self._tokenizer.eos_id)
-        if ids.min() < 0 or ids.max() >= self._tokenizer.vocab_size:
+        ids = self._tokenizer.encode(text)
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._tokenizer.vocab_size:
             raise DataError(
                 f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its vocab_size is "
                 f"{self._tokenizer.vocab_size}: use the tokenizer files that belong together"
             )
-        return ids
+        document = np.empty(len(ids) + 1, self._dtype)
+        document[:-1] = ids
+        document[-1] = self._tokenizer.eos_id
+        return document
 
     def _install(self, scratch: Path, folder: Path) -> None:
         _sync_folder(scratch)

@@ -263,9 +263,10 @@ def _load(folder: Path) -> Any:
             f"byte-level tokenizer"
         ) from error
     except Exception as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
         raise DataError(
-            f"{folder} does not load as a tokenizer: {type(error).__name__}: {error}. It needs the "
-            f"files that tokenizer.save_pretrained() writes"
+            f"{folder} does not load as a tokenizer: {cause}. It needs the files that "
+            f"tokenizer.save_pretrained() writes"
         ) from error
 
 

@@ -295,8 +295,8 @@ def test_all_empty_is_an_error(tmp_path, cache):
 
 
 def test_a_tokenizer_that_breaks_its_promise_is_found(text, cache):
-    with pytest.raises(DataError, match=r"ids from 10 to 256.*vocab_size is 100"):
-        prepare_corpus([text], Letters(vocab_size=100), cache)
+    with pytest.raises(DataError, match=r"ids from 10 to 117.*vocab_size is 110"):
+        prepare_corpus([text], Letters(vocab_size=110), cache)
 
 
 # ── the split ────────────────────────────────────────────────────────────────────────────────────

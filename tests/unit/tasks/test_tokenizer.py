@@ -1,0 +1,219 @@
+"""Tokenizers: exact round trips, the same ids as Hugging Face's, and nothing from the network."""
+
+import json
+import logging
+import socket
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.errors import ConfigError, DataError
+from evener.tasks.tokenizer import ByteTokenizer, check_vocabulary, load_tokenizer
+
+TEXTS = ["", "hello world", " a  b\n\n\tc ", "\u00e9\u65e5\u672c\U0001f600", "\0\r\n\x7f\ufeff"]
+TRICKY = [*TEXTS, "<|endoftext|>", "a<|endoftext|>b", "def f(x):\n    return x's"]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(self, address):
+        pytest.fail(f"connects to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: pytest.fail(f"looks up {a}"))
+
+
+@pytest.fixture(scope="module")
+def bpe_folder(tmp_path_factory):
+    """A small byte-level BPE as transformers saves it, with truncation left on."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, hello words"] * 5, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", model_max_length=8
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+# ── bytes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.text())
+@settings(deadline=None)
+def test_every_text_comes_back_exactly(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.ndim == 1
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
+
+
+def test_no_spec_is_the_byte_tokenizer():
+    tokenizer = load_tokenizer(None)
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    assert tokenizer.fingerprint == load_tokenizer(None).fingerprint != ""
+
+
+def test_broken_bytes_show_as_replacement_characters():
+    assert ByteTokenizer().decode([0xC3, 0x41]) == "\ufffdA"
+
+
+def test_saved_bytes_load_in_auto_tokenizer_with_the_same_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    mine = ByteTokenizer()
+    mine.save(tmp_path / "new/folder")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "new/folder", local_files_only=True)
+    assert (len(theirs), theirs.eos_token_id) == (mine.vocab_size, mine.eos_id)
+    for text in TRICKY:
+        assert theirs(text)["input_ids"] == mine.encode(text).tolist()
+        assert theirs.decode(mine.encode(text).tolist()) == text
+    assert theirs.decode([104, 105, 256], skip_special_tokens=True) == "hi"
+
+
+def test_saved_bytes_come_back_as_the_byte_tokenizer(tmp_path):
+    ByteTokenizer().save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")  # a checkpoint holds more than a tokenizer
+    assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
+
+
+def test_bytes_saved_again_by_transformers_still_give_the_same_ids(tmp_path):
+    from transformers import AutoTokenizer
+
+    ByteTokenizer().save(tmp_path / "mine")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "mine", local_files_only=True)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizer = load_tokenizer(tmp_path / "theirs")
+    for text in TEXTS:
+        assert tokenizer.encode(text).tolist() == list(text.encode())
+
+
+def test_bytes_are_taken_as_they_lie_in_memory():
+    ids = ByteTokenizer().encode("def f(x):\n    return x\n" * 1000)
+    assert (ids.dtype, ids.flags.owndata) == (np.uint8, False)
+
+
+# ── a folder ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_folder_gives_the_ids_of_transformers_without_special_tokens(bpe_folder):
+    from transformers import AutoTokenizer
+
+    mine = load_tokenizer(str(bpe_folder))
+    theirs = AutoTokenizer.from_pretrained(bpe_folder, local_files_only=True)
+    assert (mine.vocab_size, mine.eos_id) == (len(theirs), 1)
+    for text in [*TRICKY, "hello world " * 50]:
+        ids = mine.encode(text)
+        assert ids.dtype == np.uint32
+        expected = theirs(text, add_special_tokens=False, truncation=False, padding=False)
+        assert ids.tolist() == expected["input_ids"]
+        assert mine.decode(ids) == text
+    assert mine.decode(np.array([0, *mine.encode("hello"), 1])) == "hello"
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(bpe_folder):
+    saved = json.loads((bpe_folder / "tokenizer.json").read_text())
+    assert saved["truncation"] is not None
+    assert saved["padding"] is not None
+    tokenizer = load_tokenizer(bpe_folder)
+    text = "something rather long, certainly more than four tokens"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("h").shape == (1,)
+
+
+def test_files_are_the_folders_own_and_load_again(bpe_folder, tmp_path):
+    tokenizer = load_tokenizer(bpe_folder)
+    files = tokenizer.files()
+    assert {"tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert "model.safetensors" not in files
+    assert all((bpe_folder / name).read_bytes() == content for name, content in files.items())
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_fingerprint_follows_the_definition_only(bpe_folder, tmp_path):
+    tokenizer = load_tokenizer(bpe_folder)
+    tokenizer.save(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+    assert "chat_template.jinja" in load_tokenizer(tmp_path).files()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<s>"}))
+    assert load_tokenizer(tmp_path).fingerprint != tokenizer.fingerprint
+    assert ByteTokenizer().fingerprint != tokenizer.fingerprint
+
+
+def test_added_tokens_count_for_the_vocabulary(bpe_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(bpe_folder, local_files_only=True)
+    theirs.add_tokens(["<one>", "<two>"])
+    theirs.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == load_tokenizer(bpe_folder).vocab_size + 2
+    assert tokenizer.encode("<two>").tolist() == [tokenizer.vocab_size - 1]
+
+
+def test_loading_and_long_texts_are_silent(bpe_folder, capfd, caplog):
+    from transformers.utils import logging as theirs
+
+    before = theirs.get_verbosity()
+    with caplog.at_level(logging.INFO):
+        load_tokenizer(bpe_folder).encode("hello world " * 1000)
+    assert capfd.readouterr() == ("", "")
+    assert theirs.get_verbosity() == before
+
+
+def test_tokenizer_without_end_of_text_is_refused(bpe_folder, tmp_path):
+    load_tokenizer(bpe_folder).save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"has no end-of-text token.*\"eos_token\""):
+        load_tokenizer(tmp_path)
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"no tokenizer folder gpt2: evener downloads nothing"):
+        load_tokenizer("gpt2")
+    with pytest.raises(DataError, match=r"does not load as a tokenizer: .*save_pretrained"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(DataError, match=r"does not load as a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_library_names_the_extra(bpe_folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs transformers: pip install 'evener\[hf\]'"):
+        load_tokenizer(bpe_folder)
+
+
+def test_vocabulary_must_fit_the_model():
+    check_vocabulary(ByteTokenizer(), 257)
+    check_vocabulary(ByteTokenizer(), 32000)
+    with pytest.raises(ConfigError, match=r"has 257 ids, the model only 256 .*vocab_size to 257"):
+        check_vocabulary(ByteTokenizer(), 256)
