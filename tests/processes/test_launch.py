@@ -2,6 +2,7 @@ import signal
 import socket
 import sys
 
+import psutil
 import pytest
 
 from helpers.launched import PRELUDE, Sandbox, wait_until_gone
@@ -378,6 +379,19 @@ def test_a_launcher_killed_without_a_word_leaves_no_orphan(sandbox, while_stoppi
         sandbox.mailbox.read(2)
     running.signal(signal.SIGKILL)
     for pid in family:
+        assert wait_until_gone(pid, timeout_s=10), pid
+
+
+def test_ranks_die_with_their_launcher_even_without_the_lifeline(sandbox):
+    script = sandbox.script("tell(os.getpid())\nwait_forever()\n")
+    running = sandbox.evener("launch", "--nproc", 2, script)
+    ranks = pids(sandbox.mailbox.read(2))
+    children = psutil.Process(running.process.pid).children()
+    (lifeline,) = [child for child in children if child.pid not in ranks]
+    assert "lifeline.py" in " ".join(lifeline.cmdline())
+    lifeline.kill()
+    running.signal(signal.SIGKILL)
+    for pid in ranks:
         assert wait_until_gone(pid, timeout_s=10), pid
 
 
