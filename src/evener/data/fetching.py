@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
@@ -85,9 +85,20 @@ class Recipe:
                 f"collate_fn that pads them"
             ) from error
 
-    def batch(self, epoch: int, indices: Sequence[int], *, seeded: bool = True) -> Any:
-        """Loads the samples of ``indices`` and collates them."""
-        samples = [self.sample(epoch, index, seeded=seeded) for index in indices]
+    def batch(
+        self,
+        epoch: int,
+        indices: Sequence[int],
+        *,
+        seeded: bool = True,
+        known: Mapping[int, Any] | None = None,
+    ) -> Any:
+        """Loads the samples of ``indices``, but for those ``known`` already, and collates them."""
+        known = known or {}
+        samples = [
+            known[index] if index in known else self.sample(epoch, index, seeded=seeded)
+            for index in indices
+        ]
         return self.collate(epoch, indices, samples, seeded)
 
 
@@ -176,12 +187,17 @@ class Fetcher(ABC):
             raise UsageError("this fetcher is closed: submit before close()")
         if not indices:
             raise UsageError("a batch needs at least one index: do not submit an empty share")
-        return self._submit(epoch, [int(index) for index in indices])
+        wanted = [int(index) for index in indices]
+        known: dict[int, Any] = {}
+        if self._once is not None and self._once[0][0] == epoch and self._once[0][1] in wanted:
+            known, self._once = {self._once[0][1]: self._once[1]}, None
+        return self._submit(epoch, wanted, known)
 
     def load_once(self, epoch: int, index: int) -> Any:
         """Loads one sample now, or returns the one that the previous call loaded, if the same.
 
-        For the speed probe, which times batches that hold one sample many times. The caller's
+        For the speed probe, which times batches that hold one sample many times. The next
+        submission that asks for the sample gets this copy, so that it is read once. The caller's
         random generators are left as they were.
 
         Raises:
@@ -206,7 +222,8 @@ class Fetcher(ABC):
         """Ends threads and processes, also while loads are outstanding; idempotent."""
 
     @abstractmethod
-    def _submit(self, epoch: int, indices: list[int]) -> Pending: ...
+    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
+        """Starts a load; ``known`` holds samples, by index, that need not be read again."""
 
     def _load(self, epoch: int, index: int) -> Any:
         with preserved_generators():

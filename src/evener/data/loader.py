@@ -86,12 +86,12 @@ class InlineFetcher(Fetcher):
     left as they were.
     """
 
-    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
         recipe = self._recipe
 
         def load() -> Any:
             with preserved_generators():
-                return recipe.batch(epoch, indices)
+                return recipe.batch(epoch, indices, known=known)
 
         return _InlinePending(load)
 
@@ -146,10 +146,11 @@ class ThreadFetcher(Fetcher):
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
         recipe = self._recipe
         return self._put(
-            lambda: recipe.batch(epoch, indices, seeded=False), name_samples(epoch, indices)
+            lambda: recipe.batch(epoch, indices, seeded=False, known=known),
+            name_samples(epoch, indices),
         )
 
     def _load(self, epoch: int, index: int) -> Any:

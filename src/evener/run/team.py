@@ -14,7 +14,12 @@ import psutil
 import torch
 
 from evener.comm.base import Communicator
-from evener.errors import CollectiveMismatchError, ConfigError, ProtocolError
+from evener.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    ProtocolError,
+)
 
 
 class Meeting(IntEnum):
@@ -108,8 +113,15 @@ class Team:
             )
         padding = [0.0] * (self._payload_length - len(payload))
         row = [float(kind), float(window), float(leaving), *payload, *padding]
-        what = f"meeting for {kind.name.lower()} {window}"
-        rows = self.comm.all_gather_rows(row, what=what)
+        # The same words on every rank: what a rank wants is in its row, so that ranks which want
+        # different things meet all the same, and each can say who wanted what.
+        try:
+            rows = self.comm.all_gather_rows(row, what="a meeting of the team")
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{error} (rank {self.rank} was {kind.deed} in window {window})",
+                missing=error.missing,
+            ) from None
         if any(r[:2] != row[:2] for r in rows):
             raise CollectiveMismatchError(_mismatch(rows))
         return [r[3:] for r in rows], int(max(r[2] for r in rows))
