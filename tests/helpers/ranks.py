@@ -281,7 +281,7 @@ class RankTeam:
                 "folder": str(Path.cwd()),
                 "path": sys.path,
                 "module": module.__name__,
-                "module_file": file_to_load(module.__file__),
+                "module_file": file_to_load(getattr(module, "__file__", None)),
                 "warning_filters": warnings.filters,
             }
             channel.send_bytes(cloudpickle.dumps(job))

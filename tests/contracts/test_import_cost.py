@@ -1,0 +1,88 @@
+"""``import evener`` is cheap and changes nothing; the command line answers without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+LOOK = """
+import json, logging, os, signal, sys, threading, warnings
+def look():
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "variables": dict(os.environ),
+        "handlers": [repr(signal.getsignal(n)) for n in sorted(signal.valid_signals())],
+        "loggers": [repr(logging.root.handlers), logging.root.level],
+        "filters": [repr(f) for f in warnings.filters],
+        "excepthook": repr(sys.excepthook),
+        "path": sys.path,
+    }
+"""
+
+# Most of these cost more than evener itself; the others are ours, and come when they are used.
+HEAVY = {"torch", "numpy", "transformers", "peft", "pydantic", "rich", "typer", "yaml", "psutil"}
+
+
+def run(program: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_changes_nothing_and_brings_in_only_itself():
+    seen = run(
+        """
+before, modules = look(), set(sys.modules)
+import evener
+after = look()
+print(json.dumps({"before": before, "after": after, "new": sorted(set(sys.modules) - modules)}))
+"""
+    )
+    assert seen["before"] == seen["after"]
+    assert not {name.split(".")[0] for name in seen["new"]} & HEAVY
+    assert [name for name in seen["new"] if name.startswith("evener")] == ["evener"]
+
+
+def test_using_every_public_name_costs_little_over_torch_and_changes_nothing():
+    program = """
+import time
+import torch, torch.distributed, torch.utils.data
+before, modules = look(), set(sys.modules)
+started_s = time.process_time()
+import evener
+for name in evener.__all__:
+    getattr(evener, name)
+spent_s = time.process_time() - started_s
+new = {name.split(".")[0] for name in set(sys.modules) - modules}
+print(json.dumps({"before": before, "after": look(), "spent_s": spent_s, "new": sorted(new)}))
+"""
+    seen = run(program)
+    assert seen["before"] == seen["after"]
+    assert not set(seen["new"]) & {"transformers", "peft", "tokenizers", "tensorboard", "starlette"}
+    # Processor time, and the best of three: a busy machine makes it slower, never quicker.
+    spent_s = min(
+        [seen["spent_s"], *(run(program)["spent_s"] for _ in range(2 * (seen["spent_s"] > 0.2)))]
+    )
+    assert spent_s <= 0.2
+
+
+def test_the_command_line_helps_without_torch():
+    command = Path(sys.executable).with_name("evener")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", str(command), "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pretrain" in done.stdout
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "transformers"}

@@ -1,0 +1,72 @@
+"""What is public is public on purpose."""
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+import evener
+from helpers.source import PACKAGE
+
+# The interface that users may rely on (DESIGN §4). Adding a name is a decision; removing one breaks
+# somebody's program and belongs into the changelog.
+PUBLIC = {
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "DataError",
+    "EvenerError",
+    "LaunchError",
+    "NonFiniteGradientError",
+    "PeerLostError",
+    "ProtocolError",
+    "UsageError",
+    "UserError",
+    "__version__",
+}
+
+
+def test_all_is_the_public_interface():
+    assert set(evener.__all__) == PUBLIC
+    assert len(evener.__all__) == len(PUBLIC)
+    assert set(dir(evener)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_each_name_is_there_documented_and_at_home_where_it_is_said_to_be(name):
+    value = getattr(evener, name)
+    home = importlib.import_module(evener._MODULE_OF[name])
+    assert value is getattr(home, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__module__ == home.__name__, "name the module that defines it"
+        assert inspect.getdoc(value)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    assert seen == evener._MODULE_OF
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error():
+    with pytest.raises(AttributeError, match="module 'evener' has no attribute 'Dpp'"):
+        evener.Dpp  # noqa: B018
+
+
+def test_every_exception_is_public():
+    tree = ast.parse((PACKAGE / "errors.py").read_text())
+    assert {node.name for node in tree.body if isinstance(node, ast.ClassDef)} <= PUBLIC

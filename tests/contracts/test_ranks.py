@@ -1,0 +1,186 @@
+"""run_ranks: what it returns, what it says when ranks fail, and that none survives."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+import torch.distributed
+
+from evener.errors import NonFiniteGradientError
+from helpers.ranks import RanksFailedError, RankTeam, run_ranks, run_ranks_to_end
+
+
+@dataclass
+class Answer:
+    rank: int
+    pid: int
+
+
+def answer(rank, offset):
+    return Answer(rank.rank + offset, os.getpid())
+
+
+def test_values_come_back_by_rank_from_processes_of_their_own():
+    answers = run_ranks(answer, 3, 10)
+    assert [a.rank for a in answers] == [10, 11, 12]
+    assert all(type(a) is Answer for a in answers)
+    assert len({a.pid for a in answers} | {os.getpid()}) == 4
+    assert not any(psutil.pid_exists(a.pid) for a in answers)
+
+
+def test_a_closure_and_large_tensors_travel():
+    payload = torch.arange(1_000_000)
+    doubled = run_ranks(lambda rank: payload * (rank.rank + 1), 2)
+    assert torch.equal(doubled[0], payload)
+    assert torch.equal(doubled[1], 2 * payload)
+
+
+def surroundings(rank):
+    return (
+        os.environ["RANK"],
+        os.environ["MASTER_PORT"] == str(rank.port),
+        os.environ.get("EVENER_STORE_FD") == (str(rank.listen_fd) if rank.rank == 0 else None),
+        os.environ["ANSWER"],
+        torch.get_num_threads(),
+        threading.active_count(),
+        len(psutil.Process().open_files()),
+        torch.rand(1).item(),
+    )
+
+
+def test_a_rank_begins_clean_and_finds_what_the_launcher_would_set():
+    first, second = run_ranks(surroundings, 2, env={"ANSWER": "42"})
+    assert first[:-1] == ("0", True, True, "42", 1, 1, first[6])
+    assert second[:-1] == ("1", True, True, "42", 1, 1, first[6])
+    assert first[-1] == second[-1] == torch.rand(1).item()
+
+
+def meet(rank):
+    store = torch.distributed.TCPStore(
+        rank.address,
+        rank.port,
+        rank.world_size,
+        is_master=rank.rank == 0,
+        master_listen_fd=rank.listen_fd,
+    )
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank.rank, world_size=rank.world_size
+    )
+    total = torch.tensor([float(rank.rank)])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    return total.item()
+
+
+def test_ranks_meet_on_the_port_that_they_are_given():
+    assert run_ranks(meet, 3) == [3.0] * 3
+
+
+def end(rank):
+    print(f"rank {rank.rank} was here")
+    match rank.rank:
+        case 0:
+            raise NonFiniteGradientError("w is not finite", rank=3, parameter="w", window=7)
+        case 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case 3:
+            raise SystemExit(7)
+        case 4:
+            warnings.warn("warnings are errors here, too", UserWarning, stacklevel=1)
+    return "done"
+
+
+def test_the_outcome_tells_how_each_rank_ended():
+    raised, killed, stopped, left, warned, returned = run_ranks_to_end(end, 6)
+    assert isinstance(raised.exception, NonFiniteGradientError)
+    assert (raised.exception.rank, raised.exception.window) == (3, 7)
+    assert "in end" in raised.traceback
+    assert killed.died_of == signal.SIGKILL
+    assert stopped.stopped
+    assert left.exit_code == 7
+    assert isinstance(warned.exception, UserWarning)
+    assert returned.value == "done"
+    assert returned.output == "rank 5 was here\n"
+
+
+def test_the_error_tells_the_story_of_each_rank():
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(end, 6)
+    text = str(failure.value)
+    assert "rank 0 raised" in text
+    assert "w is not finite" in text
+    assert "rank 1 died of SIGKILL" in text
+    assert "rank 3 exited with status 7" in text
+    assert "rank 5 was here" in text
+    assert isinstance(failure.value.__cause__, NonFiniteGradientError)
+
+
+def hang(rank):
+    rank.send(os.getpid())
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_in_the_dark()
+
+
+def wait_in_the_dark():
+    threading.Event().wait()
+
+
+def test_a_timeout_shows_every_stack_and_leaves_no_rank():
+    with RankTeam(hang, 2) as team:
+        pids = [team.receive(rank) for rank in range(2)]
+        assert tuple(pids) == team.pids
+        with pytest.raises(RanksFailedError) as failure:
+            team.wait(0.5)
+    text = str(failure.value)
+    assert "ranks [0, 1] had not ended after 0.5 s" in text
+    # Rank 1 was stopped; it goes on for a moment, to tell where it is.
+    assert text.count("in wait_in_the_dark") >= 1
+    assert text.count("in hang") == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def echo(rank):
+    rank.send("ready")
+    return rank.receive() * 2
+
+
+def test_the_test_can_talk_to_ranks_stop_them_and_let_them_go_on():
+    with RankTeam(echo, 2) as team:
+        assert [team.receive(rank) for rank in range(2)] == ["ready", "ready"]
+        team.send_signal(1, signal.SIGSTOP)
+        team.send(0, 10)
+        team.send(1, 20)
+        assert team.wait(ranks=[0])[0].value == 20
+        assert psutil.Process(team.pids[1]).status() == psutil.STATUS_STOPPED
+        team.send_signal(1, signal.SIGCONT)
+        assert team.wait()[1].value == 40
+
+
+def test_a_rank_that_ends_instead_of_sending_is_an_error():
+    with RankTeam(answer, 1, 0) as team, pytest.raises(RanksFailedError, match="ended instead"):
+        team.receive(0)
+
+
+def test_a_warm_start_is_quick():
+    run_ranks(answer, 1, 0)  # starts the process that ranks are forked from
+    started_s = time.process_time()
+    run_ranks(answer, 4, 0)
+    assert time.process_time() - started_s < 0.5
+
+
+def leave_a_thread(rank):
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    return "early"
+
+
+def test_a_rank_ends_like_any_process_when_its_threads_have_ended():
+    assert run_ranks(leave_a_thread, 1) == ["early"]

@@ -1,0 +1,98 @@
+"""The repository itself: what is tracked, what is pinned, what is declared."""
+
+import os
+import re
+import tomllib
+
+import pytest
+
+import evener
+from helpers.source import ROOT, tracked_files
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEXT = [path for path in tracked_files() if b"\0" not in path.read_bytes()[:8192]]
+MAX_FILE_BYTES = 500_000
+
+# Spelled so that this file does not contain what it looks for.
+HOMES = re.compile("/(?:" + "|".join(("home/", "Users/", "root/", "work/")) + r")[\w.-]{2,}")
+
+
+def relative(path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", TEXT, ids=relative)
+def test_text_files_are_clean(path):
+    text = path.read_text(encoding="utf-8")
+    assert "\r" not in text
+    assert text.endswith("\n") or not text, "no newline at the end"
+    assert not text.endswith("\n\n"), "empty lines at the end"
+    for number, line in enumerate(text.splitlines(), 1):
+        assert line == line.rstrip() or path.suffix == ".md", (
+            f"white space at the end of line {number}"
+        )
+        assert not line.startswith(("<<<<<<< ", ">>>>>>> ")), f"merge conflict in line {number}"
+        assert not HOMES.search(line), f"somebody's own folder in line {number}: {line.strip()}"
+
+
+def test_nothing_large_or_made_is_tracked():
+    for path in tracked_files():
+        assert path.stat().st_size <= MAX_FILE_BYTES, path
+        assert path.suffix not in {".pyc", ".so", ".whl", ".log", ".pt", ".safetensors"}, path
+        assert not set(path.relative_to(ROOT).parts) & {".venv", "__pycache__", "runs", "dist"}, (
+            path
+        )
+
+
+def test_scripts_can_be_executed():
+    for name in ("dev.py", ".ci/run"):
+        assert os.access(ROOT / name, os.X_OK), name
+
+
+def test_versions_agree():
+    assert evener.__version__ == PROJECT["project"]["version"]
+
+
+def test_every_dependency_is_pinned():
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            assert re.fullmatch(r"[\w.]+", version), f"no exact version without build tag: {line}"
+            pinned[normalised(name)] = version
+    wanted = list(PROJECT["project"]["dependencies"])
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    for requirement in wanted:
+        name = re.match(r"[\w.-]+", requirement)
+        assert name is not None
+        assert normalised(name[0]) in pinned, requirement
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_readme_is_what_the_package_shows():
+    # A name without the file makes the package impossible to build, and the other way round nobody
+    # sees it.
+    assert (ROOT / "README.md").is_file() == (PROJECT["project"].get("readme") == "README.md")
+
+
+def test_the_changelog_has_a_place_for_the_next_change():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in text
+    released = re.findall(r"^## \[(\d[^\]]*)\]", text, re.MULTILINE)
+    assert len(released) == len(set(released))
+
+
+def test_tests_are_in_folders_that_dev_py_knows():
+    known = {"unit", "conformance", "processes", "numerics", "contracts", "recipes", "helpers"}
+    for path in (ROOT / "tests").iterdir():
+        if path.is_dir() and path.name != "__pycache__" and any(path.rglob("*.py")):
+            assert path.name in known, f"tests/{path.name}: dev.py decides what runs side by side"
+
+
+def test_test_folders_are_no_packages():
+    packages = [p for p in (ROOT / "tests").rglob("__init__.py") if p.parent.name != "helpers"]
+    assert not packages

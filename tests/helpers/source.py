@@ -1,0 +1,94 @@
+"""The source of evener as syntax trees, for tests that hold it to its rules."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "src" / "evener"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file; ``name`` is relative to the package, such as ``comm.base``."""
+
+    path: Path
+    name: str
+
+    @property
+    def layer(self) -> str:
+        """The package or module directly under evener."""
+        return self.name.split(".", 1)[0]
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def where(self, node: ast.AST) -> str:
+        """``src/evener/comm/base.py:12``."""
+        return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All source files of the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Module(path, name or "__init__"))
+    assert found, f"no source under {PACKAGE}"
+    return tuple(found)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import with the dotted name it brings in: ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield node, f"{prefix}.{alias.name}"
+
+
+def without_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: not function bodies, nor blocks for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from without_functions(node)
+
+
+def uses(tree: ast.AST, dotted: str) -> Iterator[ast.AST]:
+    """Where a dotted name such as ``torch.distributed`` is imported or written out."""
+    for node, name in imports(tree):
+        if name == dotted or name.startswith(f"{dotted}."):
+            yield node
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted:
+            yield node
+
+
+def tracked_files() -> list[Path]:
+    """Every file of the repository that git knows, and that is still there."""
+    done = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        timeout=30,
+    )
+    paths = (ROOT / name for name in done.stdout.decode().split("\0") if name)
+    return [path for path in paths if path.is_file()]
