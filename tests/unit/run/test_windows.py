@@ -374,7 +374,7 @@ def test_dropout_does_not_depend_on_what_was_drawn_before() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with setup(SingleCommunicator(), model, optimizer) as ddp:
+        with setup(SingleCommunicator(), model, optimizer) as ddp:
             loader = ddp.loader(Numbered(), batch_size=8, seed=4)
             for _, x in loader.epoch(0):
                 ddp.backward(model(x).square().mean())
