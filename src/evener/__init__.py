@@ -1,12 +1,14 @@
 """Data-parallel PyTorch training on unequal devices.
 
 Each device pulls at its own speed, and the mathematics stays that of one machine. ``import evener``
-loads nothing but this file: a public name brings in its module, and torch with it, when it is
+loads next to nothing: a public name brings in its module, and torch with it, when it is
 first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+from evener.version import __version__
 
 if TYPE_CHECKING:
     from evener.errors import CheckpointError as CheckpointError
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from evener.errors import ProtocolError as ProtocolError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
-
-__version__: Final = "0.1.0"
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.

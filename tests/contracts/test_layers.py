@@ -35,7 +35,7 @@ PURE_BUILTINS_NOT = {"open", "print", "input", "eval", "exec", "__import__", "br
 
 
 def is_pure(name: str) -> bool:
-    return name.startswith(("cadence", "errors")) or name in {
+    return name.startswith(("cadence", "errors", "version")) or name in {
         "averaging.weights",
         "data.cursor",
         "data.ranges",
@@ -123,7 +123,7 @@ def test_nobody_sets_up_logging_or_imports_the_top_of_the_package(module):
             target = PACKAGE / name.split(".")[1]
             inside = target.is_dir() or target.with_suffix(".py").is_file()
             assert inside, f"{module.where(node)} takes {name} from the layer above"
-        assert name != "evener", module.where(node)
+        assert name != "evener", f"{module.where(node)}: for the version, evener.version"
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda m: m.name)
