@@ -163,8 +163,14 @@ def follow(command: Sequence[str], *, may_fail: bool = False) -> None:
     started_s = shown_s = time.monotonic()
     lines = []
     before, after = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
@@ -189,16 +195,6 @@ def brief(line: str) -> str:
 
 
 # ── tasks ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def demo(arguments: Sequence[str]) -> int:
-    """Replaces this process by the demo."""
-    run_tool("evener", "pretrain", "--demo", *arguments)
-
-
-def bench(arguments: Sequence[str]) -> int:
-    """Replaces this process by the benchmarks."""
-    run_tool("evener", "bench", *arguments)
 
 
 def lint(arguments: Sequence[str]) -> int:
@@ -373,10 +369,10 @@ def say(text: str) -> None:
 
 TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "setup": lambda _: 0,
-    "demo": demo,
+    "demo": lambda arguments: run_tool("evener", "pretrain", "--demo", *arguments),
     "test": test,
     "lint": lint,
-    "bench": bench,
+    "bench": lambda arguments: run_tool("evener", "bench", *arguments),
 }
 
 
