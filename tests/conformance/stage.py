@@ -134,6 +134,8 @@ class Processes(Stage):
     def end(self, ranks: list[int]) -> list[Any]:
         outcomes = self.team.wait(TIMEOUT_S, ranks)
         assert all(outcome.returned for outcome in outcomes), [o.story() for o in outcomes]
+        for outcome in outcomes:
+            assert "frame #" not in outcome.output, f"a C++ stack trace:\n{outcome.output}"
         return [outcome.value for outcome in outcomes]
 
     def __exit__(self, *_: object) -> None:

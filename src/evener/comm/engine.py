@@ -129,6 +129,11 @@ class Engine:
             self._busy = False
             threading.Thread(target=groups.clear, name="evener-release").start()
 
+    def close(self) -> None:
+        """Let the groups and the store go; called once, and last."""
+        self.release()
+        del self._board, self.meeting
+
     def _explain(self, call: Call, failure: str | None, waited_s: float) -> CollectiveError:
         """Let go of the group and find out what happened, with the help of the notices.
 

@@ -78,7 +78,10 @@ def connect(
         raise ConfigError(f"backend is {backend!r}: a process group has 'gloo' or 'nccl'")
     if world_size == 1:
         return SingleCommunicator(timeout_s=timeout_s)
+    if not 0 < port < 65536:
+        raise ConfigError(f"port is {port}: the team's store needs one of 1 to 65535 (MASTER_PORT)")
     address = "127.0.0.1" if address == "localhost" else address
+    devices = choose_devices(address, port)
     hosts = rank == 0 if hosts_store is None else hosts_store
     deadline = time.monotonic() + timeout_s
     store = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
@@ -89,7 +92,7 @@ def connect(
             store=store,
             host=(address, port),
             host_rank=host_rank,
-            devices=choose_devices(address, port),
+            devices=devices,
         )
         left_s = max(1.0, deadline - time.monotonic())
         return GroupCommunicator(
@@ -104,7 +107,8 @@ def connect(
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} could not form a team of {world_size} at {address}:{port} "
-            f"({first_line(error)}): look at the output of the other ranks"
+            f"({first_line(error)}): look at the output of the other ranks; where hosts have "
+            "several networks, name the one to use in GLOO_SOCKET_IFNAME"
         ) from None
 
 
@@ -253,7 +257,7 @@ class GroupCommunicator(Communicator):
     def _release(self) -> None:
         self._long_rows.clear()
         self._scratch = None
-        self._engine.release()
+        self._engine.close()
 
     # ── cells ────────────────────────────────────────────────────────────────────────────────────
 

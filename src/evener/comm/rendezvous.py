@@ -163,8 +163,20 @@ def call_roll(
         LaunchError: A rank did not come, or was started for another world size.
     """
     patience = _Patience(timeout_s)
-    if rank:
-        return _answer_roll(store, rank, world_size, patience, timeout_s)
+    try:
+        if rank == 0:
+            return _call(store, world_size, hosts, patience, timeout_s)
+        return _answer(store, rank, world_size, patience, timeout_s)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {rank} lost the store while the team of {world_size} was forming "
+            f"({first_line(error)}): rank 0 or its agent has ended, and its output says why"
+        ) from None
+
+
+def _call(
+    store: Store, world_size: int, hosts: bool, patience: _Patience, timeout_s: float
+) -> tuple[str, int | None]:
     key = secrets.token_hex(8)
     asked: dict[int, str] = {}
     absent = set(range(1, world_size))
@@ -189,7 +201,7 @@ def call_roll(
             )
 
 
-def _answer_roll(
+def _answer(
     store: Store, rank: int, world_size: int, patience: _Patience, timeout_s: float
 ) -> tuple[str, int | None]:
     token = secrets.token_hex(8)
@@ -227,10 +239,19 @@ def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ..
 
     ``GLOO_SOCKET_IFNAME`` (names, comma separated) decides where it is set. Otherwise: loopback
     where rank 0 is on a loopback address, else the address from which this host reaches rank 0.
+
+    Raises:
+        LaunchError: A network interface of that name is not there, or has no address.
     """
-    names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
-    if names:
-        return tuple(ProcessGroupGloo.create_device(interface=name) for name in names)
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names := [name for name in wanted.split(",") if name]:
+        try:
+            return tuple(ProcessGroupGloo.create_device(interface=name) for name in names)
+        except RuntimeError as error:
+            raise LaunchError(
+                f"GLOO_SOCKET_IFNAME is {wanted!r} ({first_line(error)}): name interfaces of this "
+                f"host with an address, of {', '.join(n for _, n in socket.if_nameindex())}"
+            ) from None
     host = address if is_loopback(address) else _own_address(address, port)
     return (ProcessGroupGloo.create_device(hostname=host),)
 

@@ -1,0 +1,248 @@
+"""What only ranks in processes have: a store, a port, a network device, signals."""
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener.comm.groups import connect
+from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from helpers.ranks import Rank, RankTeam, run_ranks, run_ranks_to_end
+
+SOON_S = 10.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+# ── meeting ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def beside_a_default_group(rank: Rank, port: int) -> list[float]:
+    import torch.distributed as dist
+
+    options = {"rank": rank.rank, "world_size": rank.world_size}
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", **options)
+    with rank.connect() as comm:
+        ours, theirs = torch.ones(3000), torch.ones(3000)
+        pending = dist.all_reduce(theirs, async_op=True)
+        comm.all_reduce(ours, what="ours")
+        pending.wait()
+    dist.all_reduce(theirs)  # closing ours leaves theirs
+    dist.destroy_process_group()
+    return [float(ours[0]), float(theirs[0])]
+
+
+def test_a_default_process_group_is_left_alone() -> None:
+    assert run_ranks(beside_a_default_group, 2, free_port()) == [[2.0, 4.0]] * 2
+
+
+def one_team_after_another(rank: Rank, port: int) -> int:
+    met = 0
+    for _ in range(3):
+        # Rank 0 binds the port itself, and gives it back for the next team.
+        with connect(rank.rank, rank.world_size, "localhost", port, timeout_s=20.0) as comm:
+            met += len(comm.all_gather_rows([1.0], what="row"))
+            comm.barrier(what="end")  # the store must not go while another rank still connects
+    return met
+
+
+def test_teams_follow_one_another_on_one_port() -> None:
+    assert run_ranks(one_team_after_another, 2, free_port()) == [6, 6]
+
+
+def meet_at(rank: Rank, port: int, dies: bool) -> int:
+    comm = connect(rank.rank, rank.world_size, "127.0.0.1", port, hosts_store=False, timeout_s=20.0)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with comm:
+        return len(comm.all_gather_rows([1.0], what="row"))
+
+
+def serve_a_store(rank: Rank) -> None:
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+    rank.send(store.port)
+    rank.receive()
+
+
+def test_a_store_that_outlives_teams_misleads_nobody() -> None:
+    # torchrun's agent keeps its store over restarts: the keys of dead workers are all still there.
+    with RankTeam(serve_a_store, 1) as agent:
+        port = agent.receive(0)
+        for dies in (True, False, True, False):
+            outcomes = run_ranks_to_end(meet_at, 2, port, dies)
+            if dies:
+                assert [o.died_of for o in outcomes] == [signal.SIGKILL] * 2
+            else:
+                assert [o.value for o in outcomes] == [2, 2]
+        agent.send(0, "end")
+        agent.wait(10.0)
+
+
+def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
+    try:
+        connect(
+            rank.rank,
+            world_sizes[rank.rank],
+            rank.address,
+            rank.port,
+            listen_fd=rank.listen_fd,
+            timeout_s=timeout_s,
+        )
+    except LaunchError as error:
+        return str(error)
+    return "connected"
+
+
+def test_ranks_with_unlike_world_sizes_are_told_so() -> None:
+    messages = run_ranks(try_to_connect, 2, [3, 2], 20.0)
+    for mine, text in zip(
+        messages, ["for 3 ranks and rank 1 for 2", "for 2 ranks and rank 0 for 3"], strict=True
+    ):
+        assert text in mine
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    first, second = run_ranks(try_to_connect, 2, [3, 3], 1.0)
+    assert "rank 0 waited 1 s for rank 2 of 3 to join" in first
+    # Rank 0 serves the store: rank 1 comes to its own deadline, or finds the store gone.
+    assert "rank 1 of 3 waited 1 s" in second or "rank 1 lost the store" in second
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} is in use on 127.0.0.1"):
+            connect(0, 2, "127.0.0.1", port, timeout_s=5.0)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(LaunchError, match=f"nothing listens on 127.0.0.1:{port} after 0 s"):
+        connect(1, 2, "127.0.0.1", port, timeout_s=0.3)
+    assert time.monotonic() - started < SOON_S
+
+
+def test_an_unknown_address_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid' of rank 0 is unknown"):
+        connect(1, 2, "no.such.host.invalid", 1, timeout_s=20.0)
+
+
+def test_a_port_out_of_range_is_refused() -> None:
+    for port in (0, 65536):
+        with pytest.raises(ConfigError, match=f"port is {port}"):
+            connect(0, 2, "127.0.0.1", port)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="backend is 'mpi'"):
+        connect(0, 2, backend="mpi")
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this build of torch has NCCL")
+def test_nccl_without_nccl_is_refused() -> None:
+    def body(rank: Rank) -> str:
+        with pytest.raises(LaunchError, match="'nccl', which this build of torch does not have"):
+            rank.connect(backend="nccl")
+        return "refused"
+
+    assert run_ranks(body, 2) == ["refused"] * 2
+
+
+def test_one_rank_opens_nothing() -> None:
+    with connect(0, 1, "no.such.host.invalid", 1) as comm:
+        assert comm.backend == "none"
+
+
+# ── the network device ───────────────────────────────────────────────────────────────────────────
+
+
+def meet_over_loopback_device(rank: Rank) -> int:
+    with rank.connect() as comm:
+        return len(comm.all_gather_rows([1.0], what="row"))
+
+
+def test_gloo_socket_ifname_is_respected() -> None:
+    interface = socket.if_nameindex()[0][1]
+    if interface != "lo":
+        pytest.skip("the loopback interface has another name here")
+    env = {"GLOO_SOCKET_IFNAME": "lo,lo"}
+    assert run_ranks(meet_over_loopback_device, 2, env=env) == [2, 2]
+
+
+def test_an_unknown_interface_is_named() -> None:
+    env = {"GLOO_SOCKET_IFNAME": "no-such-if"}
+    for outcome in run_ranks_to_end(meet_over_loopback_device, 2, env=env):
+        assert isinstance(outcome.exception, LaunchError)
+        assert "GLOO_SOCKET_IFNAME is 'no-such-if'" in str(outcome.exception)
+
+
+# ── signals ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_for_a_signal(rank: Rank) -> str:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    comm = rank.connect()
+    comm.barrier(what="start")
+    if rank.rank == 0:
+        rank.receive()
+        comm.barrier(what="barrier")  # goes through: the other's part of it was on its way
+        with pytest.raises(PeerLostError, match="lost a peer in 'barrier'"):
+            comm.barrier(what="barrier")
+        return "lost"
+    rank.send("waiting")
+    try:
+        comm.barrier(what="barrier")
+    except KeyboardInterrupt:
+        rank.send(heard)
+        with pytest.raises(CollectiveError, match="was interrupted in 'barrier'"):
+            comm.barrier(what="next")
+        return "interrupted"
+    return "not interrupted"
+
+
+def test_signals_are_heard_inside_a_wait() -> None:
+    with RankTeam(wait_for_a_signal, 2) as team:
+        team.receive(1)
+        started = time.monotonic()
+        team.send_signal(1, signal.SIGUSR1)  # a handler that returns does no harm
+        team.send_signal(1, signal.SIGINT)
+        assert team.receive(1) == [signal.SIGUSR1]
+        assert time.monotonic() - started < SOON_S
+        team.send(0, "go")
+        outcomes: list[Any] = team.wait(30.0)
+        assert [o.value for o in outcomes] == ["lost", "interrupted"], [o.story() for o in outcomes]
+
+
+# ── nothing is kept ──────────────────────────────────────────────────────────────────────────────
+
+
+def form_many(rank: Rank) -> list[int]:
+    counts = []
+    with rank.connect() as comm:
+        for _ in range(10):
+            part = comm.split([0, 1], name="generation")
+            assert part is not None
+            with part:
+                part.all_reduce(torch.ones(3000), what="sum")
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+            comm.barrier(what="next")
+    return counts
+
+
+def test_groups_that_end_leave_no_descriptors() -> None:
+    for counts in run_ranks(form_many, 2):
+        assert max(counts) == counts[0]
