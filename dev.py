@@ -142,7 +142,7 @@ def make_venv(stamp: str) -> None:
         follow([*target, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *what])
         # pip compiles on one core, and half of its time is that. Files for other versions of
         # Python do not compile; that is no failure.
-        follow([*target, "-m", "compileall", "-q", "-j", "0", str(VENV / "lib")], may_fail=True)
+        follow([*target, "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")], may_fail=True)
     STAMP.write_text(stamp + "\n", encoding="utf-8")
     say(f".venv is ready ({time.monotonic() - started_s:.0f} s)")
 
