@@ -13,7 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from evener.errors import ConfigError, UsageError
@@ -40,8 +41,6 @@ class FlatGroup:
         grad_values: ``(N,)``; the front of ``grad``: what to scale and to take the norm of.
         touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient since
             ``zero_``; after an all_reduce, on how many ranks.
-        data_views: What each parameter's ``.data`` is: of its shape and strides.
-        grad_views: What each parameter's ``.grad`` is: of its shape and strides.
     """
 
     parameters: tuple[Parameter, ...]
@@ -52,8 +51,10 @@ class FlatGroup:
     grad: Tensor
     grad_values: Tensor
     touched: Tensor
-    data_views: tuple[Tensor, ...]
-    grad_views: tuple[Tensor, ...]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last-plus-one element of each view."""
+        return [(o, o + p.numel()) for o, p in zip(self.offsets, self.parameters, strict=True)]
 
 
 @final
@@ -98,7 +99,7 @@ class FlatBuffers:
         self.parameters = tuple(p for g in groups for p in g.parameters)
         self.names = tuple(name for g in groups for name in g.names)
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._data_ptrs = [v.data_ptr() for g in groups for v in g.data_views]
+        self._slots = [_Slot(g, k) for g in groups for k in range(len(g.parameters))]
         # Hooks run for each parameter in each backward: they set one byte here, and attach_grads
         # carries the bytes to the (perhaps CUDA) flags in one copy.
         self._seen = bytearray(len(self.parameters))
@@ -114,9 +115,11 @@ class FlatBuffers:
         return self._index[name]
 
     def zero_(self) -> None:
-        """Set all gradients and ``touched`` flags to zero, whatever ``.grad`` points to now."""
+        """Set gradients and ``touched`` flags to zero, and drop a ``.grad`` that is not a view."""
         for group in self.groups:
             group.grad.zero_()
+        for slot in self._slots:
+            slot.attach_grad(keep=False)
         self._seen[:] = self._written = bytes(len(self.parameters))
 
     def attach_grads(self) -> int:
@@ -133,15 +136,12 @@ class FlatBuffers:
             UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
         """
         broken = 0
-        i = 0
-        for group in self.groups:
-            for parameter, view in zip(group.parameters, group.grad_views, strict=True):
-                if parameter.grad is not view:
-                    broken += 1
-                    self._attach_grad(i, parameter, view)
-                if parameter.data_ptr() != self._data_ptrs[i]:
-                    self._attach_data(i, group.data_views[i - group.first_index])
-                i += 1
+        for slot in self._slots:
+            if slot.parameter.data_ptr() != slot.data_ptr:
+                slot.attach_data()
+            if slot.parameter.grad is not slot.grad or slot.grad.data_ptr() != slot.grad_ptr:
+                slot.attach_grad(keep=True)
+                broken += 1
         if self._seen != self._written:
             self._write_touched()
         return broken
@@ -163,8 +163,8 @@ class FlatBuffers:
             # sum of large finite terms may overflow), so only the views decide.
             if _sum_is_finite(group.grad_values):
                 continue
-            for i, view in enumerate(group.grad_views):
-                if not _sum_is_finite(view) and not bool(torch.isfinite(view).all()):
+            for i, (start, stop) in enumerate(group.spans()):
+                if not _is_finite(group.grad[start:stop]):
                     return group.first_index + i
         return None
 
@@ -175,8 +175,8 @@ class FlatBuffers:
         """
         digest = hashlib.blake2b(digest_size=16)
         for group in self.groups:
-            last = group.offsets[-1] + group.data_views[-1].numel()
-            digest.update(group.data[:last].cpu().view(torch.uint8).numpy().data)
+            # The padding that depends on world_size comes after the last view.
+            digest.update(group.data[: group.spans()[-1][1]].cpu().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -184,35 +184,6 @@ class FlatBuffers:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _attach_grad(self, index: int, parameter: Parameter, view: Tensor) -> None:
-        foreign = parameter.grad
-        if foreign is not None:
-            if foreign.layout is not torch.strided:
-                raise UsageError(
-                    f"the gradient of {self.names[index]!r} is sparse ({foreign.layout}): ranks "
-                    "exchange dense gradients; use sparse=False in its layer"
-                )
-            view.copy_(foreign.detach())
-        parameter.grad = view
-
-    def _attach_data(self, index: int, view: Tensor) -> None:
-        parameter = self.parameters[index]
-        if not parameter.numel():
-            return
-        if (parameter.device, parameter.dtype) != (view.device, view.dtype):
-            raise UsageError(
-                f"parameter {self.names[index]!r} was on {view.device} as {view.dtype} when the "
-                f"team was set up and is now on {parameter.device} as {parameter.dtype}: move and "
-                "convert the model before Ddp.setup"
-            )
-        if parameter.shape != view.shape:
-            raise UsageError(
-                f"parameter {self.names[index]!r} had shape {tuple(view.shape)} when the team was "
-                f"set up and has {tuple(parameter.shape)} now: change the model before Ddp.setup"
-            )
-        view.copy_(parameter.data)
-        parameter.data = view
 
     def _write_touched(self) -> None:
         self._written = bytes(self._seen)
@@ -222,13 +193,69 @@ class FlatBuffers:
             group.touched.copy_(flags)
 
 
+@final
+class _Slot:
+    """One parameter's places in the buffers.
+
+    Pointers tell whether it still lies there: ``p.grad.data = x`` and ``model.to(...)`` change the
+    tensor behind a view that is the same Python object as before.
+    """
+
+    __slots__ = ("_group", "_number", "data_ptr", "grad", "grad_ptr", "parameter")
+
+    def __init__(self, group: FlatGroup, number: int) -> None:
+        self._group = group
+        self._number = number
+        self.parameter = group.parameters[number]
+        self.data_ptr = self.parameter.data_ptr()
+        self.grad = self._view(group.grad)
+        self.grad_ptr = self.grad.data_ptr()
+
+    def attach_grad(self, *, keep: bool) -> None:
+        """Make ``.grad`` the view; with ``keep``, holding what was assigned instead of it."""
+        foreign = self.parameter.grad
+        if foreign is not None and foreign.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self._group.names[self._number]!r} is sparse: ranks exchange "
+                "dense gradients; use sparse=False in its layer"
+            )
+        held = self.grad  # is foreign itself where its .data was replaced
+        if held.data_ptr() != self.grad_ptr or held.stride() != self.parameter.stride():
+            self.grad = self._view(self._group.grad)
+        if foreign is not None and foreign is not self.grad and keep:
+            aliased = foreign.data_ptr() == self.grad_ptr  # the view with other strides
+            self.grad.copy_(foreign.detach().clone() if aliased else foreign.detach())
+        self.parameter.grad = self.grad
+
+    def attach_data(self) -> None:
+        """Copy what was assigned to ``.data`` into the buffer, and make it the view again."""
+        now, buffer, name = self.parameter.data, self._group.data, self._group.names[self._number]
+        if (now.device, now.dtype) != (buffer.device, buffer.dtype):
+            raise UsageError(
+                f"parameter {name!r} was on {buffer.device} as {buffer.dtype} when the team was "
+                f"set up and is now on {now.device} as {now.dtype}: move and convert the model "
+                "before Ddp.setup"
+            )
+        if now.shape != self.grad.shape:
+            raise UsageError(
+                f"parameter {name!r} had shape {tuple(self.grad.shape)} when the team was set up "
+                f"and has {tuple(now.shape)} now: change the model before Ddp.setup"
+            )
+        _move(self.parameter, buffer, self._group.offsets[self._number])
+        self.attach_grad(keep=True)  # its strides follow the parameter's
+
+    def _view(self, buffer: Tensor) -> Tensor:
+        return _view(buffer, self._group.offsets[self._number], self.parameter)
+
+
 def _choose(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
     chosen: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad and id(parameter) not in chosen:
-            if is_lazy(parameter):
+            if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
                 raise ConfigError(
-                    f"parameter {name!r} has no shape yet: run one batch through the model first"
+                    f"parameter {name!r} has no values yet (it is lazy, or on the meta device): "
+                    "materialise the model, for lazy modules with one batch, before Ddp.setup"
                 )
             chosen[id(parameter)] = (name, parameter)
     return list(chosen.values())
@@ -261,11 +288,8 @@ def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int
     kind = {"dtype": parameters[0].dtype, "device": parameters[0].device}
     data = torch.zeros(size, **kind)
     grad = torch.zeros(total, **kind)
-    data_views = tuple(_view(data, o, p) for o, p in zip(offsets, parameters, strict=True))
-    grad_views = tuple(_view(grad, o, p) for o, p in zip(offsets, parameters, strict=True))
-    for parameter, view in zip(parameters, data_views, strict=True):
-        view.copy_(parameter.data)
-        parameter.data = view
+    for offset, parameter in zip(offsets, parameters, strict=True):
+        _move(parameter, data, offset)
     return FlatGroup(
         parameters=parameters,
         names=names,
@@ -275,9 +299,17 @@ def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int
         grad=grad,
         grad_values=grad[:size],
         touched=grad[size : size + len(parameters)],
-        data_views=data_views,
-        grad_views=grad_views,
     )
+
+
+def _move(parameter: Parameter, buffer: Tensor, offset: int) -> None:
+    """Copy a parameter into the buffer, and let it live there."""
+    # Through DLPack it gets a storage object of its own over its part of the buffer. With that of
+    # the whole buffer, safetensors.save_model refuses it and torch.save writes all of the buffer.
+    part = from_dlpack(buffer[offset : offset + parameter.numel()])
+    view = _view(part, 0, parameter)
+    view.copy_(parameter.data)
+    parameter.data = view
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
@@ -295,6 +327,10 @@ def _is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return _sum_is_finite(tensor) or bool(torch.isfinite(tensor).all())
 
 
 def _sum_is_finite(tensor: Tensor) -> bool:

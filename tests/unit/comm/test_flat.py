@@ -1,0 +1,570 @@
+"""Flat buffers, and what users do to parameters that live in them."""
+
+import copy
+import gc
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evener.comm.flat import ALIGNMENT_BYTES, FlatBuffers
+from evener.errors import ConfigError, UsageError
+
+
+class Net(nn.Module):
+    """Tied, frozen, 0-dim, channels_last and never-used parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.randn(5))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        hidden = self.frozen(self.embed(tokens)) * self.scale
+        return F.cross_entropy(self.head(hidden), tokens) + self.conv(image).square().mean()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(7, (6,), generator=generator),
+        torch.randn(2, 2, 5, 5, generator=generator),
+    )
+
+
+def flatten(model: nn.Module, world_size: int = 3) -> FlatBuffers:
+    return FlatBuffers(list(model.named_parameters()), world_size)
+
+
+def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    start, size = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+    return start <= tensor.data_ptr() < start + size
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+# ── layout ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_values_shapes_and_strides_survive(model: Net) -> None:
+    before = {n: (p.detach().clone(), p.stride(), id(p)) for n, p in model.named_parameters()}
+    flatten(model)
+    for name, parameter in model.named_parameters():
+        value, stride, identity = before[name]
+        assert torch.equal(parameter, value)
+        assert parameter.stride() == stride
+        assert id(parameter) == identity
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.conv.weight.grad is not None
+    assert model.conv.weight.grad.stride() == model.conv.weight.stride()
+
+
+def test_order_is_that_of_backward_and_tied_and_frozen_are_left_out(model: Net) -> None:
+    flat = flatten(model)
+    assert flat.names == ("conv.bias", "conv.weight", "embed.weight", "unused", "scale")
+    assert [flat.index_of(name) for name in flat.names] == [0, 1, 2, 3, 4]
+    assert flat.parameters[2] is model.head.weight
+    assert model.frozen.weight.grad is None
+    with pytest.raises(KeyError):
+        flat.index_of("frozen.weight")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_views_are_aligned_disjoint_and_padded(
+    model: Net, world_size: int, dtype: torch.dtype
+) -> None:
+    flat = flatten(model.to(dtype), world_size)
+    (group,) = flat.groups
+    assert group.data.numel() % world_size == 0
+    assert group.grad.numel() % world_size == 0
+    assert group.grad_values.numel() == group.data.numel()
+    for buffer, tensors in (
+        (group.data, [p.data for p in flat.parameters]),
+        (group.grad, [p.grad for p in flat.parameters]),
+    ):
+        spans = []
+        for tensor in tensors:
+            assert tensor is not None
+            assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
+            assert lies_in(tensor, buffer)
+            start = tensor.data_ptr()
+            spans.append((start, start + tensor.numel() * tensor.element_size()))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
+    used = sum(p.numel() for p in flat.parameters)
+    assert int((group.data != 0).sum()) <= used
+    assert group.touched.numel() == len(flat.parameters)
+    assert group.touched.data_ptr() >= group.grad_values[-1:].data_ptr()
+
+
+def test_one_group_for_each_dtype() -> None:
+    model = nn.ModuleList(
+        [
+            nn.Linear(2, 2, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.float64)
+        ]
+    )
+    flat = flatten(model)
+    assert [g.data.dtype for g in flat.groups] == [torch.float64, torch.float32, torch.bfloat16]
+    assert [g.first_index for g in flat.groups] == [0, 2, 6]
+    assert flat.names[2:6] == ("2.bias", "2.weight", "0.bias", "0.weight")
+    for index, (name, parameter) in enumerate(zip(flat.names, flat.parameters, strict=True)):
+        group = next(g for g in reversed(flat.groups) if g.first_index <= index)
+        assert group.names[index - group.first_index] == name
+        assert group.parameters[index - group.first_index] is parameter
+
+
+def test_parameters_with_holes_and_empty_ones_fit() -> None:
+    odd = nn.Parameter(torch.arange(12.0).view(3, 4)[:, ::2])
+    spread = nn.Parameter(torch.ones(1).expand(5))
+    transposed = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    empty = nn.Parameter(torch.empty(0, 3))
+    flat = FlatBuffers([("o", odd), ("s", spread), ("t", transposed), ("e", empty)], 2)
+    assert odd.tolist() == [[0, 2], [4, 6], [8, 10]]
+    assert spread.tolist() == [1.0] * 5
+    assert transposed.stride() == (1, 3)
+    (odd.sum() + 2 * spread.sum() + 3 * transposed.sum() + empty.sum()).backward()
+    assert flat.attach_grads() == 0
+    assert flat.groups[0].grad_values.sum() == 6 + 10 + 18
+    assert flat.groups[0].touched.tolist() == [1, 1, 1, 1]
+    assert flat.first_non_finite() is None
+
+
+def test_nothing_to_train() -> None:
+    flat = flatten(nn.Linear(2, 2).requires_grad_(False))
+    assert flat.groups == flat.parameters == ()
+    flat.zero_()
+    assert flat.attach_grads() == 0
+    assert flat.first_non_finite() is None
+    assert flat.state_hash() == flatten(nn.Identity()).state_hash()
+    only_empty = FlatBuffers([("e", nn.Parameter(torch.empty(0)))], 2)
+    assert only_empty.state_hash() == flat.state_hash()
+
+
+def test_flattening_twice_leaves_values_alone(model: Net) -> None:
+    before = flatten(model, 2)
+    digest = before.state_hash()
+    before.close()
+    after = flatten(model, 7)
+    assert after.state_hash() == digest
+    model(*batch(0)).backward()
+    assert after.attach_grads() == 0
+    assert before.groups[0].grad.count_nonzero() == 0
+
+
+def test_memory_tied_without_one_parameter_is_refused() -> None:
+    first = nn.Parameter(torch.zeros(4))
+    second = nn.Parameter(first.data[2:])
+    with pytest.raises(ConfigError, match="parameters 'a' and 'b' share memory"):
+        FlatBuffers([("a", first), ("b", second)], 2)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.Linear(2, 3, device="meta")])
+def test_parameters_without_values_are_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"parameter 'weight' has no values yet"):
+        flatten(make())
+
+
+def test_a_world_of_none_is_refused(model: Net) -> None:
+    with pytest.raises(ConfigError, match="world_size is 0"):
+        flatten(model, 0)
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        n: None if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def assert_same(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        mine = ours[name]
+        if grad is None:
+            assert mine is None or not mine.any(), name
+        else:
+            assert mine is not None
+            assert torch.equal(mine, grad), name
+
+
+def test_gradients_accumulate_in_the_buffer_as_they_would_outside(model: Net) -> None:
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    for seed in range(3):
+        model(*batch(seed)).backward()
+        plain(*batch(seed)).backward()
+        assert flat.attach_grads() == 0
+    assert_same(gradients(model), gradients(plain))
+    assert flat.groups[0].grad_values.count_nonzero() > 20
+    flat.zero_()
+    assert not any(p.grad.any() for p in flat.parameters if p.grad is not None)
+
+
+def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net) -> None:
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    for seed in range(3):
+        model.zero_grad(set_to_none=True)
+        assert flat.attach_grads() == len(flat.parameters)
+        model(*batch(seed)).backward()
+        plain(*batch(seed)).backward()
+    assert_same(gradients(model), gradients(plain))
+
+
+def test_assigned_gradients_are_copied_in(model: Net) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    assigned = torch.full_like(model.conv.weight, 2.0)
+    model.conv.weight.grad = assigned
+    model.scale.grad.data = torch.tensor(7.0)  # type: ignore[union-attr]
+    assert flat.attach_grads() == 2
+    assert (model.conv.weight.grad == 2).all()
+    assert model.conv.weight.grad is not assigned
+    assert model.scale.grad == 7
+    start, stop = flat.groups[0].spans()[flat.index_of("conv.weight")]
+    assert (flat.groups[0].grad[start:stop] == 2).all()
+    start, _ = flat.groups[0].spans()[flat.index_of("scale")]
+    assert flat.groups[0].grad[start] == 7
+    assert flat.attach_grads() == 0
+
+
+def test_a_backward_into_no_gradient_is_what_plain_torch_would_have(model: Net) -> None:
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    for m in (model, plain):
+        m.zero_grad(set_to_none=True)
+        m(*batch(1)).backward()
+    assert flat.attach_grads() == len(flat.parameters)
+    assert_same(gradients(model) | {"unused": None}, gradients(plain))
+
+
+def test_zeroing_drops_assigned_gradients(model: Net) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    model.scale.grad = torch.tensor(9.0)
+    flat.zero_()
+    assert flat.attach_grads() == 0
+    assert model.scale.grad == 0
+
+
+def test_second_order_gradients_reach_the_buffer(model: Net) -> None:
+    flat = flatten(model)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        model(*batch(0)).backward(create_graph=True)
+    flat.attach_grads()
+    assert flat.groups[0].grad_values.count_nonzero() > 20
+    assert all(p.grad is not None and not p.grad.requires_grad for p in flat.parameters)
+    assert flat.attach_grads() == 0
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    flat = flatten(model)
+    model.zero_grad(set_to_none=True)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"gradient of '0\.weight' is sparse.*sparse=False"):
+        flat.attach_grads()
+
+
+# ── who had a gradient ───────────────────────────────────────────────────────────────────────────
+
+
+def test_touched_flags_tell_who_had_a_gradient(model: Net) -> None:
+    flat = flatten(model)
+    touched = flat.groups[0].touched
+    flat.attach_grads()
+    assert touched.tolist() == [0, 0, 0, 0, 0]
+    model.conv(batch(0)[1]).sum().backward()
+    flat.attach_grads()
+    assert touched.tolist() == [1, 1, 0, 0, 0]
+    model(*batch(0)).backward()
+    flat.attach_grads()
+    assert touched.tolist() == [1, 1, 1, 0, 1]
+    flat.zero_()
+    flat.attach_grads()
+    assert touched.tolist() == [0, 0, 0, 0, 0]
+    assert flat.groups[0].grad.count_nonzero() == 0
+
+
+def test_flags_are_summed_with_the_gradients_even_for_many_ranks() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2)])
+    flat = flatten(model)
+    model[0](torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    flat.attach_grads()
+    (group,) = flat.groups
+    total = torch.zeros_like(group.grad)
+    for _ in range(256):
+        total += group.grad
+    group.grad.copy_(total)
+    assert group.touched.tolist() == [0, 0, 256, 256]
+
+
+def test_parameters_that_nobody_touched_are_hidden_from_the_optimizer(model: Net) -> None:
+    flat = flatten(model)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    before = model.unused.detach().clone()
+    model(*batch(0)).backward()
+    flat.attach_grads()
+    flat.groups[0].touched[flat.index_of("scale")] += 1  # another rank's
+    flat.mask_untouched()
+    assert model.unused.grad is None
+    optimizer.step()
+    assert torch.equal(model.unused, before)  # no weight decay on it
+    assert model.unused not in optimizer.state
+    assert model.scale in optimizer.state
+    assert flat.attach_grads() == 1
+    assert model.unused.grad is not None
+
+
+def test_closing_ends_the_flags(model: Net) -> None:
+    flat = flatten(model)
+    flat.close()
+    flat.close()
+    model(*batch(0)).backward()
+    flat.attach_grads()
+    assert flat.groups[0].touched.tolist() == [0, 0, 0, 0, 0]
+
+
+# ── not finite ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["conv.bias", "conv.weight", "embed.weight", "unused", "scale"])
+def test_the_first_parameter_that_is_not_finite_is_found(model: Net, name: str, bad: float) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    assert flat.first_non_finite() is None
+    grad = dict(model.named_parameters())[name].grad
+    assert grad is not None
+    grad[(-1,) * grad.ndim] = bad
+    model.scale.grad.fill_(bad)  # type: ignore[union-attr]  # the last one in flat order
+    assert flat.first_non_finite() == flat.index_of(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_infinities_that_cancel_are_found_and_large_numbers_are_not(dtype: torch.dtype) -> None:
+    model = nn.ModuleList([nn.Linear(40, 40, dtype=dtype) for _ in range(3)])
+    flat = flatten(model)
+    for parameter in flat.parameters:
+        assert parameter.grad is not None
+        parameter.grad.fill_(torch.finfo(dtype).max)
+    assert flat.first_non_finite() is None
+    weight = model[1].weight.grad
+    assert isinstance(weight, Tensor)
+    weight[0, 0], weight[0, 1] = float("inf"), -float("inf")
+    assert flat.first_non_finite() == flat.index_of("1.weight")
+
+
+# ── what users do ────────────────────────────────────────────────────────────────────────────────
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_do_as_they_would_outside(model: Net, kind: str) -> None:
+    plain = copy.deepcopy(model)
+    optimizers = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
+    flat = flatten(model)
+    for step in range(4):
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            m(*batch(step)).backward()
+            if m is model:
+                flat.attach_grads()
+                flat.mask_untouched()
+            optimizer.step()
+            optimizer.zero_grad()
+        flat.zero_()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        # Alignment differs, and with it how a vectorised kernel splits its work.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        assert lies_in(ours, flat.groups[0].data) == ours.requires_grad
+
+
+def test_grad_scaler_and_clipping_act_on_the_views(model: Net) -> None:
+    flat = flatten(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(*batch(0))).backward()
+    large = flat.groups[0].grad_values.norm()
+    scaler.unscale_(optimizer)
+    assert torch.isclose(flat.groups[0].grad_values.norm() * 8, large)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert flat.groups[0].grad_values.norm() <= 0.0101
+    assert flat.attach_grads() == 0
+
+
+def test_deep_copies_are_independent(model: Net) -> None:
+    flat = flatten(model)
+    twin = copy.deepcopy(model)
+    digest = flat.state_hash()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1)
+    assert flat.state_hash() == digest
+    twin(*batch(0)).backward()
+    flat.attach_grads()
+    assert flat.groups[0].touched.tolist() == [0, 0, 0, 0, 0]
+    assert flat.groups[0].grad.count_nonzero() == 0
+    assert twin.head.weight is twin.embed.weight
+
+
+def test_state_dicts_go_out_and_come_back(model: Net) -> None:
+    flat = flatten(model)
+    saved = copy.deepcopy(model.state_dict())
+    digest = flat.state_hash()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert flat.state_hash() != digest
+    model.load_state_dict(saved)
+    assert flat.state_hash() == digest
+    assert flat.attach_grads() == 0
+
+
+def test_safetensors_see_disjoint_tensors(model: Net, tmp_path: Path) -> None:
+    flatten(model)
+    # It refuses channels_last with and without flat buffers.
+    model.conv.to(memory_format=torch.contiguous_format)
+    flatten(model)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    tensors = {n: t for n, t in model.state_dict().items() if n != "head.weight"}
+    save_file(tensors, str(tmp_path / "file.safetensors"))
+    loaded = load_file(str(tmp_path / "file.safetensors"))
+    assert all(torch.equal(loaded[n], t) for n, t in tensors.items())
+    assert (tmp_path / "file.safetensors").stat().st_size < 4096
+
+
+def test_one_parameter_is_saved_alone(model: Net, tmp_path: Path) -> None:
+    flatten(model)
+    torch.save(model.scale, tmp_path / "scale.pt")
+    assert model.scale.untyped_storage().nbytes() == model.scale.element_size()
+    assert torch.load(tmp_path / "scale.pt", weights_only=True) == model.scale
+
+
+def test_buffers_live_as_long_as_a_parameter(model: Net) -> None:
+    before = [p.detach().clone() for p in model.parameters()]
+    flatten(model).close()
+    gc.collect()
+    _ = [torch.full((100,), 9.0) for _ in range(100)]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_models_can_be_pickled(model: Net) -> None:
+    flatten(model)
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(*batch(0)), model(*batch(0)))
+
+
+def test_assigned_data_is_copied_in(model: Net) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    grad = model.conv.weight.grad
+    assert grad is not None
+    before = grad.clone()
+    model.conv.weight.data = model.conv.weight.data.clamp(-0.01, 0.01)
+    model.scale.data = torch.tensor(3.0)
+    flat.attach_grads()
+    assert model.conv.weight.abs().max() <= 0.01
+    assert model.scale == 3
+    for parameter in flat.parameters:
+        assert lies_in(parameter, flat.groups[0].data)
+    assert torch.equal(grad, before)
+
+
+def test_another_memory_format_is_followed(model: Net) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    weight, grad = model.conv.weight.detach().clone(), model.conv.weight.grad
+    assert grad is not None
+    before = grad.detach().clone()
+    model.conv.to(memory_format=torch.contiguous_format)
+    flat.attach_grads()
+    assert model.conv.weight.is_contiguous()
+    assert torch.equal(model.conv.weight, weight)
+    assert model.conv.weight.grad is not None
+    assert model.conv.weight.grad.is_contiguous()
+    assert torch.equal(model.conv.weight.grad, before)
+    assert flat.attach_grads() == 0
+
+
+def test_data_with_other_strides_keeps_the_gradient(model: Net) -> None:
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    assert model.conv.weight.grad is not None
+    before = model.conv.weight.grad.detach().clone()
+    model.conv.weight.data = model.conv.weight.data.contiguous().clone()
+    flat.attach_grads()
+    assert model.conv.weight.grad.stride() == model.conv.weight.stride() == (18, 9, 3, 1)
+    assert torch.equal(model.conv.weight.grad, before)
+
+
+def test_moving_the_model_afterwards_is_refused_by_name(model: Net) -> None:
+    flat = flatten(model)
+    model.half()
+    with pytest.raises(UsageError, match=r"'conv\.bias' was on cpu as torch\.float32.*float16"):
+        flat.attach_grads()
+
+
+def test_another_shape_is_refused_by_name(model: Net) -> None:
+    flat = flatten(model)
+    model.unused.data = torch.zeros(6)
+    with pytest.raises(UsageError, match=r"'unused' had shape \(5,\) .* has \(6,\) now"):
+        flat.attach_grads()
+
+
+def test_user_hooks_see_the_gradient(model: Net) -> None:
+    seen: list[Tensor] = []
+    model.scale.register_hook(lambda grad: seen.append(grad.clone()))
+    model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    flat = flatten(model)
+    model(*batch(0)).backward()
+    assert torch.equal(seen[0], seen[1])
+    assert flat.attach_grads() == 0
+
+
+# ── hash ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_hash_is_of_bits_and_of_nothing_else(model: Net) -> None:
+    twin = copy.deepcopy(model)
+    flat, same = flatten(model, 2), flatten(twin, 7)
+    assert flat.state_hash() == same.state_hash()
+    with torch.no_grad():
+        model.unused[0] = 0.0
+        twin.unused[0] = -0.0
+    assert flat.state_hash() != same.state_hash()
+    model(*batch(0)).backward()
+    digest = flat.state_hash()
+    flat.zero_()
+    assert flat.state_hash() == digest
