@@ -99,6 +99,12 @@ class ScriptedPolicy(Policy):
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         return (1.0,) * self.world_size
 
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        pass
+
+    def rank_to_park(self, batch_size: int) -> int | None:
+        return None
+
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
         pass
 

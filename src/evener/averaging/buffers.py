@@ -20,7 +20,7 @@ class BufferAverager:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self._comm = comm
+        self.comm = comm
         unique = {id(b): (name, b) for name, b in model.named_buffers()}.values()
         self._named = [(name, b) for name, b in unique if b.numel() and not b.is_complex()]
         self._buffers = [b for _, b in self._named]
@@ -51,8 +51,8 @@ class BufferAverager:
             factor = weight / total_weight if buffer.is_floating_point() else 1.0
             parts.append(difference.to(self._device, torch.float64).mul_(factor).flatten())
         packed = torch.cat(parts)
-        if self._comm.world_size > 1:
-            self._comm.all_reduce(packed, what=f"buffers of {what}")
+        if self.comm.world_size > 1:
+            self.comm.all_reduce(packed, what=f"buffers of {what}")
         offset = 0
         for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
             part = packed[offset : offset + agreed.numel()].view(agreed.shape).to(agreed.device)

@@ -18,7 +18,7 @@ class GradientAverager:
 
     def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
         self._flat = flat
-        self._comm = comm
+        self.comm = comm
 
     def average(self, scale: float, total_weight: float, *, what: str) -> float:
         """Replaces the gradients by the weighted mean over ranks; all ranks call it together.
@@ -35,8 +35,8 @@ class GradientAverager:
         factor = correction(scale, total_weight)
         squares = 0.0
         for group in self._flat.groups:
-            if self._comm.world_size > 1:
-                self._comm.all_reduce(group.grad, what=f"gradients of {what}")
+            if self.comm.world_size > 1:
+                self.comm.all_reduce(group.grad, what=f"gradients of {what}")
             values = group.grad_values
             if factor != 1.0:
                 values.mul_(factor)

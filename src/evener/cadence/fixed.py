@@ -60,6 +60,13 @@ class FixedShares(Policy):
         """Plan a window; ``min_share`` is ignored, as no probe asks for it."""
         return WindowPlan(window, epoch, start, size, apportion(size, self._ratios))
 
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        """Does nothing: nobody is parked."""
+
+    def rank_to_park(self, batch_size: int) -> int | None:
+        """Nobody: the user has said what each rank does."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing is learnt."""
         return {"policy": "fixed"}

@@ -4,30 +4,12 @@ Only one rank plans; the others learn the plan. So nothing here needs to be repr
 on other machines, but it is deterministic, as a run that is replayed should be. Pure.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from statistics import median, median_low
-from typing import Any, final
+from typing import Any
 
 from evener.cadence.plan import WindowPlan, WindowReport
-from evener.cadence.shares import equal_shares, fastest_shares, finish_s
-from evener.cadence.shares import worth_keeping as worth_keeping
-from evener.cadence.speed import CostModel, SpeedModel
-from evener.errors import CheckpointError, ConfigError, ProtocolError
-
-_DEAD_BAND = 0.02
-"""Shares stay as they are while a change promises to save less of the window than this."""
-
-_RETRY = 0.02
-"""Part of the time spent on looking whether a rank without work has become fast again."""
-
-_MEMORY = 15
-"""Exchanges remembered."""
-
-_NUM_SIZES = 4
-"""Sizes of windows whose shares are remembered."""
 
 
 class ApplyPolicy(StrEnum):
@@ -123,6 +105,17 @@ class Policy(ABC):
         """
 
     @abstractmethod
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        """Give these ranks nothing to do until further notice."""
+
+    @abstractmethod
+    def rank_to_park(self, batch_size: int) -> int | None:
+        """The rank without which a window is predicted to be shorter, asked once a window.
+
+        Rank 0 is never named: it keeps the team's books.
+        """
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, by member id, as plain JSON types."""
 
@@ -133,221 +126,3 @@ class Policy(ABC):
         Raises:
             CheckpointError: The state is damaged or of another policy.
         """
-
-
-@final
-class SyncPolicy(Policy):
-    """Splits a fixed global batch so that all ranks finish together.
-
-    Equal shares until speeds are known. Then the shares with the earliest finish, unless the
-    present ones are within 2 % of it: shares that follow noise cost more than they bring. A rank
-    that is too slow for a single sample is tried again now and then, as rarely as keeps the time
-    lost below 2 %.
-
-    Args:
-        members: Member ids, by rank.
-        micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
-            share in one.
-
-    Raises:
-        ConfigError: No members, a member twice, or sizes that do not fit them.
-    """
-
-    def __init__(self, members: Sequence[str], micro_batch_sizes: Sequence[int | None]) -> None:
-        if not members or len(set(members)) != len(members):
-            raise ConfigError(f"members={list(members)} must be different ids, at least one")
-        self._members = tuple(members)
-        self._speeds = tuple(SpeedModel() for _ in members)
-        self._idle_windows = [0] * len(members)
-        self._exchanges_s: list[float] = []
-        # Shares in use, by size of the window: the short last one of an epoch has its own.
-        self._in_use: dict[int, tuple[int, ...]] = {}
-        self.set_micro_batch_sizes(micro_batch_sizes)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Member ids, by rank."""
-        return self._members
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the speed of every member is known, so that none needs to be probed."""
-        return all(speed.is_known for speed in self._speeds)
-
-    @property
-    def micro_batch_sizes(self) -> tuple[int | None, ...]:
-        """Most samples in one forward and backward, by rank."""
-        return self._micro_batch_sizes
-
-    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Say how shares are computed; see ``Policy``. Shares in use are forgotten."""
-        if len(sizes) != len(self._members):
-            raise ConfigError(
-                f"{len(sizes)} micro-batch sizes were given for {len(self._members)} members"
-            )
-        for member, size in zip(self._members, sizes, strict=True):
-            if size is not None and size < 1:
-                raise ConfigError(
-                    f"micro_batch_size={size} of member {member!r} must be at least 1"
-                )
-        self._micro_batch_sizes = tuple(sizes)
-        self._in_use = {}
-
-    @property
-    def exchange_s(self) -> float:
-        """Usual seconds of an exchange, without waiting; 0 before the first."""
-        return median_low(self._exchanges_s) if self._exchanges_s else 0.0
-
-    @property
-    def costs(self) -> tuple[CostModel, ...] | None:
-        """Predicted cost by rank, all in one unit; ``None`` while nothing is known of any rank.
-
-        A rank of which nothing is known is taken for a middling one, so that it gets work and is
-        measured. A rank that is only hinted at is put on the scale of those that are measured.
-        """
-        measured = [speed for speed in self._speeds if speed.is_measured]
-        known = measured or [speed for speed in self._speeds if speed.is_known]
-        if not known:
-            return None
-        middle = CostModel(
-            median(speed.cost.fixed_s for speed in known),
-            median(speed.cost.per_sample_s for speed in known),
-        )
-        scales = [
-            speed.cost.per_sample_s / speed.hinted.per_sample_s
-            for speed in known
-            if speed.hinted is not None
-        ]
-        costs = []
-        for speed in self._speeds:
-            if speed in known:
-                costs.append(speed.cost)
-            elif speed.hinted is not None and scales:
-                costs.append(speed.hinted.scaled(median(scales)))
-            else:
-                costs.append(middle)
-        return tuple(costs)
-
-    def hint(self, speeds: Sequence[float]) -> None:
-        """Set the speeds of the ranks relative to one another, until they are measured.
-
-        Args:
-            speeds: One a rank, such as ``(1.0, 0.5)``; larger is faster, the unit is free.
-
-        Raises:
-            ConfigError: Not one speed a rank, or a speed that is not finite and above 0.
-        """
-        if len(speeds) != len(self._members):
-            raise ConfigError(
-                f"speed_hint={list(speeds)} has {len(speeds)} speeds for a team of "
-                f"{len(self._members)}; give one a rank"
-            )
-        for speed, relative_speed in zip(self._speeds, speeds, strict=True):
-            speed.hint(relative_speed)
-
-    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
-        """Set the speed of ``rank`` from timed micro-batches; see ``Policy``."""
-        self._speeds[rank].probe(measurements)
-
-    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
-        """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
-        if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
-            raise ProtocolError(
-                f"window {plan.window} has {len(reports)} reports and {len(plan.shares)} shares "
-                f"for a team of {len(self._members)}"
-            )
-        for rank, report in enumerate(reports):
-            if report.leaving != 2:
-                self._speeds[rank].observe(report.samples, report.micro_batches, report.compute_s)
-            idle = plan.shares[rank] == 0
-            self._idle_windows[rank] = self._idle_windows[rank] + 1 if idle else 0
-        if 0.0 <= sync_s < math.inf:
-            self._exchanges_s = [*self._exchanges_s[-_MEMORY + 1 :], sync_s]
-
-    def plan(
-        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
-    ) -> WindowPlan:
-        """Plan a window with the earliest predicted finish; see ``Policy``."""
-        if min_share * len(self._members) > size:
-            min_share = 0
-        costs = self.costs
-        if costs is None:
-            shares = equal_shares(size, len(self._members))
-        else:
-            shares = self._steady_shares(size, costs, min_share)
-        return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
-
-    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Predicted samples per second of each rank alone; see ``Policy``."""
-        return tuple(
-            speed.cost.samples_per_s(batch_size, size) if speed.is_measured else 0.0
-            for speed, size in zip(self._speeds, self._micro_batch_sizes, strict=True)
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learnt, by member id, as plain JSON types."""
-        return {
-            "policy": ApplyPolicy.SYNC.value,
-            "members": {
-                member: speed.state_dict()
-                for member, speed in zip(self._members, self._speeds, strict=True)
-                if speed.is_known
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, even of another team: members that are not here are ignored.
-
-        Members of which the state says nothing keep what is known of them. The time of an exchange
-        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
-        """
-        if state.get("policy") != ApplyPolicy.SYNC.value:
-            raise CheckpointError(
-                f"the checkpoint's planner has policy={state.get('policy')!r}, this run has "
-                f"{ApplyPolicy.SYNC.value!r}: give the policy of that run"
-            )
-        saved = state.get("members")
-        if not isinstance(saved, Mapping):
-            raise CheckpointError(
-                "the checkpoint's planner state is damaged (no members): resume from an older "
-                "checkpoint"
-            )
-        for member, speed in zip(self._members, self._speeds, strict=True):
-            if member in saved:
-                speed.load_state_dict(saved[member])
-        self._in_use = {}
-
-    def _steady_shares(
-        self, size: int, costs: Sequence[CostModel], min_share: int
-    ) -> tuple[int, ...]:
-        """The best shares, or those in use where the best are hardly better."""
-        sizes = self._micro_batch_sizes
-        least = [min_share] * len(costs)
-        best = fastest_shares(size, costs, sizes, least)
-        best_s = finish_s(best, costs, sizes)
-        retried = self._rank_to_retry(best, best_s, costs)
-        if retried is not None:
-            self._idle_windows[retried] = 0
-            least[retried] = 1
-            return fastest_shares(size, costs, sizes, least)
-        held = self._in_use.get(size)
-        if held is not None and min(held) >= min_share:
-            held_s = finish_s(held, costs, sizes)
-            if best_s >= (1.0 - _DEAD_BAND) * held_s:
-                return held
-        self._in_use = {**dict(list(self._in_use.items())[-_NUM_SIZES + 1 :]), size: best}
-        return best
-
-    def _rank_to_retry(
-        self, best: Sequence[int], best_s: float, costs: Sequence[CostModel]
-    ) -> int | None:
-        """The rank, if any, that has been idle long enough to be worth a window with one sample."""
-        idle = [rank for rank, share in enumerate(best) if share == 0]
-        if not idle:
-            return None
-        rank = max(idle, key=lambda candidate: self._idle_windows[candidate])
-        lost_s = costs[rank].seconds(1, self._micro_batch_sizes[rank]) - best_s
-        # At least a window's worth: where the retry is free, as with fewer samples than ranks,
-        # work should not go round in circles either.
-        affordable_s = _RETRY * self._idle_windows[rank] * best_s
-        return rank if max(lost_s, best_s) <= affordable_s else None

@@ -15,17 +15,20 @@ import evener
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
 from evener.cadence.fixed import FixedShares
-from evener.cadence.policies import ApplyPolicy, Policy, SyncPolicy
+from evener.cadence.policies import ApplyPolicy, Policy
+from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.groups import connect
 from evener.errors import CheckpointError, ConfigError
 from evener.run.emulate import Slowdown
-from evener.run.engine import EngineOptions, WindowEngine, payload_length
+from evener.run.engine import EngineOptions, WindowEngine
 from evener.run.environment import DistributedTrainConfig
 from evener.run.precision import AutocastForward, Precision, choose_precision
+from evener.run.row import payload_length
 from evener.run.schedule import ProgressSchedule, Schedule
 from evener.run.team import Member, Team, check_alike, describe_self, member_document
+from evener.run.transfer import transfer_state
 
 if TYPE_CHECKING:
     from evener.run.ddp import DdpConfig
@@ -109,6 +112,7 @@ def assemble(
         buffers = BufferAverager(model, comm)
         planner = _planner([m.member for m in members], config)
         schedule = Schedule(optimizers, scheduler)
+        optimizers = list(optimizers)
         engine = WindowEngine(
             team=team,
             flat=flat,
@@ -123,6 +127,10 @@ def assemble(
                 stop_requested=config.stop_when or _never,
                 before_update=schedule.before_update,
                 after_update=schedule.after_update,
+                transfer_state=lambda counters, receives: transfer_state(
+                    comm, model, flat, optimizers, schedule, counters, receives=receives
+                ),
+                notice=_never_mind if config.quiet or comm.rank else _warn,
             ),
         )
     except BaseException:
@@ -292,3 +300,11 @@ def _check_policy(policy: str | ApplyPolicy) -> None:
 
 def _never() -> bool:
     return False
+
+
+def _never_mind(text: str) -> None:
+    pass
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")

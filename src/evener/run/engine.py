@@ -5,41 +5,31 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import combine, power_of_two_near
-from evener.cadence.plan import (
-    REPORT_LENGTH,
-    WindowPlan,
-    WindowReport,
-    decode_report,
-    encode_report,
-    plan_length,
-)
+from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice
-from evener.errors import NonFiniteGradientError
+from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
+from evener.run.finite import find_non_finite, overflow
 from evener.run.planning import PlanQueue
 from evener.run.results import Progress, RankRecord, WindowResult
+from evener.run.row import Note, Row, decode_row, encode_row
 from evener.run.share import Share
 from evener.run.team import Meeting, Team
 
-#: A window's numbers besides report and plan: whether buffers changed, and the wait and the
-#: exchange of the window before, which are known only after it.
-_EXTRA_LENGTH = 3
+#: Windows after which a parked rank is tried again, if the epoch does not end before.
+PARKED_WINDOWS = 500
 
 #: Timing of a rank: samples, micro-batches, seconds.
 Measurement = tuple[int, int, float]
-
-
-def payload_length(world_size: int) -> int:
-    """Length of the row that ranks exchange at a meeting, without its head."""
-    return REPORT_LENGTH + plan_length(world_size) + _EXTRA_LENGTH
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +43,8 @@ class EngineOptions:
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
     before_update: Callable[[Progress], None]
     after_update: Callable[[], None]
+    transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
+    notice: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class WindowEngine:
         policy: Policy,
         options: EngineOptions,
     ) -> None:
-        self.team = team
+        self.team = ActiveTeam(team)
         self.flat = flat
         self.buffers = buffers
         self.options = options
@@ -103,6 +95,7 @@ class WindowEngine:
         self._applied: _Applied | None = None
         self._expected_weight = 0.0
         self._update_s = 0.0
+        self._recall_at = 0
 
     @property
     def policy(self) -> Policy:
@@ -174,32 +167,112 @@ class WindowEngine:
         plan = self.plans.pop()
         report = self._report(abandon)
         draft = self.plans.draft(self.window + 1)
-        payload = [*encode_report(report), *draft, *self._extra(self.buffers.changed())]
+        misfit = self.policy.rank_to_park(self.plans.batch_size)
+        note = self._note(park=misfit, buffers_changed=self.buffers.changed())
+        payload = encode_row(report, draft, note, self.team.world_size)
         started_s = time.perf_counter()
-        rows, leaving = self.team.meet(
+        numbers, leaving = self.team.meet(
             Meeting.WINDOW, window=self.window, leaving=report.leaving, payload=payload
         )
+        rows = [decode_row(n) for n in numbers]
         wait_s = time.perf_counter() - started_s
+        exchange_s = self._exchange_s(rows)
         self._commit(rows)
         self.stopping |= leaving > 0
         if leaving == 2:
             self.drop_share()
             self.plans.drop()
             return None
-        self.plans.accept(rows[0][REPORT_LENGTH:])
-        reports = [decode_report(r[:REPORT_LENGTH]) for r in rows]
-        self._refuse_non_finite(reports, plan)
-        buffers_changed = any(r[-_EXTRA_LENGTH] > 0 for r in rows)
+        self.plans.accept(rows[0].plan)
+        reports = [r.report for r in rows]
+        bad = find_non_finite(reports, plan, self.flat.names, self.progress.steps + 1)
+        if bad is not None and self.options.non_finite == "raise":
+            self.flat.zero_()
+            raise bad
+        buffers_changed = any(r.note.buffers_changed for r in rows)
         result, sync_s = self._apply(plan, reports, buffers_changed)
         self._applied = _Applied(result, self.plans.lease_of(plan.window), wait_s, sync_s)
-        self.policy.observe(reports, plan, sync_s)
+        self.policy.observe(reports, plan, exchange_s)
         self.progress = result.progress
+        if rows[0].note.park is not None:
+            self._park(rows[0].note.park)
+        elif self.team.parked and self.window >= self._recall_at:
+            self.recall(go_on=True)
         return result
 
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""
-        padding = [0.0] * (payload_length(self.team.world_size) - _EXTRA_LENGTH)
-        self._commit(self._meet(Meeting.FLUSH, [*padding, *self._extra(False)]))
+        payload = encode_row(WindowReport(), (), self._note(), self.team.world_size)
+        self._commit([decode_row(n) for n in self._meet(Meeting.FLUSH, payload)])
+
+    # ── parking ──────────────────────────────────────────────────────────────────────────────
+
+    def recall(self, *, go_on: bool) -> None:
+        """Calls parked ranks back with the state of now; all that are not parked call it together.
+
+        Args:
+            go_on: The epoch goes on, so new plans are made for the whole team.
+        """
+        self.flush()
+        self.plans.drop()
+        self.team.recall(self.window, int(self.stopping or self.wants_stop()), [float(go_on)])
+        self._rejoined(go_on, receives=False)
+
+    def wait_for_recall(self) -> None:
+        """Waits, parked, to be called back, and takes over the state of the others."""
+        said, leaving = self.team.wait_for_recall(self.window, int(self.wants_stop()))
+        self.stopping |= leaving > 0
+        self._rejoined(said[0] > 0, receives=True)
+
+    def _park(self, rank: int) -> None:
+        """Goes on without a rank that costs more than it brings; all ranks call it together."""
+        speeds = self.policy.solo_speeds(self.plans.batch_size)
+        self.flush()
+        self.plans.drop()
+        self.team.park(rank)
+        self._use_team()
+        self._recall_at = self.window + PARKED_WINDOWS
+        self.options.notice(
+            f"rank {rank} is parked: alone it does {speeds[rank]:.3g} samples/s of the team's "
+            f"{sum(speeds):.3g}, and the exchange costs more than that brings; it is tried again "
+            f"after {PARKED_WINDOWS} windows or at the end of the epoch"
+        )
+        if not self.team.is_parked:
+            self.exchange_plan()
+            self.exchange_plan()
+
+    def _rejoined(self, go_on: bool, *, receives: bool) -> None:
+        cursor = self.plans.cursor
+        progress = self.progress
+        counters: dict[str, Any] = {
+            "progress": [progress.window, progress.steps, progress.samples, progress.weight],
+            "expected_weight": self._expected_weight,
+            "cursor": cursor.state_dict(),
+        }
+        counters = self.options.transfer_state(counters, receives)
+        if receives:
+            window, steps, samples, weight = counters["progress"]
+            self.progress = Progress(window=window, steps=steps, samples=samples, weight=weight)
+            self._expected_weight = counters["expected_weight"]
+            cursor.load_state_dict(counters["cursor"])
+            self.flat.zero_()
+            self.buffers.reset()
+        self._use_team()
+        if go_on:
+            self.exchange_plan(min_share=1)
+            self.exchange_plan(min_share=1)
+
+    def _use_team(self) -> None:
+        self.policy.set_parked(self.team.parked)
+        self._averager.comm = self.team.comm
+        self.buffers.comm = self.team.comm
+
+    def _exchange_s(self, rows: Sequence[Row]) -> float:
+        """What the exchange of the window before cost: the last one's wait, and moving bytes."""
+        if self._applied is None:
+            return math.nan
+        notes = [r.note for rank, r in enumerate(rows) if rank not in self.team.parked]
+        return min(n.wait_s for n in notes) + max(n.sync_s for n in notes)
 
     @property
     def _scale(self) -> float:
@@ -212,10 +285,9 @@ class WindowEngine:
         self.stopping |= leaving > 0
         return rows
 
-    def _extra(self, buffers_changed: bool) -> tuple[float, float, float]:
-        applied = self._applied
-        times = (applied.wait_s, applied.sync_s) if applied else (0.0, 0.0)
-        return (float(buffers_changed), *times)
+    def _note(self, *, park: int | None = None, buffers_changed: bool = False) -> Note:
+        wait_s, sync_s = (a.wait_s, a.sync_s) if (a := self._applied) else (0.0, 0.0)
+        return Note(park=park, buffers_changed=buffers_changed, wait_s=wait_s, sync_s=sync_s)
 
     def _report(self, abandon: bool) -> WindowReport:
         share = self.share
@@ -236,29 +308,6 @@ class WindowEngine:
             samples=share.samples,
             non_finite=non_finite,
             leaving=2 if abandon else int(self.wants_stop()),
-        )
-
-    def _refuse_non_finite(self, reports: Sequence[WindowReport], plan: WindowPlan) -> None:
-        if self.options.non_finite == "skip":
-            return
-        for rank, report in enumerate(reports):
-            if report.non_finite:
-                self.flat.zero_()
-                code = report.non_finite
-                name = None if code < 0 else self.flat.names[code - 1]
-                what = "the loss" if name is None else f"the gradient of parameter {name!r}"
-                raise self._non_finite(f"{what} is not finite on rank {rank}", rank, name, plan)
-
-    def _non_finite(
-        self, what: str, rank: int, name: str | None, plan: WindowPlan
-    ) -> NonFiniteGradientError:
-        return NonFiniteGradientError(
-            f"{what} in step {self.progress.steps + 1} (window {plan.window}, epoch {plan.epoch}); "
-            "nothing of this window was applied. Remedy: lower the learning rate, clip gradients, "
-            "check the data of that window, or set non_finite='skip' to leave such windows out",
-            rank=rank,
-            parameter=name,
-            window=plan.window,
         )
 
     def _apply(
@@ -309,8 +358,7 @@ class WindowEngine:
         if self.options.non_finite == "skip":
             return True
         self.flat.zero_()
-        what = "the sum of the ranks' gradients, each of them finite, overflowed"
-        raise self._non_finite(what, 0, None, plan)
+        raise overflow(plan, self.progress.steps + 1)
 
     def _update(self, norm: float) -> None:
         if self.options.max_grad_norm is not None:
@@ -321,14 +369,14 @@ class WindowEngine:
         self.flat.attach_grads()
         self.options.after_update()
 
-    def _commit(self, rows: Sequence[Sequence[float]]) -> None:
+    def _commit(self, rows: Sequence[Row]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""
         if self._applied is None:
             return
         applied, self._applied = self._applied, None
         self.plans.commit(applied.lease)
         ranks = tuple(
-            replace(record, wait_s=row[-2], sync_s=row[-1])
+            replace(record, wait_s=row.note.wait_s, sync_s=row.note.sync_s)
             for record, row in zip(applied.result.ranks, rows, strict=True)
         )
         result = replace(applied.result, ranks=ranks)

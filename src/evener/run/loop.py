@@ -96,7 +96,12 @@ class TeamLoader:
 
     def _windows(self, permutation: Permutation) -> Iterator[Any]:
         engine = self._engine
-        while not self._finished and (plan := engine.plans.peek()) is not None:
+        while True:
+            if engine.team.is_parked:
+                engine.wait_for_recall()
+            plan = engine.plans.peek()
+            if self._finished or plan is None:
+                break
             self._fetch(plan, permutation)
             micro_batches = self._fetched.pop(plan.window)
             if (ahead := engine.plans.peek(1)) is not None and not self._is_last(plan):
@@ -116,6 +121,8 @@ class TeamLoader:
                     )
                 if engine.window != plan.window or engine.stopping:
                     break
+        if engine.team.parked:
+            engine.recall(go_on=False)
 
     def _is_last(self, plan: WindowPlan) -> bool:
         return self._max_steps is not None and plan.window + 1 >= self._max_steps

@@ -28,6 +28,12 @@ class PlanQueue:
         self._draft: WindowPlan | None = None
 
     @property
+    def cursor(self) -> Cursor:
+        """The cursor of the epoch that was begun."""
+        assert self._cursor is not None
+        return self._cursor
+
+    @property
     def batch_size(self) -> int:
         """Samples of a window."""
         return self._batch_size
@@ -62,8 +68,7 @@ class PlanQueue:
         Returns:
             The encoded plan, or an encoded "none" at the end of the epoch.
         """
-        assert self._cursor is not None
-        piece = self._cursor.take(self._batch_size)
+        piece = self.cursor.take(self._batch_size)
         number = window + len(self._plans)
         self._draft = None
         if piece is not None:
@@ -95,8 +100,7 @@ class PlanQueue:
 
     def commit(self, lease: Slice) -> None:
         """Tells the cursor that a window is committed."""
-        assert self._cursor is not None
-        self._cursor.commit(lease)
+        self.cursor.commit(lease)
 
 
 def _place(plan: WindowPlan | None) -> tuple[int, int, int, int] | None:

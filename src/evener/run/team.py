@@ -32,6 +32,8 @@ class Meeting(IntEnum):
     ALL_REDUCE = 5
     SAVE = 6
     REHEARSAL = 7
+    PARKED = 8
+    RECALL = 9
 
     @property
     def deed(self) -> str:
@@ -44,6 +46,8 @@ class Meeting(IntEnum):
             Meeting.ALL_REDUCE: "averaging a value (ddp.all_reduce)",
             Meeting.SAVE: "saving (ddp.save)",
             Meeting.REHEARSAL: "measuring speeds",
+            Meeting.PARKED: "parked, waiting to be called back",
+            Meeting.RECALL: "calling parked ranks back",
         }[self]
 
 
@@ -88,10 +92,16 @@ class Team:
         self.comm = comm
         self.rank = comm.rank
         self.world_size = comm.world_size
-        self._payload_length = payload_length
+        self.payload_length = payload_length
 
     def meet(
-        self, kind: Meeting, *, window: int, leaving: int = 0, payload: Sequence[float] = ()
+        self,
+        kind: Meeting,
+        *,
+        window: int,
+        leaving: int = 0,
+        payload: Sequence[float] = (),
+        timeout_s: float | None = None,
     ) -> tuple[list[list[float]], int]:
         """Exchanges a row with every member; all ranks call it together.
 
@@ -100,6 +110,7 @@ class Team:
             window: This rank's window counter; must be the same everywhere.
             leaving: 0 goes on; 1 wants to stop after this window; 2 wants to drop this window.
             payload: At most ``payload_length`` numbers, padded with zeros.
+            timeout_s: Deadline; ``None`` takes the communicator's.
 
         Returns:
             The payloads in rank order, and the largest ``leaving`` of all ranks.
@@ -107,22 +118,24 @@ class Team:
         Raises:
             CollectiveMismatchError: Ranks came for different things.
         """
-        if len(payload) > self._payload_length:
+        if len(payload) > self.payload_length:
             raise ProtocolError(
-                f"payload of {len(payload)} numbers, room for {self._payload_length}"
+                f"payload of {len(payload)} numbers, room for {self.payload_length}"
             )
-        padding = [0.0] * (self._payload_length - len(payload))
+        padding = [0.0] * (self.payload_length - len(payload))
         row = [float(kind), float(window), float(leaving), *payload, *padding]
         # The same words on every rank: what a rank wants is in its row, so that ranks which want
         # different things meet all the same, and each can say who wanted what.
         try:
-            rows = self.comm.all_gather_rows(row, what="a meeting of the team")
+            rows = self.comm.all_gather_rows(row, what="a meeting of the team", timeout_s=timeout_s)
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{error} (rank {self.rank} was {kind.deed} in window {window})",
                 missing=error.missing,
             ) from None
-        if any(r[:2] != row[:2] for r in rows):
+        present = [r for r in rows if r[0] != Meeting.PARKED] or rows
+        recalled = len(present) == len(rows) or present[0][0] == Meeting.RECALL
+        if any(r[:2] != present[0][:2] for r in present) or not recalled:
             raise CollectiveMismatchError(_mismatch(rows))
         return [r[3:] for r in rows], int(max(r[2] for r in rows))
 

@@ -462,3 +462,50 @@ def test_ranks_with_different_models_are_refused_with_the_difference() -> None:
     for message in run_team(2, body):
         assert "0.weight" in message
         assert "[5, 3]" in message
+
+
+class RunningMean(nn.Module):
+    """Keeps a statistic, and takes a single sample, which BatchNorm does not."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> None:
+    """Rank 1 is so slow that the team is faster without it; it comes back with equal state."""
+    data = Numbered(400)
+
+    def body(comm: Communicator) -> tuple[Tensor, dict[str, Any], list[int], list[int]]:
+        with LOCK:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 4), RunningMean(4), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        seen: list[int] = []
+        parked: list[int] = []
+        with setup(comm, model, optimizer, emulate_slow={1: 40.0}) as ddp:
+            loader = ddp.loader(data, batch_size=8)
+            for epoch in range(2):
+                for ids, x in loader.epoch(epoch):
+                    ddp.backward(model(x).square().mean())
+                    if not ddp.assembly.engine.share.timing:
+                        seen.extend(ids.tolist())
+                    ddp.step()
+                    if ddp.assembly.engine.team.parked:
+                        parked.append(ddp.window)
+                assert not ddp.assembly.engine.team.parked
+            state = torch.cat([p.detach().flatten() for p in model.parameters()])
+            state = torch.cat([state, *(b.flatten().float() for b in model.buffers())])
+            moments = [v["exp_avg"].flatten() for v in optimizer.state_dict()["state"].values()]
+            return torch.cat([state, *moments]), loader.cursor.state_dict(), seen, parked
+
+    (state, cursor, first, parked), (other, same, second, _) = run_team(2, body)
+    assert parked, "rank 1 was never parked"
+    assert torch.equal(state, other)
+    assert cursor == same
+    assert Counter(first + second) == dict.fromkeys(range(400), 2)

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.cadence.plan import WindowPlan, WindowReport
-from evener.cadence.policies import ApplyPolicy, SyncPolicy, worth_keeping
+from evener.cadence.policies import ApplyPolicy
+from evener.cadence.shares import worth_keeping
 from evener.cadence.speed import CostModel, num_micro_batches
+from evener.cadence.sync import SyncPolicy
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)

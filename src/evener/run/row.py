@@ -1,0 +1,67 @@
+"""What a rank says in the meeting that closes a window, as one row of numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evener.cadence.plan import (
+    REPORT_LENGTH,
+    WindowReport,
+    decode_report,
+    encode_report,
+    plan_length,
+)
+
+_NOTE_LENGTH = 4
+
+
+def payload_length(world_size: int) -> int:
+    """Length of a row: a report, a plan, a note."""
+    return REPORT_LENGTH + plan_length(world_size) + _NOTE_LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A rank's remarks beside its report.
+
+    Attributes:
+        park: The rank that should be parked; only rank 0's word counts.
+        buffers_changed: Whether a buffer of its model was written in this window.
+        wait_s: How long it waited for others in the window before: known only after it.
+        sync_s: How long that window's exchange took.
+    """
+
+    park: int | None = None
+    buffers_changed: bool = False
+    wait_s: float = 0.0
+    sync_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank said."""
+
+    report: WindowReport
+    plan: Sequence[float]
+    note: Note
+
+
+def encode_row(
+    report: WindowReport, plan: Sequence[float], note: Note, world_size: int
+) -> list[float]:
+    """The row as numbers; a plan of no numbers says nothing about plans."""
+    blank = [0.0] * (plan_length(world_size) - len(plan))
+    park = 0.0 if note.park is None else note.park + 1.0
+    remarks = (park, float(note.buffers_changed), note.wait_s, note.sync_s)
+    return [*encode_report(report), *plan, *blank, *remarks]
+
+
+def decode_row(numbers: Sequence[float]) -> Row:
+    """Undoes ``encode_row``."""
+    park, changed, wait_s, sync_s = numbers[-_NOTE_LENGTH:]
+    note = Note(
+        park=int(park) - 1 if park else None,
+        buffers_changed=changed > 0,
+        wait_s=wait_s,
+        sync_s=sync_s,
+    )
+    return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
