@@ -55,6 +55,19 @@ class GradientAverager:
             for group in self._flat.groups:
                 group.grad_values.mul_(factor)
 
+    @torch.no_grad()
+    def unify(self, *, what: str) -> None:
+        """Gives every rank the same bits of the parameters; all ranks call it together.
+
+        Unlike devices round an update differently, so that replicas would drift apart. Each rank
+        owns an equal part of every buffer and the others copy it.
+        """
+        for group in self._flat.groups:
+            if group.data.numel() % self.comm.world_size == 0:
+                self.comm.all_gather_parts(group.data, what=what)
+            else:  # ranks are parked, and the buffer was padded for the whole team
+                self.comm.broadcast(group.data, 0, what=what)
+
 
 def _norm_dtype(values: torch.Tensor) -> torch.dtype:
     return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-import evener
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
 from evener.cadence.fixed import FixedShares
@@ -21,6 +20,7 @@ from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat import FlatBuffers
 from evener.comm.groups import connect
 from evener.errors import CheckpointError, ConfigError
+from evener.run.child import apply_threads
 from evener.run.emulate import Slowdown
 from evener.run.engine import EngineOptions, WindowEngine
 from evener.run.environment import DistributedTrainConfig
@@ -29,6 +29,7 @@ from evener.run.row import payload_length
 from evener.run.schedule import ProgressSchedule, Schedule
 from evener.run.team import Member, Team, check_alike, describe_self, member_document
 from evener.run.transfer import transfer_state
+from evener.version import __version__
 
 if TYPE_CHECKING:
     from evener.run.ddp import DdpConfig
@@ -96,43 +97,22 @@ def assemble(
         raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device)
+    apply_threads(environment)
     model.to(device)
     if communicator is not None:
         comm, reason = communicator, "given to Ddp.setup"
     else:
         chosen, reason = choose_backend(backend, device, environment.world_size)
         comm = join(environment, chosen, config.timeout_s)
-    slow = config.emulate_slow.get(comm.rank, 1.0)
     try:
         team = Team(comm, payload_length=payload_length(comm.world_size))
+        slow = config.emulate_slow.get(comm.rank, 1.0)
         members = _introduce(team, model, environment, device, slow)
         flat = FlatBuffers(list(model.named_parameters()), comm.world_size)
         _start_alike(model, comm)
         model.train()
-        buffers = BufferAverager(model, comm)
-        planner = _planner([m.member for m in members], config)
         schedule = Schedule(optimizers, scheduler)
-        optimizers = list(optimizers)
-        engine = WindowEngine(
-            team=team,
-            flat=flat,
-            averager=GradientAverager(flat, comm),
-            buffers=buffers,
-            optimizers=optimizers,
-            policy=planner,
-            options=EngineOptions(
-                max_grad_norm=config.max_grad_norm,
-                non_finite=config.non_finite,
-                slowdown=Slowdown(slow),
-                stop_requested=config.stop_when or _never,
-                before_update=schedule.before_update,
-                after_update=schedule.after_update,
-                transfer_state=lambda counters, receives: transfer_state(
-                    comm, model, flat, optimizers, schedule, counters, receives=receives
-                ),
-                notice=_never_mind if config.quiet or comm.rank else _warn,
-            ),
-        )
+        engine = _engine(team, members, model, flat, list(optimizers), schedule, config)
     except BaseException:
         comm.close()
         raise
@@ -148,13 +128,49 @@ def assemble(
         team=team,
         members=members,
         flat=flat,
-        buffers=buffers,
+        buffers=engine.buffers,
         engine=engine,
         autocast=AutocastForward(model, device) if resolved == "bf16" else None,
     )
     if not config.quiet and comm.rank == 0:
         sys.stderr.write("\n".join(team_lines(assembly)) + "\n")
     return assembly
+
+
+def _engine(
+    team: Team,
+    members: Sequence[Member],
+    model: nn.Module,
+    flat: FlatBuffers,
+    optimizers: Sequence[Optimizer],
+    schedule: Schedule,
+    config: "DdpConfig",
+) -> WindowEngine:
+    def bring_up_to_date(counters: dict[str, Any], receives: bool) -> dict[str, Any]:
+        return transfer_state(
+            team.comm, model, flat, optimizers, schedule, counters, receives=receives
+        )
+
+    alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
+    return WindowEngine(
+        team=team,
+        flat=flat,
+        averager=GradientAverager(flat, team.comm),
+        buffers=BufferAverager(model, team.comm),
+        optimizers=optimizers,
+        policy=_planner([m.member for m in members], config),
+        options=EngineOptions(
+            max_grad_norm=config.max_grad_norm,
+            non_finite=config.non_finite,
+            unlike_devices=not alike,
+            slowdown=Slowdown(config.emulate_slow.get(team.rank, 1.0)),
+            stop_requested=config.stop_when or _never,
+            before_update=schedule.before_update,
+            after_update=schedule.after_update,
+            transfer_state=bring_up_to_date,
+            notice=_never_mind if config.quiet or team.rank else _warn,
+        ),
+    )
 
 
 def choose_device(devices: str, environment: DistributedTrainConfig) -> torch.device:
@@ -242,7 +258,7 @@ def _introduce(
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__.partition("+")[0],
-        "evener": evener.__version__,
+        "evener": __version__,
     }
     own = describe_self(team.rank, environment.local_rank, device, emulated=slow, versions=versions)
     shapes = [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()]

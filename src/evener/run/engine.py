@@ -38,6 +38,7 @@ class EngineOptions:
 
     max_grad_norm: float | None = None
     non_finite: str = "raise"
+    unlike_devices: bool = False
     slowdown: Slowdown
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
@@ -367,6 +368,8 @@ class WindowEngine:
         for optimizer in self._optimizers:
             optimizer.step()
         self.flat.attach_grads()
+        if self.options.unlike_devices:
+            self._averager.unify(what=f"parameters of window {self.window}")
         self.options.after_update()
 
     def _commit(self, rows: Sequence[Row]) -> None:

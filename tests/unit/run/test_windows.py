@@ -509,3 +509,27 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
     assert torch.equal(state, other)
     assert cursor == same
     assert Counter(first + second) == dict.fromkeys(range(400), 2)
+
+
+def test_ranks_on_unlike_devices_take_each_part_from_its_owner() -> None:
+    """The second rank rounds its updates otherwise; all ranks still hold the same bits."""
+
+    def body(comm: Communicator) -> Tensor:
+        with LOCK:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 16), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
+            ddp.assembly.engine.options.unlike_devices = True
+            if comm.rank == 1:
+                optimizer.register_step_post_hook(lambda *_: round_otherwise(model))
+            go_through(ddp, ddp.loader(Numbered(), batch_size=8))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def round_otherwise(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 1e-6)
+
+    first, second = run_team(2, body)
+    assert torch.equal(first, second)
