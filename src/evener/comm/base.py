@@ -58,8 +58,8 @@ class Communicator(ABC):
 
     - ``PeerLostError``: a rank died or closed its communicator.
     - ``CollectiveTimeoutError``: the deadline passed; ``missing`` names those that did not come.
-    - ``CollectiveMismatchError``: ranks are in different operations. Rows, bytes, barriers and
-      splits always notice; tensors of unlike sizes may surface as one of the two above instead.
+    - ``CollectiveMismatchError``: ranks are in different operations. Rows, bytes, barriers, splits
+      and small tensors notice at once, large tensors at the deadline at the latest.
 
     An error ends the communicator: later calls raise at once, and what it held is let go. One
     thread at a time may use it; a second thread needs its own (``split`` with all ranks).

@@ -119,7 +119,8 @@ class FlatBuffers:
         for group in self.groups:
             group.grad.zero_()
         for slot in self._slots:
-            slot.attach_grad(keep=False)
+            if slot.lost_grad():
+                slot.attach_grad(keep=False)
         self._seen[:] = self._written = bytes(len(self.parameters))
 
     def attach_grads(self) -> int:
@@ -139,7 +140,7 @@ class FlatBuffers:
         for slot in self._slots:
             if slot.parameter.data_ptr() != slot.data_ptr:
                 slot.attach_data()
-            if slot.parameter.grad is not slot.grad or slot.grad.data_ptr() != slot.grad_ptr:
+            if slot.lost_grad():
                 slot.attach_grad(keep=True)
                 broken += 1
         if self._seen != self._written:
@@ -210,6 +211,10 @@ class _Slot:
         self.data_ptr = self.parameter.data_ptr()
         self.grad = self._view(group.grad)
         self.grad_ptr = self.grad.data_ptr()
+
+    def lost_grad(self) -> bool:
+        """Whether ``.grad`` is no longer the view."""
+        return self.parameter.grad is not self.grad or self.grad.data_ptr() != self.grad_ptr
 
     def attach_grad(self, *, keep: bool) -> None:
         """Make ``.grad`` the view; with ``keep``, holding what was assigned instead of it."""

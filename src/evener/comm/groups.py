@@ -121,6 +121,11 @@ class GroupCommunicator(Communicator):
     tensor's dtype: float16 and bfloat16 are rounded after each addition. They are not sent in a
     wider dtype, since half the bytes are why one would use them.
 
+    Mismatches are noticed at once where a rank is in an exchange of at most 912 bytes per rank, or
+    in one whose kind and size are new to it; else at the deadline. Only where ranks are at the same
+    time in exchanges of one kind, large and of unlike sizes that each has seen before, does Gloo
+    abort the process that receives too much.
+
     CUDA and other device tensors on a Gloo communicator go through a host copy (pinned for CUDA).
     With NCCL, calls still block the host until the result is there, so that every wait has a
     deadline.

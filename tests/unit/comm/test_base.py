@@ -1,0 +1,76 @@
+"""The one-rank leaf, and what all leaves word alike."""
+
+import math
+
+import pytest
+import torch
+
+from evener.comm.base import (
+    SingleCommunicator,
+    lost_message,
+    mismatch_message,
+    name_ranks,
+    timeout_message,
+)
+from evener.errors import CollectiveError, ConfigError
+
+
+def test_one_rank_keeps_what_it_has() -> None:
+    with SingleCommunicator() as comm:
+        assert (comm.rank, comm.world_size, comm.backend) == (0, 1, "none")
+        tensor = torch.tensor([1.5, math.nan, -0.0])
+        before = tensor.clone()
+        comm.all_reduce(tensor, what="x")
+        comm.broadcast(tensor, 0, what="x")
+        comm.all_gather_parts(tensor, what="x")
+        assert torch.equal(tensor.view(torch.int32), before.view(torch.int32))
+        assert comm.all_gather_rows((1, 2.5), what="x") == [[1.0, 2.5]]
+        assert comm.all_gather_bytes(b"abc", what="x") == [b"abc"]
+
+
+def test_one_rank_is_as_strict_as_many() -> None:
+    comm = SingleCommunicator()
+    with pytest.raises(ConfigError, match="strides"):
+        comm.all_reduce(torch.zeros(4, 4).t()[::2], what="x")
+    with pytest.raises(ConfigError, match="no rank 1"):
+        comm.broadcast(torch.zeros(1), 1, what="x")
+    with pytest.raises(ConfigError, match="there are ranks 0 to 0"):
+        comm.split([1], name="x")
+    comm.close()
+    comm.close()
+    for call in (
+        lambda: comm.all_reduce(torch.zeros(1), what="sum"),
+        lambda: comm.all_gather_rows([], what="sum"),
+        lambda: comm.all_gather_bytes(b"", what="sum"),
+        lambda: comm.barrier(what="sum"),
+        lambda: comm.split([0], name="sum"),
+    ):
+        with pytest.raises(CollectiveError, match=r"sum.*: rank 0 has closed this communicator"):
+            call()
+
+
+def test_a_split_of_one_rank_outlives_the_whole() -> None:
+    comm = SingleCommunicator(timeout_s=7.0)
+    part = comm.split([0], name="part")
+    comm.close()
+    assert part is not None
+    assert part.timeout_s == 7.0
+    part.barrier(what="x")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((1,), "rank 1"), ((2, 0), "ranks 0 and 2"), ((3, 0, 2), "ranks 0, 2 and 3")],
+)
+def test_ranks_in_words(ranks: tuple[int, ...], text: str) -> None:
+    assert name_ranks(ranks) == text
+
+
+def test_messages_name_who_and_what() -> None:
+    text = timeout_message(0, "gradients of window 12", 30.04, (1,))
+    assert text.startswith("rank 0 waited 30.0 s in 'gradients of window 12' for rank 1: ")
+    assert "for the others (which of them is not known)" in timeout_message(0, "x", 1.0, ())
+    assert lost_message(2, "header", "reset").startswith("rank 2 lost a peer in 'header': reset; ")
+    assert "rank 0 in 'a', rank 1 in 'b', rank 3 in 'c'" in mismatch_message(
+        0, "'a'", [(1, "'b'"), (3, "'c'")]
+    )

@@ -1,0 +1,104 @@
+"""What a team of threads can do beside the table: die on command, and tell who is missing."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from evener.comm.threads import ThreadTeam
+from evener.errors import CollectiveTimeoutError, ConfigError, PeerLostError
+
+TIMEOUT_S = 20.0
+
+
+class Ranks:
+    """Threads, one per rank, each of which runs one function."""
+
+    def __init__(self, functions: dict[int, Callable[[], Any]]) -> None:
+        self.results: dict[int, Any] = {}
+        self._threads = [
+            threading.Thread(target=self._run, args=item) for item in functions.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, rank: int, function: Callable[[], Any]) -> None:
+        try:
+            self.results[rank] = function()
+        except Exception as error:
+            self.results[rank] = error
+
+    def join(self) -> dict[int, Any]:
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+        return self.results
+
+
+@pytest.mark.parametrize("arrival", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_sums_are_formed_in_rank_order(arrival: list[int]) -> None:
+    # 1e8 - 1e8 + 1 in float32 is 1, and 0 in the other orders.
+    tensors = [torch.tensor([value]) for value in (1e8, -1e8, 1.0)]
+    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
+    comms = [team.communicator(rank) for rank in range(3)]
+    ranks = Ranks({r: lambda r=r: comms[r].all_reduce(tensors[r], what="sum") for r in arrival})
+    assert ranks.join() == {0: None, 1: None, 2: None}
+    assert [float(t) for t in tensors] == [1.0, 1.0, 1.0]
+
+
+def test_a_rank_that_fails_wakes_those_who_wait() -> None:
+    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
+    comms = [team.communicator(rank) for rank in range(3)]
+    ranks = Ranks({r: lambda r=r: comms[r].barrier(what="barrier") for r in (0, 1)})
+    team.fail(2)
+    for error in ranks.join().values():
+        assert isinstance(error, PeerLostError)
+        assert "rank 2 has died" in str(error)
+    with pytest.raises(PeerLostError, match="rank 2 has died in 'late'"):
+        comms[2].barrier(what="late")
+
+
+def test_a_rank_that_fails_inside_an_operation_takes_it_along() -> None:
+    team = ThreadTeam(2, timeout_s=TIMEOUT_S)
+    comms = [team.communicator(rank) for rank in range(2)]
+    inside = Ranks({0: lambda: comms[0].all_reduce(torch.ones(1), what="sum")})
+    team.fail(0)
+    assert isinstance(inside.join()[0], PeerLostError)
+    with pytest.raises(PeerLostError, match="rank 0 has died"):
+        comms[1].all_reduce(torch.ones(1), what="sum")
+
+
+def test_a_failure_reaches_the_splits_of_that_rank_only() -> None:
+    team = ThreadTeam(3, timeout_s=TIMEOUT_S)
+    comms = [team.communicator(rank) for rank in range(3)]
+    splits = [
+        Ranks({r: lambda r=r, m=m: comms[r].split(m, name="part") for r in range(3)}).join()
+        for m in ([2, 1], [0, 1])
+    ]
+    team.fail(2)
+    with pytest.raises(PeerLostError, match="rank 0 has died"):
+        splits[0][1].barrier(what="with rank 2")
+    pair = Ranks({r: lambda r=r: splits[1][r].barrier(what="without") for r in (0, 1)})
+    assert pair.join() == {0: None, 1: None}
+
+
+def test_all_that_are_missing_are_named() -> None:
+    team = ThreadTeam(4, timeout_s=0.2)
+    comms = [team.communicator(rank) for rank in range(4)]
+    ranks = Ranks({r: lambda r=r: comms[r].barrier(what="window 1") for r in (0, 2)})
+    for error in ranks.join().values():
+        assert isinstance(error, CollectiveTimeoutError)
+        assert error.missing == (1, 3)
+        assert "in 'window 1' for ranks 1 and 3" in str(error)
+    with pytest.raises(CollectiveTimeoutError, match="cannot start 'next': rank 0 waited") as again:
+        comms[0].barrier(what="next")
+    assert again.value.missing == (1, 3)
+
+
+def test_a_team_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world_size is 0"):
+        ThreadTeam(0)
+    with pytest.raises(ConfigError, match="rank 2 is not in a team of 2"):
+        ThreadTeam(2).communicator(2)
