@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from evener.version import __version__
 
 if TYPE_CHECKING:
+    from evener.cadence.policies import ApplyPolicy as ApplyPolicy
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
     from evener.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -24,23 +25,40 @@ if TYPE_CHECKING:
     from evener.errors import ProtocolError as ProtocolError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
+    from evener.observe.events import Sink as Sink
+    from evener.run.ddp import Ddp as Ddp
+    from evener.run.ddp import DdpConfig as DdpConfig
+    from evener.run.environment import AverageBackend as AverageBackend
+    from evener.run.environment import DistributedBackend as DistributedBackend
+    from evener.run.environment import DistributedRole as DistributedRole
+    from evener.run.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.results import WindowResult as WindowResult
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
 _MODULE_OF: Final = {
+    "ApplyPolicy": "evener.cadence.policies",
+    "AverageBackend": "evener.run.environment",
     "CheckpointError": "evener.errors",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
     "CollectiveTimeoutError": "evener.errors",
     "ConfigError": "evener.errors",
     "DataError": "evener.errors",
+    "Ddp": "evener.run.ddp",
+    "DdpConfig": "evener.run.ddp",
+    "DistributedBackend": "evener.run.environment",
+    "DistributedRole": "evener.run.environment",
+    "DistributedTrainConfig": "evener.run.environment",
     "EvenerError": "evener.errors",
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "ProtocolError": "evener.errors",
+    "Sink": "evener.observe.events",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
+    "WindowResult": "evener.run.results",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -16,7 +16,7 @@ import evener
 from evener.errors import ConfigError
 from evener.run.child import apply_threads, run_child
 from evener.run.emulate import parse_emulation
-from evener.run.environment import DistributedTrainConfig
+from evener.run.environment import DistributedTrainConfig, local_devices
 from evener.run.options import PretrainOptions
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def pretrain(
         Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start on this host; 1, --demo: 2.")
+        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
     ] = None,
     emulate_slow: Annotated[
         list[str] | None,
@@ -124,7 +124,7 @@ def launch_script(
         list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script.")
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start on this host; 1.")
+        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
@@ -153,7 +153,7 @@ def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> i
 
     nproc = options.nproc
     if nproc is None:
-        nproc = DEMO_NPROC if options.demo else 1
+        nproc = DEMO_NPROC if options.demo else max(1, local_devices())
     # What can be known to be wrong is said once, before any rank starts.
     check_nproc(nproc)
     parse_emulation(options.emulate_slow, nproc)
@@ -183,7 +183,7 @@ def _launch(script: Path, command: Sequence[str], nproc: int | None, port: int |
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(command[0], list(command))  # a rank already: become the script
-    return launch(command, nproc=1 if nproc is None else nproc, port=port)
+    return launch(command, nproc=max(1, local_devices()) if nproc is None else nproc, port=port)
 
 
 def _refuse_launch_options(

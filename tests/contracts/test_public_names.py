@@ -12,19 +12,28 @@ from helpers.source import PACKAGE
 # The interface that users may rely on (DESIGN §4). Adding a name is a decision; removing one breaks
 # somebody's program and belongs into the changelog.
 PUBLIC = {
+    "ApplyPolicy",
+    "AverageBackend",
     "CheckpointError",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ConfigError",
     "DataError",
+    "Ddp",
+    "DdpConfig",
+    "DistributedBackend",
+    "DistributedRole",
+    "DistributedTrainConfig",
     "EvenerError",
     "LaunchError",
     "NonFiniteGradientError",
     "PeerLostError",
     "ProtocolError",
+    "Sink",
     "UsageError",
     "UserError",
+    "WindowResult",
     "__version__",
 }
 

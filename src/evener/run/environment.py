@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TypeVar
 
 from evener.errors import ConfigError
@@ -139,6 +140,20 @@ def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
     if num_cores is None:
         num_cores = available_cores()
     return max(1, num_cores // local_world_size)
+
+
+def local_devices(environ: Mapping[str, str] | None = None, root: Path = Path("/dev")) -> int:
+    """CUDA devices that this host shows, found without loading torch; 0 where there are none.
+
+    Args:
+        environ: Instead of the process's environment; ``CUDA_VISIBLE_DEVICES`` may hide some.
+        root: Where device files are.
+    """
+    environ = os.environ if environ is None else environ
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    return sum(1 for path in root.glob("nvidia[0-9]*"))
 
 
 def available_cores() -> int:

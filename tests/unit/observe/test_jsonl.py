@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evener.errors import EvenerError
-from evener.observe import JsonlSink, read_events
+from evener.observe.jsonl import JsonlSink, read_events
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 import pytest
 
-from evener.observe import check_exactly_once, effective_events, lineage
 from evener.observe.events import reformed_event, run_resumed_event
+from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from helpers.event_cases import committed_window, started
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from evener.observe import ProgressSink
 from evener.observe.events import (
     checkpoint_event,
     eval_event,
@@ -16,6 +15,7 @@ from evener.observe.events import (
     worker_joined_event,
     worker_lost_event,
 )
+from evener.observe.progress import ProgressSink
 from helpers.event_cases import committed_window, started
 
 CLEAR = "\r\x1b[2K"

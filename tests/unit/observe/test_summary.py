@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from evener.errors import EvenerError
-from evener.observe import (
-    EventTally,
+from evener.observe.summary import (
     RankSummary,
     RunSummary,
+    best_speed_without,
     closing_table,
     time_saved_s,
     verdict,
 )
-from evener.observe.summary import best_speed_without
+from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window
 
 

@@ -1,12 +1,12 @@
 import pytest
 
-from evener.observe import EventTally, Speed
 from evener.observe.events import (
     checkpoint_event,
     eval_event,
     reformed_event,
     run_resumed_event,
 )
+from evener.observe.tally import EventTally, Speed
 from helpers.event_cases import committed_window, started
 
 

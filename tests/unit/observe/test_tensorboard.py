@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError
-from evener.observe import TensorBoardSink
 from evener.observe.events import eval_event
+from evener.observe.tensorboard import TensorBoardSink
 from helpers.event_cases import committed_window, started
 
 

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from evener.run.environment import (
     DistributedRole,
     DistributedTrainConfig,
     available_cores,
+    local_devices,
     threads_per_rank,
 )
 from evener.run.slurm import first_host
@@ -364,3 +366,13 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
     assert available_cores() == 3
     assert threads_per_rank(None, 3) == 1
+
+
+def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert local_devices({}, root=tmp_path) == 2
+    assert local_devices({"CUDA_VISIBLE_DEVICES": "1"}, root=tmp_path) == 1
+    assert local_devices({"CUDA_VISIBLE_DEVICES": ""}, root=tmp_path) == 0
+    assert local_devices({"CUDA_VISIBLE_DEVICES": "-1"}, root=tmp_path) == 0
+    assert local_devices({}, root=tmp_path / "none") == 0
