@@ -93,8 +93,7 @@ def assemble(
 ) -> Assembly:
     """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
     _check_policy(policy)
-    if not optimizers:
-        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
+    _check_optimizers(optimizers)
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device)
     apply_threads(environment)
@@ -302,6 +301,17 @@ def _planner(members: Sequence[str], config: "DdpConfig") -> Policy:
     if config.speed_hint is not None:
         planner.hint(list(config.speed_hint))
     return planner
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    if not optimizers:
+        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates the loss several times in one step, which a window of unequal "
+                "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
+            )
 
 
 def _check_policy(policy: str | ApplyPolicy) -> None:

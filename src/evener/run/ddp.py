@@ -17,7 +17,7 @@ from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.data.cursor import Cursor
 from evener.data.loader import make_fetcher
-from evener.errors import ConfigError, UsageError
+from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.assembly import Assembly, assemble
 from evener.run.environment import DistributedTrainConfig
 from evener.run.loop import TeamLoader
@@ -306,9 +306,16 @@ class Ddp:
         Call it after ``setup``, before or after ``loader``, and before the first epoch.
 
         Raises:
-            CheckpointError: Missing, damaged, or of another model.
+            CheckpointError: Missing, damaged, of another model, or not the same on every rank.
         """
         self._restored = load_state(self.assembly, Path(path))
+        windows = self.assembly.team.introduce({"window": self.window})
+        for rank, other in enumerate(windows):
+            if other != windows[0]:
+                raise CheckpointError(
+                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
+                    f"0 that of window {windows[0]['window']}; use storage that every rank sees"
+                )
         for loader in self._loaders:
             loader.cursor.load_state_dict(self._restored["cursor"])
             loader.skip_timing()

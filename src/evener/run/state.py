@@ -12,6 +12,7 @@ from evener.checkpoint import (
     CheckpointWriter,
     Snapshot,
     copy_to_cpu,
+    find_newest,
     flatten_optimizer,
     open_checkpoint,
     unflatten_optimizer,
@@ -126,7 +127,13 @@ def save_state(assembly: Assembly, cursor_state: Mapping[str, Any], path: Path) 
 
 def load_state(assembly: Assembly, path: Path) -> Mapping[str, Any]:
     """Restores the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself."""
-    return restore(assembly, open_checkpoint(path))
+    skipped: list[str] = []
+    newest = find_newest(path, lambda place, reason: skipped.append(f"{place.name}: {reason}"))
+    if newest is None and skipped:
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
+        )
+    return restore(assembly, newest or open_checkpoint(path))
 
 
 @torch.no_grad()
