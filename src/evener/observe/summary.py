@@ -58,7 +58,7 @@ class RunSummary:
         backend: What carried the exchange.
         checkpoint: Path of the newest checkpoint, if there is one.
         run_folder: Where the files of the run are.
-        elapsed_s: Seconds of training from the first window to the end.
+        elapsed_s: Seconds of training, from the start of each session to its end.
         unit: What weights count: ``tokens`` or ``samples``. The keys say tokens in either case.
         ranks: One row per rank, by rank.
         emulated: Ranks that are slowed down on purpose, and the factor.

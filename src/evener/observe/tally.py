@@ -84,6 +84,9 @@ class _Mark:
 class _Session:
     """The windows of one process group from start or resume on, as far as speed goes."""
 
+    team: tuple[str, ...] | None = None
+    began_t: float | None = None
+    ended_t: float = 0.0
     num_windows: int = 0
     weight: float = 0.0
     samples: int = 0
@@ -107,7 +110,8 @@ class EventTally:
 
     Speed counts from the commit of window k to that of the last window, over the windows between,
     where k is ``WARM_UP_WINDOWS``, or the middle of a shorter run. Evaluations in between do not
-    count as time. Sessions (start, resume) are measured one by one and added up.
+    count as time. Sessions (start, resume) are measured one by one and added up, as far as they
+    had the same members as the last one: the speed is that of the present team.
     """
 
     def __init__(self) -> None:
@@ -119,8 +123,6 @@ class EventTally:
         self.weight = 0.0
         self.eval_loss: float | None = None
         self.checkpoint_path: str | None = None
-        self.first_t: float | None = None
-        self.last_t: float | None = None
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "EventTally":
@@ -132,9 +134,6 @@ class EventTally:
 
     def add(self, event: Event) -> None:
         """Take one event into account, in the order in which they happen."""
-        if self.first_t is None:
-            self.first_t = event["t"]
-        self.last_t = event["t"]
         kind = event["type"]
         if kind == "window":
             self._add_window(event)
@@ -144,12 +143,15 @@ class EventTally:
         elif kind == "checkpoint":
             self.checkpoint_path = event["path"]
         elif kind == "run_started":
-            self._sessions.append(_Session())
+            self._sessions.append(_Session(team=tuple(event["members"])))
         elif kind == "run_resumed":
             self._revoke(event["window"])
-            self._sessions.append(_Session())
+            self._sessions.append(_Session(team=self._sessions[-1].team))
         elif kind == "reformed":
             self._revoke(event["window"])
+        session = self._sessions[-1]
+        session.began_t = event["t"] if session.began_t is None else session.began_t
+        session.ended_t = event["t"]
 
     @property
     def members(self) -> tuple[MemberTotals, ...]:
@@ -159,15 +161,15 @@ class EventTally:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first event to the last one."""
-        if self.first_t is None or self.last_t is None:
-            return 0.0
-        return self.last_t - self.first_t
+        """Seconds from the first event to the last one of each session, added up."""
+        return sum(s.ended_t - s.began_t for s in self._sessions if s.began_t is not None)
 
     def speed(self) -> Speed | None:
-        """Return the throughput after the warm-up; ``None`` below two windows."""
+        """Return the team's throughput after the warm-up; ``None`` below two windows."""
         weight, num_samples, measured_s = 0.0, 0, 0.0
         for session in self._sessions:
+            if session.team != self._sessions[-1].team:
+                continue
             if session.num_windows < 2 or not session.first:
                 continue
             mark = session.first[min(len(session.first) - 1, (session.num_windows - 1) // 2)]

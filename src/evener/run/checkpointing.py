@@ -20,7 +20,7 @@ class Checkpointer:
         folder: Receives the checkpoints.
         keep_last: How many to keep.
         assets: Files that go into every checkpoint, by name.
-        describe: Gives the document ``run.json``: what a resumed run must agree with.
+        documents: JSON documents that go into every checkpoint, by file name.
         on_written: Told of each checkpoint that has reached the disk.
         on_failure: Told of each that could not be written; the previous one stays in use.
     """
@@ -32,13 +32,13 @@ class Checkpointer:
         *,
         keep_last: int,
         assets: Mapping[str, bytes],
-        describe: Callable[[], Mapping[str, Any]],
+        documents: Mapping[str, Any],
         on_written: Callable[[WrittenCheckpoint], None],
         on_failure: Callable[[str], None],
     ) -> None:
         self._ddp = ddp
         self._assets = assets
-        self._describe = describe
+        self._documents = documents
         self._on_written = on_written
         self._on_failure = on_failure
         self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
@@ -58,7 +58,7 @@ class Checkpointer:
                 self._ddp.assembly,
                 cursor_state,
                 assets=self._assets,
-                documents={"run.json": dict(self._describe())},
+                documents=self._documents,
                 into=old,
             )
         )

@@ -24,6 +24,7 @@ def summarise(
     heldout_loss: float | None,
     speeds: Speeds | None,
     checkpoint: Path | None,
+    elapsed_s: float,
 ) -> RunSummary:
     """Builds the summary of a run from its events; on rank 0.
 
@@ -37,6 +38,7 @@ def summarise(
         heldout_loss: The last one, if any.
         speeds: What was measured; else solo speeds come from the speed model.
         checkpoint: The newest one.
+        elapsed_s: Seconds of training, over all sessions of a resumed run.
     """
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
     team = tally.speed()
@@ -68,7 +70,7 @@ def summarise(
         backend=ddp.assembly.comm.backend,
         checkpoint=str(checkpoint) if checkpoint else None,
         run_folder=str(folder),
-        elapsed_s=tally.elapsed_s,
+        elapsed_s=elapsed_s,
         unit=unit,
         ranks=tuple(ranks),
         emulated={m.rank: m.emulated for m in ddp.members if m.emulated != 1},

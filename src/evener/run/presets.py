@@ -1,10 +1,12 @@
 """Turns what the user typed into a checked configuration; the demo's configuration lives here."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from evener.errors import ConfigError
+from evener.errors import ConfigError, DataError
 from evener.run.config import RunConfig, load_run_config
+from evener.run.folders import check_name, newest_run
 from evener.run.options import PretrainOptions
 
 #: Ranks of the demo, and how much slower the second one is.
@@ -28,8 +30,15 @@ DEMO: Mapping[str, Any] = {
 def resolve_config(options: PretrainOptions) -> RunConfig:
     """The configuration of a run: the demo's, a YAML file's or the defaults, then ``--set``.
 
+    What can be known to be wrong without torch is found here, before any rank starts.
+
+    Returns:
+        The configuration, its name chosen: ``--name``, else the key, else that of the file.
+
     Raises:
-        ConfigError: See ``load_run_config``; or a file together with ``--demo``.
+        ConfigError: See ``load_run_config``; a file together with ``--demo``; a bad name.
+        DataError: Something that the configuration points to does not exist.
+        CheckpointError: There is no run to resume.
     """
     if options.demo and options.config is not None:
         raise ConfigError(
@@ -37,4 +46,27 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
             "leave one of them out"
         )
     base = DEMO if options.demo else None
-    return load_run_config(options.config, options.overrides, base=base)
+    config = load_run_config(options.config, options.overrides, base=base)
+    stem = options.config.stem if options.config is not None else "pretrain"
+    name = config.name or stem if options.name is None else options.name
+    check_name(name)
+    _check_paths(config)
+    if options.resume:
+        newest_run(run_parent(options), name)
+    return config.model_copy(update={"name": name})
+
+
+def run_parent(options: PretrainOptions) -> Path:
+    """The folder that runs go to."""
+    return options.out or Path("runs")
+
+
+def _check_paths(config: RunConfig) -> None:
+    places: list[tuple[str, str | None]] = [("data.path", path) for path in config.data.paths]
+    places += [("data.tokenizer", config.data.tokenizer), ("model.path", config.model.path)]
+    for key, path in places:
+        if path is not None and not Path(path).expanduser().exists():
+            raise DataError(
+                f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
+                f"{Path.cwd()}); evener downloads nothing"
+            )

@@ -1,5 +1,6 @@
 """Turns what the team does into events, and the events into what people see; on rank 0."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -21,9 +22,11 @@ from evener.observe.events import (
     window_event,
     worker_started_event,
 )
-from evener.observe.jsonl import JsonlSink
+from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.lineage import effective_events
 from evener.observe.tally import EventTally
 from evener.run.ddp import Ddp
+from evener.run.folders import EVENTS
 from evener.run.results import RankRecord, WindowResult
 
 GENERATION = 0
@@ -36,18 +39,22 @@ class RunRecorder:
     Args:
         ddp: The team.
         folder: The run folder.
-        sinks: Further sinks; closed with the recorder.
     """
 
-    def __init__(self, ddp: Ddp, folder: Path, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, ddp: Ddp, folder: Path) -> None:
         self._ddp = ddp
+        self._path = folder / EVENTS
         self._active = ddp.is_main_process
         self._sinks: list[Sink] = []
         self._watch = StragglerWatch(ddp.world_size)
         self._shares: tuple[int, ...] = ()
         self.tally = EventTally()
         if self._active:
-            self._sinks = [JsonlSink(folder / "events.jsonl"), *sinks]
+            self._sinks = [JsonlSink(self._path, on_warning=_warn)]
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hands every further event to this sink too; it is closed with the recorder."""
+        self._sinks.append(sink)
 
     def emit(self, event: Mapping[str, Any]) -> None:
         """Hands an event to every sink."""
@@ -66,10 +73,17 @@ class RunRecorder:
         total_windows: int,
         resumed_from: Path | None,
     ) -> None:
-        """Says who is there and what will be done; at a resume, which events are void."""
+        """Says who is there and what will be done; at a resume, which events are void.
+
+        What earlier sessions of a resumed run have done counts in the tally.
+        """
+        if not self._active:
+            return
         now, ddp = time.time(), self._ddp
         if resumed_from is not None:
-            self.emit(run_resumed_event(t=now, window=ddp.window, path=str(resumed_from)))
+            event = run_resumed_event(t=now, window=ddp.window, path=str(resumed_from))
+            self.tally = EventTally.of(effective_events([*read_events(self._path), event])[:-1])
+            self.emit(event)
         self.emit(
             run_started_event(
                 t=now,
@@ -204,3 +218,7 @@ class StragglerWatch:
                 found.append((rank, record.compute_s, usual_s * record.samples))
             known.append(per_sample_s)
         return found
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")

@@ -1,6 +1,7 @@
 """A causal language model: built or loaded, its loss per token, its held-out loss, its text."""
 
 import contextlib
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,25 +47,26 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if config.path is not None:
-            return _load_model(Path(config.path), seq_len)
+            return _load_model(Path(config.path).expanduser(), seq_len)
         keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
         keys |= {"vocab_size": vocab_size, "max_position_embeddings": seq_len}
-        keys |= {"bos_token_id": eos_id, "eos_token_id": eos_id, "pad_token_id": eos_id}
         keys |= config.config
+        _check_type(config.type)
         try:
+            if eos_id < keys["vocab_size"]:  # otherwise `check_vocabulary` has something to say
+                keys = (
+                    dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
+                )
             built = AutoConfig.for_model(config.type, **keys)
-        except ValueError as error:
-            raise ConfigError(
-                f"model.type is {config.type!r} with keys {sorted(config.config)}: {error}"
-            ) from None
-        _refuse_unknown_keys(config, built)
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_config(built, torch_dtype=torch.float32)
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            _refuse_unknown_keys(config, built)
+            model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the architecture makes of numbers that do not fit
             raise ConfigError(
                 f"no causal language model can be built from model.type={config.type!r} and "
-                f"model.config={dict(config.config)}: {error}"
-            ) from None
+                f"model.config={dict(config.config)}: {_in_short(error)}"
+            ) from error
     return model
 
 
@@ -141,7 +143,7 @@ def write_text(
         output = model(
             input_ids=torch.tensor([step], device=device), past_key_values=past, use_cache=True
         )
-        past = output.past_key_values
+        past = output.get("past_key_values")
         logits = output.logits[0, -1].float().cpu()
         if temperature == 0:
             token = int(logits.argmax())
@@ -149,8 +151,15 @@ def write_text(
             probabilities = torch.softmax(logits / temperature, dim=-1)
             token = int(torch.multinomial(probabilities, 1, generator=generator))
         written.append(token)
-        context, step = [*context, token], [token]
+        context = [*context, token]
+        # Architectures without such a cache read the whole context again.
+        step = context if past is None else [token]
     return written
+
+
+def printable(text: str) -> str:
+    """The text with control characters as escapes: a model may write any, terminals obey some."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def config_json(model: nn.Module) -> bytes:
@@ -171,10 +180,13 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
         )
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, torch_dtype=torch.float32
+            folder, local_files_only=True, dtype=torch.float32
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.path {str(folder)!r} cannot be loaded: {error}") from None
+    except Exception as error:  # damaged files, other kinds of models: each fails in its own way
+        raise ConfigError(
+            f"model.path {str(folder)!r} cannot be loaded: {_in_short(error)}; give a folder "
+            "written by save_pretrained or a checkpoint of evener"
+        ) from error
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and longest < seq_len:
         raise ConfigError(
@@ -182,6 +194,26 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
             "tokens; lower data.seq_len"
         )
     return model
+
+
+def _check_type(name: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    known = "is no causal language model" if name in CONFIG_MAPPING_NAMES else "is not known"
+    close = difflib.get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.5)
+    raise ConfigError(
+        f"model.type {name!r} {known} to transformers; give such as "
+        f"{', '.join(close or ('llama', 'gpt2', 'qwen3'))}"
+    )
+
+
+def _in_short(error: Exception) -> str:
+    """The message on one line; libraries explain themselves in paragraphs."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
 def _refuse_unknown_keys(config: ModelConfig, built: Any) -> None:

@@ -64,14 +64,14 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _open(config: RunConfig, tokenizer: CausalTokenizer, cache: Path, *, quiet: bool) -> Corpus:
     data = config.data
     exclude = list(data.exclude)
-    sources = [Path(p) for p in data.paths]
+    sources = [Path(p).expanduser() for p in data.paths]
     if not sources:
         root, globs = stdlib_sources()
         sources, exclude = [root], [*exclude, *globs]
     return prepare_corpus(
         sources,
         tokenizer,
-        Path(data.cache) if data.cache else cache,
+        Path(data.cache).expanduser() if data.cache else cache,
         suffixes=data.suffixes,
         exclude=exclude,
         heldout_fraction=data.heldout_fraction,

@@ -1,0 +1,65 @@
+"""The optimizer of a language model run, and the learning rate by committed tokens."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from evener.run.config import OptimizerConfig
+from evener.run.results import Progress
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:
+    """AdamW with weight decay on matrices and none on vectors (norms, biases).
+
+    Args:
+        model: Its trainable parameters are optimized.
+        settings: The hyper-parameters.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2]},
+        {"params": [p for p in trainable if p.dim() < 2]},
+    ]
+    optimizer = AdamW(groups, lr=settings.lr, fused=True)
+    apply_settings(optimizer, settings)
+    return optimizer
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
+    """Puts the hyper-parameters into an optimizer of ``make_optimizer``.
+
+    A checkpoint brings back those that it was written with; what the user says now goes before.
+    """
+    decays = (settings.weight_decay, 0.0)
+    for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
+        changes: dict[str, Any] = {
+            "lr": settings.lr,
+            "initial_lr": settings.lr,
+            "betas": settings.betas,
+            "eps": settings.eps,
+            "weight_decay": weight_decay,
+        }
+        group.update(changes)
+
+
+class TokenSchedule:
+    """Linear warm-up, then cosine, by tokens that the team has committed.
+
+    ``total_tokens`` is set once the corpus is known.
+    """
+
+    def __init__(self, settings: OptimizerConfig) -> None:
+        self._warmup = settings.warmup
+        self._least = settings.min_lr_ratio
+        self.total_tokens = 1.0
+
+    def __call__(self, progress: Progress) -> float:
+        """The factor of the base learning rate for the next update."""
+        done = min(1.0, progress.weight / self.total_tokens)
+        if done < self._warmup:
+            return max(done / self._warmup, 1e-3)
+        part = (done - self._warmup) / max(1e-9, 1 - self._warmup)
+        return self._least + (1 - self._least) * 0.5 * (1 + math.cos(math.pi * part))
