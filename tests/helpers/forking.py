@@ -30,6 +30,7 @@ class Zygote:
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.statuses: dict[int, int] = {}
         self._forked: list[int] = []
+        self._imported: set[str] = set()
         self._errors = tempfile.TemporaryFile()
         with theirs:
             self.process = subprocess.Popen(
@@ -82,6 +83,14 @@ class Zygote:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
         self.requests.sendmsg([b"fork"], ancillary)
         return self._expect_pid(FORK_TIMEOUT_S)
+
+    def preload(self, *modules: str) -> None:
+        """Imports modules, once, so that no rank from now on has to."""
+        missing = [name for name in modules if name not in self._imported]
+        if missing:
+            self.requests.send(" ".join(missing).encode())
+            self._expect_pid(START_TIMEOUT_S)
+            self._imported.update(missing)
 
     def read(self) -> None:
         """Takes in one message."""

@@ -2,9 +2,10 @@
 
 ``helpers.forking`` starts it as ``python zygote.py FD MODULE...``. FD is a Unix socket of packets:
 a request is two or three descriptors (the rank's channel, the file for its output, on rank 0 the
-socket on which its store is to listen); the answers are ``{"pid": p}`` and, when that rank has
-ended, ``{"pid": p, "status": s}`` with s as ``os.waitpid`` gives it. Its end is the end of the
-socket, and takes all ranks along. It has one thread and installs no signal handler, so that a rank
+socket on which its store is to listen), or names of further modules to import; the answers are
+``{"pid": p}`` and, when that rank has ended, ``{"pid": p, "status": s}`` with s as ``os.waitpid``
+gives it; p is this process when modules have been imported. Its end is the end of the socket, and
+takes all ranks along. It has one thread and installs no signal handler, so that a rank
 begins as clean as a new interpreter.
 """
 
@@ -57,6 +58,13 @@ def main() -> None:
             message, received = receive(requests)
             if not message:
                 return  # the tests have ended
+            if not received:
+                for name in message.decode().split():
+                    importlib.import_module(name)
+                gc.collect()
+                gc.freeze()
+                answer(requests, pid=os.getpid())
+                continue
             pid = os.fork()
             if pid == 0:
                 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
