@@ -1,6 +1,7 @@
 """Learning rates that follow the team's global progress, never a rank's own step count."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +24,7 @@ class Schedule:
         optimizers: Sequence[Optimizer],
         scheduler: LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None,
     ) -> None:
-        self._groups = [g for optimizer in optimizers for g in optimizer.param_groups]
+        self._optimizers = optimizers
         self._factor: ProgressSchedule | None = None
         self._schedulers: list[LRScheduler] = []
         if isinstance(scheduler, LRScheduler):
@@ -32,20 +33,24 @@ class Schedule:
             self._schedulers = list(scheduler)
         elif scheduler is not None:
             self._factor = scheduler
-            for group in self._groups:
+            for group in self._groups():
                 group.setdefault("initial_lr", group["lr"])
 
     def before_update(self, progress: Progress) -> None:
         """Sets the rates for the update that follows ``progress``."""
         if self._factor is not None:
             factor = self._factor(progress)
-            for group in self._groups:
+            for group in self._groups():
                 group["lr"] = group["initial_lr"] * factor
 
     def after_update(self) -> None:
         """Moves torch schedulers on by one step."""
         for scheduler in self._schedulers:
             scheduler.step()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        # Asked for every time: loading an optimizer's state makes new groups.
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, object]]:
         """State of the torch schedulers, in order."""
