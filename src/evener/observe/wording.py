@@ -2,11 +2,13 @@
 
 
 def human_duration(seconds: float) -> str:
-    """Return a length of time with the precision that matters: ``12 s``, ``4 min``, ``1 h 20 min``.
+    """Return a length of time with the precision that matters: ``80 ms``, ``12 s``, ``4 min``, ``1 h 20 min``.
 
     Args:
         seconds: Zero or more.
     """
+    if seconds < 0.995:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     if round(seconds) < 120:

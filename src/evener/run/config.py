@@ -90,7 +90,7 @@ class SampleConfig(_Section):
 
     prompt: str = "def "
     num_tokens: Annotated[int, Field(ge=0)] = 160
-    temperature: Annotated[float, Field(ge=0)] = 0.8
+    temperature: Annotated[float, Field(ge=0)] = 0.6
 
 
 class RunConfig(_Section):

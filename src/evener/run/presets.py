@@ -16,13 +16,13 @@ DEMO_EMULATE_SLOW = ("1:3",)
 #: A small Llama on the Python standard library's own sources: under a minute on two cores.
 DEMO: Mapping[str, Any] = {
     "name": "demo",
-    "batch_size": 32,
+    "batch_size": 16,
     "micro_batch_size": 8,
-    "max_steps": 60,
+    "max_steps": 200,
     "data": {"seq_len": 128},
-    "optimizer": {"lr": 3e-3, "warmup": 0.1},
-    "eval": {"every": 30, "max_sequences": 64},
-    "checkpoint": {"every": 30, "keep_last": 2},
+    "optimizer": {"lr": 1e-2, "warmup": 0.1},
+    "eval": {"every": 50, "max_sequences": 64},
+    "checkpoint": {"every": 100, "keep_last": 2},
     "measure": True,
 }
 

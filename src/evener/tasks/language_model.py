@@ -17,14 +17,15 @@ from evener.run.config import ModelConfig
 IGNORED = -100
 """Label of a position that does not count: padding, or the first token of another document."""
 
-#: The model that ``type: llama`` without further keys gives: about 1.1 million parameters.
+#: The model that ``type: llama`` without further keys gives: half a million parameters. At this
+#: width the usual initial range of 0.02 costs hundreds of steps before anything is learnt.
 SMALL_LLAMA: Mapping[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 352,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
 }
 
 
