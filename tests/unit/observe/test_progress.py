@@ -112,7 +112,7 @@ def test_other_events_have_lines() -> None:
     assert lines == [
         f"resumed after step 5 from {path}",
         "resumed after step 5",
-        f"checkpoint {path} (2.5 MB, written in 0.4 s)",
+        f"checkpoint {path} (2.5 MB, written in 400 ms)",
         "straggler: rank 1 (b) took 3.0 s for step 6 instead of 1.0 s",
         "lost rank 1 (b): it died",
         "rank 1 (b) joined",

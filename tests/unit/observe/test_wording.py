@@ -6,8 +6,8 @@ from evener.observe.wording import human_bytes, human_count, human_duration
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0.0 s"),
-        (0.44, "0.4 s"),
+        (0.0, "0 ms"),
+        (0.44, "440 ms"),
         (9.96, "10 s"),
         (12.4, "12 s"),
         (119.4, "119 s"),
