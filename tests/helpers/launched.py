@@ -43,9 +43,9 @@ class Mailbox:
         self._fd = os.open(path, os.O_RDWR)
         self._rest = b""
 
-    def read(self, num_lines: int) -> list[str]:
+    def read(self, num_lines: int, timeout_s: float = TIMEOUT_S) -> list[str]:
         """Waits for that many further lines; sorted, as ranks write in no order."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while self._rest.count(b"\n") < num_lines:
             ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"wanted {num_lines} lines, got {self._rest!r}"

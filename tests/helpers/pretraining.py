@@ -10,8 +10,8 @@ import os
 import random
 import select
 import signal
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,9 @@ from typing import Any
 
 import yaml
 
+from evener.data.cursor import Permutation
 from evener.observe.jsonl import read_events
+from evener.observe.lineage import effective_events
 from helpers.forking import Zygote
 from helpers.launched import Ended, Running, Sandbox, wait_until_gone
 from helpers.ranks import Rank, RankTeam
@@ -33,7 +35,7 @@ NEEDED = ("evener.cli", "evener.tasks.causal_lm", "transformers.models.llama.mod
 LAYER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 LLAMA = {**LAYER, "num_attention_heads": 2, "num_key_value_heads": 2}
 
-#: Sizes divide nothing: 61 samples make 9 windows an epoch, the last one of 5 samples.
+#: Sizes divide nothing: 60 samples make 9 windows an epoch, the last one of 4 samples.
 TINY: dict[str, Any] = {
     "data": {"path": "corpus", "seq_len": 32, "heldout_fraction": 0.2},
     "model": {"config": LLAMA},
@@ -44,7 +46,7 @@ TINY: dict[str, Any] = {
     "checkpoint": {"every": 2, "keep_last": 4},
     "sample": {"num_tokens": 8},
 }
-NUM_SAMPLES = 61
+NUM_SAMPLES = 60
 WINDOWS_PER_EPOCH = 9
 NUM_WINDOWS = 18
 
@@ -251,4 +253,31 @@ def kill_all(running: Running, events: Sequence[dict[str, Any]]) -> Ended:
     return running.end(RUN_TIMEOUT_S)
 
 
-PYTHON = (sys.executable, "-P", "-m")
+# ── judging ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def seen_samples(events: Sequence[dict[str, Any]], epoch: int) -> Counter[int]:
+    """How often each sample of an epoch is in the parameters at the end of the events."""
+    permutation = Permutation(NUM_SAMPLES, 0, epoch)
+    return Counter(
+        permutation[position]
+        for event in effective_events(events)
+        if event["type"] == "window" and event["epoch"] == epoch
+        for start, stop in event["committed"]
+        for position in range(start, stop)
+    )
+
+
+#: What ``seen_samples`` gives for an epoch that is whole.
+ONCE = Counter(range(NUM_SAMPLES))
+
+
+def relative_difference(first: Path, second: Path) -> float:
+    """2-norm of the difference of two checkpoints' parameters, relative to that of the first."""
+    from safetensors.numpy import load_file
+
+    ours, theirs = (load_file(path / "model.safetensors") for path in (first, second))
+    assert ours.keys() == theirs.keys()
+    squared = sum(float(((ours[k].astype("f8") - theirs[k]) ** 2).sum()) for k in ours)
+    norm = sum(float((ours[k].astype("f8") ** 2).sum()) for k in ours)
+    return float((squared / norm) ** 0.5)

@@ -235,7 +235,8 @@ def describe(event: Event) -> str | None:
     if kind == "run_resumed":
         source = f" from {event['path']}" if event["path"] is not None else ""
         return f"resumed after step {event['window']:,}{source}"
-    if kind == "run_finished":
+    # A failure is told, with its cause, by whoever sees all ranks; here it might be a follow-up.
+    if kind == "run_finished" and event["reason"] != "failed":
         message = f": {event['message']}" if event["message"] else ""
         return f"{event['reason']} after step {event['window']:,}{message}"
     return None

@@ -2,7 +2,7 @@
 
 
 def human_duration(seconds: float) -> str:
-    """Return a length of time with the precision that matters: ``80 ms``, ``12 s``, ``4 min``, ``1 h 20 min``.
+    """Return a length of time with the precision that matters: ``80 ms``, ``12 s``, ``1 h 20 min``.
 
     Args:
         seconds: Zero or more.

@@ -105,6 +105,7 @@ def test_other_events_have_lines() -> None:
             worker_joined_event(t=1.0, rank=1, member="b", window=6, generation=2),
             eval_event(t=1.0, window=6, loss=float("nan"), weight=1.0, elapsed_s=1.0),
             run_finished_event(t=1.0, window=6, reason="failed", message="disk gone"),
+            run_finished_event(t=1.0, window=6, reason="stopped", message="go on with --resume"),
             run_finished_event(t=1.0, window=6, reason="completed"),
         ],
         io.StringIO(),
@@ -117,7 +118,7 @@ def test_other_events_have_lines() -> None:
         "lost rank 1 (b): it died",
         "rank 1 (b) joined",
         "eval after step 6: heldout loss nan",
-        "failed after step 6: disk gone",
+        "stopped after step 6: go on with --resume",
         "completed after step 6",
     ]
 

@@ -1,0 +1,120 @@
+"""Kill a run with SIGKILL, resume it on other numbers of ranks: nothing is lost or seen twice."""
+
+import pytest
+
+from evener.observe.lineage import check_exactly_once
+from helpers.pretraining import (
+    NUM_SAMPLES,
+    NUM_WINDOWS,
+    ONCE,
+    RUN_TIMEOUT_S,
+    WINDOWS_PER_EPOCH,
+    Lab,
+    committed,
+    kill_all,
+    relative_difference,
+    seen_samples,
+    wait_for_events,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+# Windows then take long enough for a run to be killed well before its end.
+SLOWLY = [part for rank in range(3) for part in ("--emulate-slow", f"{rank}:20")]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    yield lab
+    lab.close()
+
+
+@pytest.fixture(scope="module")
+def run(lab):
+    """Killed on one rank, resumed and killed on three, resumed on two and finished."""
+    run = lab.path_of("run")
+    first = lab.command("run.yaml", "--nproc", 1, *SLOWLY[:2])
+    kill_all(first, wait_for_events(first, run, lambda events: committed(events) >= 5))
+    second = lab.command("run.yaml", "--resume", "--nproc", 3, *SLOWLY)
+    kill_all(second, wait_for_events(second, run, lambda e: sessions(e) == 2 and committed(e) >= 3))
+    third = lab.command("run.yaml", "--resume", "--nproc", 2).end(RUN_TIMEOUT_S)
+    assert third.code == 0, third.err
+    assert "resumed after step " in third.err
+    return run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(lab):
+    lab.run("run.yaml", "--name", "whole")
+    return lab.path_of("whole")
+
+
+def sessions(events):
+    return sum(event["type"] == "run_started" for event in events)
+
+
+def test_every_sample_counts_once(run):
+    assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=2) == []
+    assert seen_samples(run.events, 0) == seen_samples(run.events, 1) == ONCE
+
+
+def test_it_was_resumed_in_mid_epoch_on_other_numbers_of_ranks(run):
+    started = run.of_type("run_started")
+    assert [len(event["members"]) for event in started] == [1, 3, 2]
+    places = [event["window"] for event in run.of_type("run_resumed")]
+    assert [event["window"] for event in started] == [0, *places]
+    assert 0 < places[0] < places[1] < NUM_WINDOWS
+    assert all(place % WINDOWS_PER_EPOCH for place in places)
+    ranks = {event["window"]: len(event["ranks"]) for event in run.of_type("window")}
+    assert (ranks[0], ranks[places[0]], ranks[places[1]]) == (1, 3, 2)
+
+
+def test_the_result_is_that_of_a_run_without_interruption(run, uninterrupted):
+    difference = relative_difference(run.checkpoints[-1], uninterrupted.checkpoints[-1])
+    assert difference <= 1e-5
+    ours, theirs = run.summary, uninterrupted.summary
+    assert ours["heldout_loss"] == pytest.approx(theirs["heldout_loss"], rel=1e-5)
+    for key in ("committed_tokens", "committed_samples", "steps"):
+        assert ours[key] == theirs[key]
+
+
+def test_the_books_cover_all_sessions(run):
+    summary = run.summary
+    assert summary["world_size"] == 2
+    # What the third rank of the second session did is in the totals, but it is no longer there.
+    last = run.of_type("run_resumed")[-1]
+    members = {m for event in run.of_type("run_started") for m in event["members"]}
+    assert len(members) == 3
+    kept = {e["window"]: e for e in run.of_type("window")}
+    mine = sum(row["samples"] for e in kept.values() for row in e["ranks"] if row["rank"] < 2)
+    assert sum(row["samples"] for row in summary["ranks"]) == mine
+    events = run.events
+    first_t = events[0]["t"]
+    assert 0 < summary["elapsed_s"] < events[-1]["t"] - first_t
+    assert summary["elapsed_s"] > events[-1]["t"] - last["t"]
+
+
+def test_resuming_a_finished_run_says_so_and_touches_nothing(lab, run):
+    before = run.contents()
+    finished = lab.run("run.yaml", "--resume", nproc=2)
+    assert f"{run.path} has been completed (18 steps): nothing to do" in finished.said
+    assert "epochs" in finished.said
+    assert run.contents() == before
+
+
+def test_a_finished_run_can_be_given_more_to_do(lab, run):
+    finished = lab.run("run.yaml", "--resume", "--set", "epochs=3", "--set", "optimizer.lr=5e-4")
+    assert "changed since step-18: optimizer.lr 0.001 -> 0.0005; epochs 2 -> 3" in finished.said
+    assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=3) == []
+    assert run.summary["steps"] == 27
+    assert {e["lr"] <= 5e-4 for e in run.of_type("window") if e["window"] >= 18} == {True}
+
+
+def test_resume_takes_the_newest_run_of_the_name(lab):
+    for _ in range(2):
+        lab.run("run.yaml", "--name", "twice", "--set", "max_steps=1")
+    finished = lab.run("run.yaml", "--name", "twice", "--resume", "--set", "max_steps=2")
+    assert finished.said.endswith(f"run folder: {lab.path_of('twice-2').path}\n")
+    assert len(lab.path_of("twice").of_type("window")) == 1
+    assert len(lab.path_of("twice-2").of_type("window")) == 2

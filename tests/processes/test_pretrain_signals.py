@@ -1,0 +1,125 @@
+"""What ends a pretraining run early: a signal to the launcher, or the failure of one rank."""
+
+import re
+import signal
+import time
+
+import psutil
+import pytest
+
+from evener.observe.lineage import check_exactly_once
+from helpers.pretraining import RUN_TIMEOUT_S, Lab
+
+pytestmark = pytest.mark.timeout(400)
+
+GRACE_S = 5.0
+
+# Ranks that are slowed on purpose sleep after each micro-batch. From the 20th time on, each sleeps
+# a whole second instead, and says so: windows of 24 micro-batches, which took milliseconds, then
+# take 12 s and more, and the test knows that they are in the middle of one.
+SLOW_WINDOWS = """
+import os, sys, time
+if "RANK" in os.environ:
+    real_sleep, calls = time.sleep, 0
+    def sleep(seconds):
+        global calls
+        if sys._getframe(1).f_globals.get("__name__") != "evener.run.emulate":
+            return real_sleep(seconds)
+        calls += 1
+        if calls > 20:
+            with open(os.environ["TEST_MAILBOX"], "w") as mailbox:
+                mailbox.write(f"rank {os.environ['RANK']}\\n")
+            real_sleep(1.0)
+    time.sleep = sleep
+"""
+
+# In the same place, rank 1 fails.
+ONE_FAILS = """
+import os, sys, time
+if os.environ.get("RANK") == "1":
+    real_sleep, calls = time.sleep, 0
+    def sleep(seconds):
+        global calls
+        if sys._getframe(1).f_globals.get("__name__") != "evener.run.emulate":
+            return real_sleep(seconds)
+        calls += 1
+        if calls > 20:
+            raise ValueError("the failpoint of rank 1")
+    time.sleep = sleep
+"""
+
+BOTH_SLOW = ("--nproc", 2, "--emulate-slow", "0:2", "--emulate-slow", "1:2")
+
+
+@pytest.fixture
+def lab(tmp_path):
+    lab = Lab(tmp_path)
+    # 120 samples make windows of 24; each sample is a micro-batch.
+    data = {"path": "corpus", "seq_len": 16, "heldout_fraction": 0.2}
+    lab.configure(data=data, batch_size=24, micro_batch_size=1, eval={"every": 0})
+    yield lab
+    lab.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum):
+    lab.install(SLOW_WINDOWS)
+    run = lab.path_of("run")
+    running = lab.command("run.yaml", *BOTH_SLOW)
+    lab.sandbox.mailbox.read(2, RUN_TIMEOUT_S)  # in the middle of a window that takes ten more seconds
+    pids = [event["pid"] for event in run.of_type("worker_started")]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    before = run.of_type("window")
+    sent = time.monotonic()
+    running.signal(signum)
+    ended = running.end(RUN_TIMEOUT_S)
+    took_s = time.monotonic() - sent
+    assert took_s <= GRACE_S
+    assert ended.code == 128 + signum
+    assert f"evener: {signum.name}: asked the ranks to stop" in ended.err
+    assert "killed" not in ended.err
+    assert "Traceback" not in ended.err
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+    # The window that was under way is dropped; the one before it was applied and is committed.
+    after = run.of_type("window")
+    assert len(before) <= len(after) <= len(before) + 1
+    done = len(after)
+    last = run.events[-1]
+    assert (last["type"], last["reason"], last["window"]) == ("run_finished", "stopped", done)
+    assert run.checkpoints[-1].name == f"step-{done}"
+    assert "--resume" in ended.err
+    assert ended.err.splitlines()[-1] == f"run folder: {run.path}"
+    assert run.summary["heldout_loss"] is None
+    assert run.summary["steps"] == done
+
+    lab.run("run.yaml", "--resume", nproc=2)
+    num_samples = run.of_type("run_started")[0]["num_samples"]
+    assert check_exactly_once(run.events, num_samples, whole_epochs=2) == []
+    assert [event["window"] for event in run.of_type("run_resumed")] == [done]
+    assert run.events[-1]["reason"] == "completed"
+    assert run.summary["heldout_loss"] > 0
+
+
+def test_the_failure_of_one_rank_ends_the_run_with_its_traceback_first(lab):
+    lab.install(ONE_FAILS)
+    running = lab.command("run.yaml", *BOTH_SLOW)
+    ended = running.end(RUN_TIMEOUT_S)
+    assert ended.code == 1
+    run = lab.path_of("run")
+    pids = [event["pid"] for event in run.of_type("worker_started")]
+    lines = ended.err.splitlines()
+    start = lines.index(f"rank 1 (pid {pids[1]}) failed:")
+    assert lines[start + 1] == "Traceback (most recent call last):"
+    assert ended.err.count("Traceback") == 1
+    assert "ValueError: the failpoint of rank 1" in lines
+    assert not [line for line in lines[:start] if re.search("failed|error|lost", line, re.I)]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    last = run.events[-1]
+    assert (last["type"], last["reason"]) == ("run_finished", "failed")
+    assert last["message"].startswith("PeerLostError: rank 0 lost a peer")
+    # What was saved before is whole, and the run goes on from there.
+    lab.run("run.yaml", "--resume", nproc=1)
+    num_samples = run.of_type("run_started")[0]["num_samples"]
+    assert check_exactly_once(run.events, num_samples, whole_epochs=2) == []
