@@ -118,6 +118,7 @@ class Processes(Stage):
     def __init__(self, part: Part, world_size: int, *arguments: Any) -> None:
         super().__init__(world_size)
         self.team = RankTeam(_play, world_size, part, arguments)
+        self.stopped: set[int] = set()
 
     def receive(self, rank: int) -> Any:
         return self.team.receive(rank, TIMEOUT_S)
@@ -130,6 +131,7 @@ class Processes(Stage):
 
     def stop(self, rank: int) -> None:
         self.team.send_signal(rank, signal.SIGSTOP)
+        self.stopped.add(rank)
 
     def end(self, ranks: list[int]) -> list[Any]:
         outcomes = self.team.wait(TIMEOUT_S, ranks)
@@ -138,8 +140,12 @@ class Processes(Stage):
             assert "frame #" not in outcome.output, f"a C++ stack trace:\n{outcome.output}"
         return [outcome.value for outcome in outcomes]
 
-    def __exit__(self, *_: object) -> None:
-        self.team.close()
+    def __exit__(self, *error: object) -> None:
+        try:
+            if error == (None, None, None):
+                self.team.wait(TIMEOUT_S, sorted(set(range(self.world_size)) - self.stopped))
+        finally:
+            self.team.close()
 
 
 def _play(rank: Rank, part: Part, arguments: tuple[Any, ...]) -> Any:

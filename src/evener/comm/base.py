@@ -81,6 +81,7 @@ class Communicator(ABC):
         self.backend = backend
         self.timeout_s = _check_timeout(timeout_s)
         self._ended: _End | None = None
+        self._closed = False
         self._num_calls = 0
         self._num_splits = 0
 
@@ -228,6 +229,9 @@ class Communicator(ABC):
 
         Peers that still need this rank get ``PeerLostError``.
         """
+        if not self._closed:
+            self._closed = True
+            self._forget()
         if self._ended is None:
             self._end(CollectiveError(f"rank {self.rank} has closed this communicator"))
 
@@ -290,7 +294,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Let connections and shared state go; called once."""
+        """Let connections go, after a failure or a close; called once."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Let go of what peers may still ask for after a failure; called once, by ``close``."""
 
 
 @final
@@ -316,6 +324,9 @@ class SingleCommunicator(Communicator):
         raise AssertionError("one rank has no split of two or more members")
 
     def _release(self) -> None:
+        pass
+
+    def _forget(self) -> None:
         pass
 
 

@@ -129,9 +129,12 @@ class Engine:
             self._busy = False
             threading.Thread(target=groups.clear, name="evener-release").start()
 
-    def close(self) -> None:
-        """Let the groups and the store go; called once, and last."""
-        self.release()
+    def forget_store(self) -> None:
+        """Let the store go, through which peers learn why this rank gave up; called once.
+
+        Before ``release`` on an orderly end: a peer that sees its connection close then finds no
+        server, rather than one that goes while it answers, over which torch prints a stack trace.
+        """
         del self._board, self.meeting
 
     def _explain(self, call: Call, failure: str | None, waited_s: float) -> CollectiveError:

@@ -84,12 +84,13 @@ def connect(
     devices = choose_devices(address, port)
     hosts = rank == 0 if hosts_store is None else hosts_store
     deadline = time.monotonic() + timeout_s
-    store = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
+    store, server = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
     try:
         left_s = max(1.0, deadline - time.monotonic())
         key, host_rank = call_roll(store, rank, world_size, hosts=hosts, timeout_s=left_s)
         meeting = MeetingPoint(
             store=store,
+            server=server,
             host=(address, port),
             host_rank=host_rank,
             devices=devices,
@@ -262,7 +263,10 @@ class GroupCommunicator(Communicator):
     def _release(self) -> None:
         self._long_rows.clear()
         self._scratch = None
-        self._engine.close()
+        self._engine.release()
+
+    def _forget(self) -> None:
+        self._engine.forget_store()
 
     # ── cells ────────────────────────────────────────────────────────────────────────────────────
 

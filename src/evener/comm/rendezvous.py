@@ -25,12 +25,14 @@ class MeetingPoint:
 
     Attributes:
         store: Shared by all ranks; each group uses a prefix of its own.
+        server: What serves it, where this process does; kept for as long as a group may need it.
         host: Address and port of the store's server; ``None`` for a store without one.
         host_rank: The rank of the group whose process serves the store; ``None`` for none of them.
         devices: Network devices for Gloo.
     """
 
     store: Store
+    server: Store | None
     host: tuple[str, int] | None
     host_rank: int | None
     devices: tuple[ProcessGroupGloo.Device, ...]
@@ -58,8 +60,8 @@ class _Patience:
 
 def open_store(
     address: str, port: int, *, hosts: bool, listen_fd: int | None, timeout_s: float
-) -> TCPStore:
-    """Host the team's store, or connect to it as soon as it is there.
+) -> tuple[TCPStore, TCPStore | None]:
+    """Connect to the team's store as soon as it is there; on one rank, serve it too.
 
     Args:
         address: Name or number of the host that serves the store. A loopback address is served on
@@ -69,29 +71,34 @@ def open_store(
         listen_fd: A socket that already listens on ``port``, to serve on; the store closes it.
         timeout_s: How long to wait for a server elsewhere.
 
+    Returns:
+        The store as a client sees it, and the server. They are two, so that a process can end its
+        server first: process groups keep the client, and close their connections later.
+
     Raises:
         LaunchError: The port is taken, the address is unknown, or nobody serves it in time.
     """
-    if hosts:
-        descriptor = _listen(address, port).detach() if listen_fd is None else listen_fd
-        return TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-            timeout=timedelta(seconds=timeout_s),
-        )
+    server = _serve(address, port, listen_fd) if hosts else None
     left_s = _await_server(address, port, timeout_s)
     try:
-        return TCPStore(
-            address, port, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, left_s))
-        )
+        return _client(address, port, left_s), server
     except RuntimeError as error:
         raise LaunchError(
             f"{address}:{port} takes connections but does not answer as the store of a team "
             f"({first_line(error)}): is another program using the port, or has rank 0 ended?"
         ) from None
+
+
+def _serve(address: str, port: int, listen_fd: int | None) -> TCPStore:
+    descriptor = _listen(address, port).detach() if listen_fd is None else listen_fd
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
+def _client(address: str, port: int, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=max(1.0, timeout_s))
+    return TCPStore(address, port, wait_for_workers=False, timeout=timeout)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -208,6 +208,9 @@ class ThreadCommunicator(Communicator):
     def _release(self) -> None:
         self._team._leave(self.rank)
 
+    def _forget(self) -> None:
+        pass
+
 
 def _sum(offers: list[Tensor]) -> Tensor:
     total = offers[0].clone()
