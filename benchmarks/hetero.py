@@ -4,62 +4,59 @@
 
 All ways run in the same processes on the same model, data and emulated speeds, one after another in
 each round, so that a machine whose speed drifts favours none of them. ``of_ideal`` is a way's
-throughput over the sum of the solo speeds of the same round; solo is one rank alone with the same
-optimizer steps per sample. Medians over rounds; the spread is the smallest and largest.
+throughput over the sum of the solo speeds of the same round; solo is one rank alone over whole
+global batches, with an optimizer step for each, in micro-batches as large as an equal share.
+Figures are medians over rounds; the spread is the smallest and largest.
 
-Slow ranks are emulated: they sleep in proportion to the compute that they have just measured
-(forward, backward, update), before the exchange that needs it.
+Slow ranks are emulated: they sleep in proportion to the compute that they have just measured, the
+update included, before the exchange that needs it. torch DDP exchanges inside backward, so there
+the delay comes before the exchange of each bucket, and overlap with the rest stays possible.
+
+``evener.sync`` also says where the rest went, as parts of its time that add up to ``1 - of_ideal``:
+ranks computing slower side by side than alone, ranks waiting for the last one, exchanging
+gradients, and what is left (starting and ending an epoch each turn, among others).
 """
 
 import argparse
 import os
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import write_report
+from machine import load_average, write_report
 from models import GPT, Tokens, mean_loss
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.run.ddp import Ddp, DdpConfig
 from evener.run.emulate import Slowdown
-from evener.run.environment import DistributedTrainConfig
+from evener.run.environment import STORE_FD, DistributedTrainConfig
+from evener.run.launch import launch
+from evener.run.results import WindowResult
 
 SEQ_LEN = 128
-EPOCH_SAMPLES = 1 << 20
+TIMEOUT_S = 120.0
+FOLDER = "HETERO_FOLDER"
+SOLO = "solo."
 
 
 def main() -> int:
     """Starts the ranks; the first one prints and writes the report."""
     arguments = parse_arguments()
-    if "RANK" in os.environ:
+    if FOLDER in os.environ:
         return run_rank(arguments)
-    world_size = len(arguments.speeds)
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        ranks = []
-        for rank in range(world_size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "HETERO_STORE": str(Path(folder) / "ddp"),
-            }
-            ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
-        codes = [rank.wait() for rank in ranks]
-    return max(codes)
+        os.environ |= {FOLDER: folder, "OMP_NUM_THREADS": "1"}
+        return launch([sys.executable, *sys.argv], nproc=len(arguments.speeds))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--speeds", type=speeds, default="1,0.3333", help="relative to the fastest")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=4, help="evener's per round")
+    parser.add_argument("--windows", type=int, default=4, help="global batches a turn")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -77,9 +74,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def speeds(text: str) -> list[float]:
     """``1,0.5`` as numbers."""
-    values = [float(t) for t in text.split(",")]
-    if not values or not all(0 < v <= 1 for v in values):
-        raise argparse.ArgumentTypeError("speeds are above 0 and at most 1, such as 1,0.3333")
+    try:
+        values = [float(t) for t in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) < 2 or not all(0 < v <= 1 for v in values):
+        raise argparse.ArgumentTypeError(
+            "give two or more speeds above 0 and at most 1, such as 1,0.3333"
+        )
     return values
 
 
@@ -91,19 +93,30 @@ class Way:
         self.batch_size = arguments.batch_size
         self.rank = rank
         self.world_size = len(arguments.speeds)
-        self.data = Tokens(EPOCH_SAMPLES, SEQ_LEN)
+        # An epoch is a turn of evener's. (A loop cannot be left after some windows: a rank without
+        # a share does not come out of the loader for them.)
+        self.data = Tokens(arguments.batch_size * arguments.windows, SEQ_LEN)
         self.slowdown = Slowdown(1 / arguments.speeds[rank])
+        self.elapsed_s = 0.0
         self.model: nn.Module = GPT(width=arguments.width, layers=arguments.layers, seq_len=SEQ_LEN)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
-    def timed(self, steps: int, run: Callable[[int], None]) -> float:
-        """Samples per second of ``steps`` global batches, from barrier to barrier."""
+    def run(self, steps: int) -> float:
+        """Trains on ``steps`` global batches; all ranks call it together."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+    def timed(self, steps: int, train: Callable[[int], None]) -> float:
+        """Samples per second of ``steps`` global batches, from barrier to the last one's end."""
         dist.barrier()
         started_s = time.perf_counter()
-        run(steps)
+        train(steps)
         elapsed = torch.tensor([time.perf_counter() - started_s], dtype=torch.float64)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-        return steps * self.batch_size / float(elapsed)
+        self.elapsed_s = float(elapsed)
+        return steps * self.batch_size / self.elapsed_s
 
     def batch(self, step: int, size: int) -> Tensor:
         """Some samples."""
@@ -111,7 +124,7 @@ class Way:
 
 
 class Solo(Way):
-    """One rank alone over whole global batches; the others wait."""
+    """One rank alone over whole global batches; the others wait without computing."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int, alone: int) -> None:
         super().__init__(arguments, rank)
@@ -122,7 +135,6 @@ class Solo(Way):
         return self.timed(steps, self._train if self.rank == self.alone else lambda _: None)
 
     def _train(self, steps: int) -> None:
-        # Micro-batches as large as evener gives to this rank, so that caches are treated alike.
         micro = -(-self.batch_size // self.world_size)
         for step in range(steps):
             started_s = time.perf_counter()
@@ -142,35 +154,28 @@ class TorchDdp(Way):
         super().__init__(arguments, rank)
         self.share = self.batch_size // self.world_size
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.backward_s: list[float] = []
+        self.since_s = 0.0
+        if self.slowdown.factor > 1:
+            self.ddp.register_comm_hook(None, self._delayed)
 
     def run(self, steps: int) -> float:
-        """See ``Way``; one step reaches ``share * world_size`` samples."""
-        self._calibrate()
-        rate = self.timed(steps, self._train)
-        return rate * (self.share * self.world_size) / self.batch_size
-
-    def _calibrate(self) -> None:
-        """Backward by itself: inside DDP its time includes the exchange."""
-        with self.ddp.no_sync():
-            loss = mean_loss(self.ddp, self.batch(0, self.share))
-            started_s = time.perf_counter()
-            loss.backward()
-            self.backward_s.append(time.perf_counter() - started_s)
-        self.optimizer.zero_grad()
+        """See ``Way``; a step reaches ``share * world_size`` samples."""
+        return self.timed(steps, self._train) * (self.share * self.world_size) / self.batch_size
 
     def _train(self, steps: int) -> None:
-        backward_s = statistics.median(self.backward_s)
         for step in range(steps):
-            started_s = time.perf_counter()
-            loss = mean_loss(self.ddp, self.batch(step, self.share))
-            # The exchange happens inside backward, so a slow rank's delay must come before it.
-            self.slowdown.after(time.perf_counter() - started_s + backward_s)
-            loss.backward()
+            self.since_s = time.perf_counter()
+            mean_loss(self.ddp, self.batch(step, self.share)).backward()
             started_s = time.perf_counter()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.slowdown.after(time.perf_counter() - started_s)
+
+    def _delayed(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """A bucket of a slow rank is ready as late as its compute so far would have been."""
+        self.slowdown.after(time.perf_counter() - self.since_s)
+        self.since_s = time.perf_counter()
+        return allreduce_hook(dist.group.WORLD, bucket)
 
 
 class Evener(Way):
@@ -186,82 +191,126 @@ class Evener(Way):
     ) -> None:
         super().__init__(arguments, rank)
         slow = {r: 1 / s for r, s in enumerate(arguments.speeds)}
+        environment = {k: v for k, v in os.environ.items() if k != STORE_FD}
         self.ddp = Ddp.setup(
             self.model,
             self.optimizer,
+            devices="cpu",
             precision="fp32",
-            config=DdpConfig(emulate_slow=slow, partition_ratios=ratios, quiet=True),
-            environment=DistributedTrainConfig.from_env(os.environ | {"MASTER_PORT": str(port)}),
+            config=DdpConfig(
+                emulate_slow=slow, partition_ratios=ratios, timeout_s=TIMEOUT_S, quiet=True
+            ),
+            environment=DistributedTrainConfig.from_env(environment | {"MASTER_PORT": str(port)}),
         )
-        loader = self.ddp.loader(self.data, batch_size=self.batch_size, prefetch="thread")
-        self.batches: Iterator[Tensor] = loader.epoch(0)
-        self.shares: tuple[int, ...] = ()
+        self.loader = self.ddp.loader(self.data, batch_size=self.batch_size, prefetch="thread")
+        self.epoch = 0
+        self.committed: list[WindowResult] = []
+        self.ddp.on_commit(self.committed.append)
 
     def run(self, steps: int) -> float:
         """See ``Way``."""
+        self.committed.clear()
         return self.timed(steps, self._train)
 
+    def close(self) -> None:
+        """Leaves the team."""
+        self.ddp.close()
+
+    def lost(self, solo: Sequence[float]) -> dict[str, float]:
+        """Where the last turn's time went, beyond what ranks as fast as alone would have needed.
+
+        A rank's time is compute, wait, exchange and the rest. Averaged over ranks by their solo
+        speeds, compute at these speeds is just the ideal time, whatever the shares are.
+        """
+        parts = {"side_by_side": 0.0, "waiting": 0.0, "exchange": 0.0, "rest": 0.0}
+        for rank, speed in enumerate(solo):
+            part = speed / sum(solo) / self.elapsed_s
+            records = [w.ranks[rank] for w in self.committed]
+            alone_s = sum(r.samples / speed for r in records)
+            compute_s = sum(r.compute_s for r in records)
+            wait_s, sync_s = sum(r.wait_s for r in records), sum(r.sync_s for r in records)
+            parts["side_by_side"] += part * (compute_s - alone_s)
+            parts["waiting"] += part * wait_s
+            parts["exchange"] += part * sync_s
+            parts["rest"] += part * (self.elapsed_s - compute_s - wait_s - sync_s)
+        return parts
+
     def _train(self, steps: int) -> None:
-        goal = self.ddp.window + steps
-        for ids in self.batches:
+        assert steps == len(self.loader)
+        for ids in self.loader.epoch(self.epoch):
             self.ddp.backward(mean_loss(self.model, ids))
-            if result := self.ddp.step():
-                self.shares = tuple(r.samples for r in result.ranks)
-                if self.ddp.window == goal:
-                    return
+            self.ddp.step()
+        self.epoch += 1
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """One rank: all ways, interleaved."""
     torch.set_num_threads(1)
+    before = load_average()
     rank, world_size = int(os.environ["RANK"]), len(arguments.speeds)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(os.environ["HETERO_STORE"], world_size),
+        store=dist.FileStore(str(Path(os.environ[FOLDER]) / "ddp"), world_size),
         rank=rank,
         world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     ports: list[Any] = [free_port(), free_port()]
     dist.broadcast_object_list(ports, 0)
-    ways: dict[str, Any] = {f"solo.{r}": Solo(arguments, rank, r) for r in range(world_size)}
+    ways: dict[str, Way] = {f"{SOLO}{r}": Solo(arguments, rank, r) for r in range(world_size)}
     ways["torch.ddp"] = TorchDdp(arguments, rank)
     equal = [1.0] * world_size
     ways["evener.equal_split"] = Evener(arguments, rank, port=ports[0], ratios=equal)
-    ways["evener.sync"] = Evener(arguments, rank, port=ports[1])
+    ways["evener.sync"] = sync = Evener(arguments, rank, port=ports[1])
     figures: dict[str, list[float]] = {name: [] for name in ways}
+    lost: list[dict[str, float]] = []
     for number in range(arguments.rounds + 1):
         for name, way in ways.items():
             figures[name].append(way.run(steps_of(name, number, arguments)))
+        lost.append(sync.lost([figures[f"{SOLO}{r}"][-1] for r in range(world_size)]))
         if rank == 0:
             shown = ", ".join(f"{n} {v[-1]:.1f}" for n, v in figures.items())
             print(f"{'warm-up' if number == 0 else f'round {number}'}: samples/s {shown}")
     if rank == 0:
-        report(figures, ways["evener.sync"].shares, arguments)
-    for name in ("evener.equal_split", "evener.sync"):
-        ways[name].ddp.close()
+        shares = [r.samples for r in sync.committed[-1].ranks]
+        # The first round pays for caches, allocations and the search for the shares.
+        rows = make_rows({n: v[1:] for n, v in figures.items()}, lost[1:], shares)
+        show(rows, arguments)
+        write_report(
+            arguments.json,
+            benchmark="hetero",
+            load_average=[before, load_average()],
+            emulated=True,
+            arguments={k: v for k, v in vars(arguments).items() if k != "json"},
+            rows=rows,
+        )
+    for way in ways.values():
+        way.close()
     dist.destroy_process_group()
     return 0
 
 
 def steps_of(name: str, number: int, arguments: argparse.Namespace) -> int:
-    """Global batches per round; a slow rank alone gets fewer, a warm-up round the least."""
-    if name.startswith("solo."):
-        slow = arguments.speeds[int(name.removeprefix("solo."))]
-        return max(1, round(arguments.windows * slow))
+    """Global batches per round; slow ways get fewer, a warm-up round the least."""
+    if name.startswith("evener."):
+        return int(arguments.windows)
     if number == 0:
-        return 4 if name == "evener.sync" else 1
-    return arguments.windows if name == "evener.sync" else max(1, arguments.windows // 2)
+        return 1
+    if name.startswith(SOLO):
+        return max(1, round(arguments.windows * arguments.speeds[int(name.removeprefix(SOLO))]))
+    return max(1, arguments.windows // 2)
 
 
-def report(
-    figures: dict[str, list[float]], shares: Sequence[int], arguments: argparse.Namespace
-) -> None:
-    """Prints the table and writes the JSON."""
-    counted = {name: values[1:] for name, values in figures.items()}
-    rounds = range(arguments.rounds)
-    ideal = [sum(v[i] for n, v in counted.items() if n.startswith("solo.")) for i in rounds]
-    rows = []
-    for name, values in counted.items():
+def make_rows(
+    figures: Mapping[str, Sequence[float]],
+    lost: Sequence[Mapping[str, float]],
+    shares: Sequence[int],
+) -> list[dict[str, Any]]:
+    """A row for each way; ``figures`` are samples per second by way and round."""
+    solo = [values for name, values in figures.items() if name.startswith(SOLO)]
+    ideal = [sum(speeds) for speeds in zip(*solo, strict=True)]
+    rows: list[dict[str, Any]] = []
+    for name, values in figures.items():
         ratios = [v / i for v, i in zip(values, ideal, strict=True)]
         rows.append(
             {
@@ -272,27 +321,25 @@ def report(
                 "samples_per_s_rounds": [round(v, 2) for v in values],
             }
         )
-    print(f"speeds {arguments.speeds} (emulated), batch {arguments.batch_size}, shares {shares}")
+    rows[-1]["shares"] = list(shares)
+    rows[-1]["lost"] = {k: round(statistics.median(part[k] for part in lost), 4) for k in lost[0]}
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> None:
+    """Prints the table."""
+    print(f"speeds {arguments.speeds} (emulated), global batch {arguments.batch_size}")
     print(f"{'way':20} {'samples/s':>10} {'of ideal':>9}  spread")
     for row in rows:
         low, high = row["of_ideal_spread"]
-        print(
-            f"{row['name']:20} {row['samples_per_s']:10.1f} {row['of_ideal']:9.3f}  {low}..{high}"
-        )
-    write_report(
-        arguments.json,
-        benchmark="hetero",
-        emulated=True,
-        arguments={k: v for k, v in vars(arguments).items() if k != "json"},
-        shares=list(shares),
-        rows=rows,
-    )
+        print(f"{row['name']:20} {row['samples_per_s']:10.1f} {row['of_ideal']:9.3f}", end="  ")
+        print(f"{low:.3f}..{high:.3f}")
+    parts = ", ".join(f"{name} {part:.1%}" for name, part in rows[-1]["lost"].items())
+    print(f"evener.sync: shares {rows[-1]['shares']}; time lost: {parts}")
 
 
 def free_port() -> int:
     """A port of the loopback interface that is free now."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

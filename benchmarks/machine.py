@@ -23,6 +23,11 @@ def describe_machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory_gib, 1)}
 
 
+def load_average() -> float:
+    """Programs that wanted a core, averaged over the last minute, this benchmark's included."""
+    return round(os.getloadavg()[0], 2)
+
+
 def describe_commit() -> str:
     """The commit of the tree, with ``+changes`` when it has uncommitted ones."""
 

@@ -1,0 +1,207 @@
+"""What evener costs on one rank: its loop against a plain PyTorch loop.
+
+    python benchmarks/overhead.py --json overhead.json
+
+Both loops train copies of one model in one process: same samples a step, same fused AdamW, with
+and without clipping. They take turns in short blocks, each going first in every other round, so
+that a machine whose speed drifts favours none. ``ratio`` is evener's time over that of the plain
+loop in the same round: median, then smallest and largest. ``cpu_ratio`` is the same in processor
+time, which other programs on the machine disturb less. Everything runs on one thread.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from machine import load_average, write_report
+from models import GPT, Tokens, mean_loss
+from torch import Tensor, nn
+
+from evener.comm.base import SingleCommunicator
+from evener.run.ddp import Ddp, DdpConfig
+
+NUM_SAMPLES = 50_000
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch."""
+
+    name: str
+    width: int
+    layers: int
+    seq_len: int
+    batch_size: int
+
+
+#: From steps that are nearly all Python to steps that are nearly all arithmetic.
+CASES = {
+    case.name: case
+    for case in (
+        Case("0.1M", width=64, layers=2, seq_len=64, batch_size=8),
+        Case("0.8M", width=128, layers=4, seq_len=128, batch_size=4),
+        Case("3.3M", width=256, layers=4, seq_len=128, batch_size=2),
+        Case("10.8M", width=384, layers=6, seq_len=128, batch_size=1),
+    )
+}
+
+
+class Plain:
+    """A loop as one writes it without any library."""
+
+    def __init__(self, case: Case, clip: bool) -> None:
+        self.model, self.optimizer = make_model(case)
+        self.data = Tokens(NUM_SAMPLES, case.seq_len)
+        self.clip = clip
+        self.batches = self._batches(case.batch_size)
+
+    def run(self, steps: int) -> None:
+        """Trains on."""
+        for _ in range(steps):
+            loss = mean_loss(self.model, next(self.batches))
+            self.optimizer.zero_grad()
+            loss.backward()
+            if self.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+            self.optimizer.step()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _batches(self, batch_size: int) -> Iterator[Tensor]:
+        order = torch.randperm(NUM_SAMPLES).tolist()
+        for first in range(0, NUM_SAMPLES, batch_size):
+            yield torch.stack([self.data[i] for i in order[first : first + batch_size]])
+
+
+class Evener:
+    """The same with ``Ddp`` on one rank."""
+
+    def __init__(self, case: Case, clip: bool) -> None:
+        self.model, optimizer = make_model(case)
+        self.ddp = Ddp.setup(
+            self.model,
+            optimizer,
+            devices="cpu",
+            precision="fp32",
+            config=DdpConfig(max_grad_norm=MAX_GRAD_NORM if clip else None, quiet=True),
+            communicator=SingleCommunicator(),
+        )
+        loader = self.ddp.loader(Tokens(NUM_SAMPLES, case.seq_len), batch_size=case.batch_size)
+        self.batches = loader.epoch(0)
+
+    def run(self, steps: int) -> None:
+        """Trains on."""
+        for _ in range(steps):
+            self.ddp.backward(mean_loss(self.model, next(self.batches)))
+            self.ddp.step()
+
+    def close(self) -> None:
+        """Leaves the team."""
+        self.ddp.close()
+
+
+def main() -> None:
+    """Measures every case with and without clipping."""
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    before = load_average()
+    rows = []
+    print(
+        f"{'model':>6} {'clip':>5} {'plain ms':>9} {'ratio':>7}  spread         cpu ratio  spread"
+    )
+    for name in arguments.cases:
+        for clip in (False, True):
+            row = measure(CASES[name], clip, arguments.rounds, arguments.block_s)
+            rows.append(row)
+            print(
+                f"{name:>6} {clip!s:>5} {row['plain_ms']:9.2f} {row['ratio']:7.4f}  "
+                f"{row['ratio_spread'][0]:.4f}..{row['ratio_spread'][1]:.4f} "
+                f"{row['cpu_ratio']:9.4f}  "
+                f"{row['cpu_ratio_spread'][0]:.4f}..{row['cpu_ratio_spread'][1]:.4f}"
+            )
+    write_report(
+        arguments.json,
+        benchmark="overhead",
+        load_average=[before, load_average()],
+        arguments={"rounds": arguments.rounds, "block_s": arguments.block_s, "threads": 1},
+        rows=rows,
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--block-s", type=float, default=0.5, help="length of a turn")
+    parser.add_argument("--cases", type=cases, default=list(CASES), help=",".join(CASES))
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def cases(text: str) -> list[str]:
+    """``0.1M,3.3M`` as names of cases."""
+    names = text.split(",")
+    if unknown := set(names) - set(CASES):
+        raise argparse.ArgumentTypeError(f"no case {sorted(unknown)}; choose from {list(CASES)}")
+    return names
+
+
+def measure(case: Case, clip: bool, rounds: int, block_s: float) -> dict[str, object]:
+    """One row: both loops, taking turns."""
+    plain, evener = Plain(case, clip), Evener(case, clip)
+    # Caches, lazily made optimizer state, and how many steps fit into a turn.
+    for way in (plain, evener):
+        timed(way.run, 3)
+    wall_s, _ = timed(plain.run, 3)
+    steps = max(3, round(block_s / (wall_s / 3)))
+    figures: dict[str, list[tuple[float, float]]] = {"plain": [], "evener": []}
+    for number in range(rounds):
+        turns = [("plain", plain), ("evener", evener)]
+        for name, way in turns if number % 2 else reversed(turns):
+            figures[name].append(timed(way.run, steps))
+    evener.close()
+    walls, cpus = (
+        [e[k] / p[k] for p, e in zip(figures["plain"], figures["evener"], strict=True)]
+        for k in (0, 1)
+    )
+    plain_ms, evener_ms = (
+        1000 * statistics.median(wall_s for wall_s, _ in figures[name]) / steps
+        for name in ("plain", "evener")
+    )
+    return {
+        "name": case.name,
+        "clip": clip,
+        "parameters": sum(p.numel() for p in plain.model.parameters()),
+        "batch_size": case.batch_size,
+        "seq_len": case.seq_len,
+        "steps_per_turn": steps,
+        "plain_ms": round(plain_ms, 4),
+        "evener_ms": round(evener_ms, 4),
+        "ratio": round(statistics.median(walls), 4),
+        "ratio_spread": [round(min(walls), 4), round(max(walls), 4)],
+        "cpu_ratio": round(statistics.median(cpus), 4),
+        "cpu_ratio_spread": [round(min(cpus), 4), round(max(cpus), 4)],
+    }
+
+
+def timed(run: Callable[[int], None], steps: int) -> tuple[float, float]:
+    """Seconds of wall and of processor time."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    run(steps)
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+def make_model(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model for both loops."""
+    torch.manual_seed(0)
+    model = GPT(width=case.width, layers=case.layers, seq_len=case.seq_len)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+if __name__ == "__main__":
+    main()
