@@ -10,9 +10,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
-    ReduceOp,
     Store,
     TCPStore,
     Work,
@@ -24,13 +25,14 @@ from evener.errors import LaunchError
 __all__ = [
     "PrefixStore",
     "ProcessGroupGloo",
-    "ReduceOp",
     "Store",
     "TCPStore",
     "Work",
+    "broadcast_options",
     "form_gloo",
     "form_nccl",
     "gather_options",
+    "sum_options",
 ]
 
 
@@ -81,8 +83,23 @@ def form_nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any
     return ProcessGroupNCCL(store, rank, world_size, options)
 
 
+def sum_options(timeout_s: float) -> AllreduceOptions:
+    """Options of an ``allreduce`` that sums."""
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+def broadcast_options(src: int, timeout_s: float) -> BroadcastOptions:
+    """Options of a ``broadcast`` from rank ``src``."""
+    options = BroadcastOptions()
+    options.rootRank = src
+    options.timeout = timedelta(seconds=timeout_s)
+    return options
+
+
 def gather_options(timeout_s: float) -> AllgatherOptions:
-    """Options of an ``_allgather_base``, which takes no timeout by itself."""
+    """Options of an ``_allgather_base``."""
     options = AllgatherOptions()
     options.timeout = timedelta(seconds=timeout_s)
     return options

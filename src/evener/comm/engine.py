@@ -26,7 +26,7 @@ _SLICE = timedelta(seconds=1)  # waits are cut so that signal handlers of Python
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
 _TIMEOUT_WORDS = ("imed out", "timeout")
-_LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "error")
+_LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "Read error", "Write error")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 import struct
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -18,7 +18,7 @@ from evener.comm.base import (
     lost_message,
     mismatch_message,
 )
-from evener.comm.c10d import ReduceOp, Work, gather_options
+from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
 from evener.comm.engine import GRACE_S, Engine
 from evener.comm.rendezvous import (
     MeetingPoint,
@@ -39,7 +39,7 @@ from evener.errors import (
 # in cells of one size that say what they are, and larger exchanges are announced by such a cell
 # the first time that their size occurs.
 _CELL_BYTES = 1024
-_HEADER = struct.Struct("=qq96s")  # number of the call, bytes of payload, words
+_HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
 
 
@@ -185,10 +185,8 @@ class GroupCommunicator(Communicator):
             flat.copy_(total)
             return
         self._announce(call, words, num_bytes)
-        timeout = timedelta(seconds=call.timeout_s + GRACE_S)
-        self._run_on(
-            call, flat, lambda group, tensor: group.allreduce(tensor, ReduceOp.SUM, timeout)
-        )
+        options = sum_options(call.timeout_s + GRACE_S)
+        self._run_on(call, flat, lambda group, tensor: group.allreduce([tensor], options))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         words = f"broadcast of {flat.numel()} bytes from rank {src}"
@@ -198,8 +196,8 @@ class GroupCommunicator(Communicator):
                 flat.copy_(self._payload_tensor(src, torch.uint8, flat.numel()))
             return
         self._announce(call, words, flat.numel())
-        timeout = timedelta(seconds=call.timeout_s + GRACE_S)
-        self._run_on(call, flat, lambda group, tensor: group.broadcast(tensor, src, timeout))
+        options = broadcast_options(src, call.timeout_s + GRACE_S)
+        self._run_on(call, flat, lambda group, tensor: group.broadcast([tensor], options))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         size = flat.numel() // self.world_size
@@ -285,7 +283,8 @@ class GroupCommunicator(Communicator):
             size = len(payload)
             self._cell[_HEADER.size : _HEADER.size + size] = payload
         label = f"{call.what!r} ({words})"
-        _HEADER.pack_into(self._cell, 0, call.number, size, label.encode())
+        encoded = label.encode()  # the cell has room for its front only
+        _HEADER.pack_into(self._cell, 0, call.number, size, zlib.crc32(encoded), encoded)
         options = gather_options(call.timeout_s + GRACE_S)
         cell, cells = self._cell_tensor, self._cells_tensor
         self._run(call, lambda group: group._allgather_base(cells, cell, options))
@@ -295,7 +294,7 @@ class GroupCommunicator(Communicator):
             start = other * _CELL_BYTES
             header = self._cells[start : start + _HEADER.size]
             if header != own:
-                number, _, theirs = _HEADER.unpack(header)
+                number, _, _, theirs = _HEADER.unpack(header)
                 text = theirs.rstrip(b"\0").decode(errors="replace")
                 ahead = number - call.number
                 others.append((other, f"{text}, {ahead:+d} calls" if ahead else text))
