@@ -1,6 +1,7 @@
 """Who takes part in the exchange of a window: the whole team, or those who are not parked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from evener.comm.base import Communicator
 from evener.run.team import Meeting, Team
@@ -67,10 +68,19 @@ class ActiveTeam:
         self._rejoin()
         return rows[0], anyone
 
-    def recall(self, window: int, leaving: int, payload: Sequence[float]) -> None:
-        """Calls parked ranks back; all ranks that are not parked call it together."""
-        self.whole.meet(Meeting.RECALL, window=window, leaving=leaving, payload=payload)
+    def recall(self, window: int, leaving: int, payload: Sequence[float]) -> int:
+        """Calls parked ranks back; all ranks that are not parked call it together.
+
+        Returns:
+            Whether somebody leaves, a parked rank perhaps.
+        """
+        _, anyone = self.whole.meet(Meeting.RECALL, window=window, leaving=leaving, payload=payload)
         self._rejoin()
+        return anyone
+
+    def introduce(self, greeting: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchanges JSON between those who are not parked; see ``Team.introduce``."""
+        return (self._small or self.whole).introduce(greeting)
 
     def _rejoin(self) -> None:
         if self._small is not None:

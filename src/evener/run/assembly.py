@@ -65,7 +65,7 @@ class Assembly:
 
     def agree_on_failure(self, failure: str) -> None:
         """Raises rank 0's failure on every rank; all ranks call it together."""
-        answers = self.team.introduce({"failure": failure})
+        answers = self.engine.team.introduce({"failure": failure})
         if answers[0]["failure"]:
             raise CheckpointError(answers[0]["failure"])
 

@@ -1,22 +1,44 @@
 """The YAML of a pretraining run: every key, its default, its limits. No torch here."""
 
 import copy
+import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from evener.errors import ConfigError
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
+
+def _no_bool(value: object) -> object:
+    # YAML reads `yes` and `on` as true, which Python would take for 1.
+    if isinstance(value, bool):
+        raise ValueError("give a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+NotNegative = Annotated[Whole, Field(ge=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class DataConfig(_Section):
@@ -26,16 +48,24 @@ class DataConfig(_Section):
         default=None,
         description="text file, folder, or a list of them; the standard library's sources",
     )
-    seq_len: Annotated[int, Field(ge=2)] = Field(default=256, description="tokens of one sample")
+    seq_len: Annotated[Whole, Field(ge=2)] = Field(default=256, description="tokens of one sample")
     tokenizer: str | None = Field(
         default=None, description="tokenizer folder; byte-level without one"
     )
     suffixes: list[str] | None = Field(default=None, description="file endings taken from folders")
     exclude: list[str] = Field(default_factory=list, description="globs of files to leave out")
-    heldout_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+    heldout_fraction: Annotated[Number, Field(gt=0, lt=1)] = Field(
         default=0.05, description="documents kept for the held-out loss"
     )
     cache: str | None = Field(default=None, description="folder of tokenised data; beside the runs")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _path_or_paths(cls, value: object) -> object:
+        paths = value if isinstance(value, list) else [value]
+        if value is None or (paths and all(isinstance(path, str) and path for path in paths)):
+            return value
+        raise ValueError("give the path of a text file or folder, or a list of them")
 
     @property
     def paths(self) -> list[str]:
@@ -58,30 +88,26 @@ class ModelConfig(_Section):
 class OptimizerConfig(_Section):
     """AdamW and its schedule: linear warm-up, then cosine, both by committed tokens."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[Number, Field(gt=0)] = 1e-3
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    eps: Annotated[Number, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.1
     warmup: Fraction = Field(default=0.1, description="part of the run's tokens")
     min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate / lr")
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
 
 
 class EvalConfig(_Section):
     """Held-out loss, over all ranks."""
 
-    every: Annotated[int, Field(ge=0)] = Field(
-        default=100, description="windows; 0: only at the end"
-    )
+    every: NotNegative = Field(default=100, description="windows; 0: only at the end")
     max_sequences: Positive | None = Field(default=None, description="of the held-out split; all")
 
 
 class CheckpointConfig(_Section):
     """When to save."""
 
-    every: Annotated[int, Field(ge=0)] = Field(
-        default=200, description="windows; 0: only at the end"
-    )
+    every: NotNegative = Field(default=200, description="windows; 0: only at the end")
     keep_last: Positive = 3
 
 
@@ -89,8 +115,8 @@ class SampleConfig(_Section):
     """Text written by the model at the end."""
 
     prompt: str = "def "
-    num_tokens: Annotated[int, Field(ge=0)] = 160
-    temperature: Annotated[float, Field(ge=0)] = 0.6
+    num_tokens: NotNegative = 160
+    temperature: Annotated[Number, Field(ge=0)] = 0.6
 
 
 class RunConfig(_Section):
@@ -109,20 +135,24 @@ class RunConfig(_Section):
     micro_batch_size: int | Literal["auto"] = "auto"
     max_steps: Positive | None = Field(default=None, description="optimizer steps; or give epochs")
     epochs: Positive = 1
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NotNegative = 0
     policy: Literal["sync", "cadence", "async"] = "sync"
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    measure: bool = Field(default=False, description="measure solo and equal-split speeds first")
+    timeout_s: Annotated[Number, Field(gt=0)] = 600.0
+    measure: bool = Field(
+        default=False, description="measure each rank alone and an equal split, at the end"
+    )
     tensorboard: bool = False
 
     @field_validator("micro_batch_size", mode="before")
     @classmethod
     def _whole_or_auto(cls, value: object) -> object:
-        if value == "auto" or (isinstance(value, int) and value >= 1):
+        if value == "auto" or (
+            isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        ):
             return value
         raise ValueError("give a whole number of samples from 1, or 'auto'")
 
@@ -158,17 +188,12 @@ def load_run_config(
         ConfigError: Names the file or key, the value, and what is allowed.
     """
     document = copy.deepcopy(dict(base or {})) if path is None else _read_yaml(path)
-    for override in overrides:
-        _override(document, override)
-    return validate(document, str(path) if path else "the configuration")
-
-
-def validate(document: Mapping[str, Any], source: str) -> RunConfig:
-    """Checks a configuration that has been read; see ``load_run_config``."""
+    overridden = [_override(document, override) for override in overrides]
+    source = "the configuration" if path is None else str(path)
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        raise ConfigError(_explain(error, source, overridden)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -196,7 +221,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _NumberLoader(yaml.SafeLoader):
-    """YAML 1.1 reads ``3e-4`` as text; people mean the number."""
+    """YAML 1.1 reads ``3e-4`` as text, where people mean the number; keys may be given once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
+                )
+            if isinstance(key_node, yaml.ScalarNode):
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 _NumberLoader.add_implicit_resolver(
@@ -206,41 +242,101 @@ _NumberLoader.add_implicit_resolver(
 )
 
 
-def _override(document: dict[str, Any], override: str) -> None:
+def _override(document: dict[str, Any], override: str) -> str:
+    """Puts a ``--set`` into the document; returns its key."""
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
+    *sections, last = key.strip().split(".")
+    if not equals or not all([*sections, last]):
         raise ConfigError(f"--set {override!r} is not key=value; write e.g. optimizer.lr=3e-4")
     try:
         value = yaml.load(text, Loader=_NumberLoader)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: the value {text!r} is not YAML") from None
-    *sections, last = key.strip().split(".")
+        raise ConfigError(
+            f"--set {key}: the value {text!r} is not YAML; put text with special characters in "
+            "quotes"
+        ) from None
     place = document
     for section in sections:
         inner = place.setdefault(section, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override!r}: {section!r} is a value, not a section")
+            raise ConfigError(
+                f"--set {override!r}: {section!r} is {inner!r}, a value and no section; leave "
+                f"{last!r} out"
+            )
         place = inner
     place[last] = value
+    return key.strip()
 
 
-def _explain(error: ValidationError, source: str) -> str:
-    lines = []
+# ── words for what pydantic finds ────────────────────────────────────────────────────────────────
+
+#: Beginning of pydantic's error type -> what to do.
+_REMEDIES = {
+    "int_": "give a whole number",
+    "float_": "give a number",
+    "finite_number": "give a finite number",
+    "bool_": "give true or false",
+    "string_": "give text (quote it if it looks like something else)",
+    "list_": "give a list, such as [a, b]",
+    "tuple_": "give a list, such as [0.9, 0.95]",
+    "missing": "a number is missing",
+    "too_long": "there are too many",
+    "dict_": "give keys and values",
+    "model_": "give keys and values",
+    "invalid_key": "keys are text",
+    "greater_than_equal": "give {ge} or more",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give {le} or less",
+    "less_than": "give less than {lt}",
+}
+
+
+def _explain(error: ValidationError, source: str, overridden: Sequence[str]) -> str:
+    """One line: for each problem where it is, the value, and what to do."""
+    problems: dict[str, list[str]] = {}
+    allowed: dict[str, str] = {}
     for problem in error.errors():
-        place = [str(p) for p in problem["loc"]]
-        key = ".".join(place) or "the file"
+        place = [str(part) for part in problem["loc"]]
+        key, value = ".".join(place), problem["input"]
         if problem["type"] == "extra_forbidden":
-            allowed = ", ".join(_section_at(place[:-1]).model_fields)
-            lines.append(f"unknown key {key!r} (value {problem['input']!r}); allowed: {allowed}")
+            fields = list(_section_at(place[:-1]).model_fields)
+            text = f"unknown key {key!r} (value {value!r})"
+            if close := difflib.get_close_matches(place[-1], fields, n=1):
+                text += f", did you mean {close[0]!r}?"
+            allowed[".".join(place[:-1])] = ", ".join(fields)
         elif not place:
-            lines.append(str(problem["msg"]).removeprefix("Value error, "))
+            text = str(problem["msg"]).removeprefix("Value error, ")
         else:
-            reason = str(problem["msg"]).removeprefix("Value error, ")
-            lines.append(f"{key} is {problem['input']!r}: {reason[:1].lower()}{reason[1:]}")
-    return f"{source}: " + "; ".join(dict.fromkeys(lines))
+            text = f"{key} is {_shown(value)}: {_remedy(problem)}"
+        by_user = [
+            o for o in overridden if f"{key}.".startswith(f"{o}.") or o.startswith(f"{key}.")
+        ]
+        lines = problems.setdefault(f"--set {by_user[-1]}" if by_user else source, [])
+        lines.append(text)
+    said = "; ".join(f"{where}: {'; '.join(lines)}" for where, lines in problems.items())
+    for section, names in allowed.items():
+        said += f"; allowed {f'in {section!r}' if section else 'keys'}: {names}"
+    return said
 
 
-def _section_at(place: list[str]) -> type[BaseModel]:
+def _remedy(problem: Mapping[str, Any]) -> str:
+    kind, context = str(problem["type"]), problem.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"choose one of {str(context['expected']).replace(' or ', ', ')}"
+    # The longest beginning decides, as `greater_than_equal` begins with `greater_than`.
+    known = [start for start in _REMEDIES if kind.startswith(start)]
+    if not known:
+        return str(problem["msg"])
+    return _REMEDIES[max(known, key=len)].format(**context)
+
+
+def _shown(value: object) -> str:
+    return "empty" if value is None else repr(value)
+
+
+def _section_at(place: Sequence[str]) -> type[BaseModel]:
     section: type[BaseModel] = RunConfig
     for name in place:
         annotation = section.model_fields[name].annotation

@@ -279,7 +279,8 @@ class Ddp:
 
         Committed means that every rank has applied it. The model then holds exactly that window's
         parameters and buffers on every rank: the place for evaluation and saving. Collectives are
-        allowed in it.
+        allowed in it. A parked rank, which takes part in no window, is left out until it is called
+        back.
         """
         self._engine.options.on_commit.append(fn)
         return fn
@@ -358,7 +359,7 @@ class Ddp:
         self.close()
 
     def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
-        rows, leaving = self.assembly.team.meet(
+        rows, leaving = self._engine.team.meet(
             kind, window=self.window, leaving=int(self._engine.wants_stop()), payload=payload
         )
         self._engine.stopping |= leaving > 0

@@ -216,7 +216,8 @@ class WindowEngine:
         """
         self.flush()
         self.plans.drop()
-        self.team.recall(self.window, int(self.stopping or self.wants_stop()), [float(go_on)])
+        leaving = int(self.stopping or self.wants_stop())
+        self.stopping |= self.team.recall(self.window, leaving, [float(go_on)]) > 0
         self._rejoined(go_on, receives=False)
 
     def wait_for_recall(self) -> None:

@@ -488,7 +488,10 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         seen: list[int] = []
         parked: list[int] = []
+        means: list[float] = []
         with setup(comm, model, optimizer, emulate_slow={1: 40.0}) as ddp:
+            # Whoever takes part in a window may average, with a rank parked or not.
+            ddp.on_commit(lambda r: means.append(ddp.all_reduce(r.window, weight=1 + comm.rank)))
             loader = ddp.loader(data, batch_size=8)
             for epoch in range(2):
                 for ids, x in loader.epoch(epoch):
@@ -501,6 +504,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
                 assert not ddp.assembly.engine.team.parked
             state = torch.cat([p.detach().flatten() for p in model.parameters()])
             state = torch.cat([state, *(b.flatten().float() for b in model.buffers())])
+            assert means == sorted(set(means))
             moments = [v["exp_avg"].flatten() for v in optimizer.state_dict()["state"].values()]
             return torch.cat([state, *moments]), loader.cursor.state_dict(), seen, parked
 
