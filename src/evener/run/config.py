@@ -160,7 +160,7 @@ class RunConfig(_Section):
     @classmethod
     def _known_policy(cls, value: str) -> str:
         if value != "sync":
-            raise ValueError(f"policy {value!r} is not there yet; allowed: 'sync'")
+            raise ValueError("it is not there yet; give 'sync'")
         return value
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -245,16 +245,14 @@ class WindowEngine:
 
     def _rejoined(self, go_on: bool, *, receives: bool) -> None:
         cursor = self.plans.cursor
-        progress = self.progress
         counters: dict[str, Any] = {
-            "progress": [progress.window, progress.steps, progress.samples, progress.weight],
+            "progress": asdict(self.progress),
             "expected_weight": self._expected_weight,
             "cursor": cursor.state_dict(),
         }
         counters = self.options.transfer_state(counters, receives)
         if receives:
-            window, steps, samples, weight = counters["progress"]
-            self.progress = Progress(window=window, steps=steps, samples=samples, weight=weight)
+            self.progress = Progress(**counters["progress"])
             self._expected_weight = counters["expected_weight"]
             cursor.load_state_dict(counters["cursor"])
             self.flat.zero_()
