@@ -151,6 +151,11 @@ def test_two_unequal_ranks_do_what_one_does(team, alone):
     assert relative_difference(team.checkpoints[-1], alone.checkpoints[-1]) <= 1e-5
     ours, theirs = ([e["loss"] for e in run.of_type("window")] for run in (team, alone))
     assert ours == pytest.approx(theirs, rel=1e-5)
+    evals = [[(e["window"], e["loss"]) for e in run.of_type("eval")] for run in (team, alone)]
+    assert [window for window, _ in evals[0]] == [4, 8, 12, 16, 18]
+    for (window, loss), (other_window, other_loss) in zip(*evals, strict=True):
+        assert window == other_window
+        assert loss == pytest.approx(other_loss, rel=1e-5)
     assert ours[-1] < ours[0] - 0.2  # and it learns
 
 

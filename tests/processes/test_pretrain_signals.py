@@ -66,7 +66,9 @@ def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum):
     lab.install(SLOW_WINDOWS)
     run = lab.path_of("run")
     running = lab.command("run.yaml", *BOTH_SLOW)
-    lab.sandbox.mailbox.read(2, RUN_TIMEOUT_S)  # in the middle of a window that takes ten more seconds
+    lab.sandbox.mailbox.read(
+        2, RUN_TIMEOUT_S
+    )  # in the middle of a window that takes ten more seconds
     pids = [event["pid"] for event in run.of_type("worker_started")]
     assert all(psutil.pid_exists(pid) for pid in pids)
     before = run.of_type("window")
