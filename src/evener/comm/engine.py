@@ -22,7 +22,7 @@ from evener.errors import (
 # death. It gets this much longer than the deadline, in which a rank can say that it gave up.
 GRACE_S = 0.25
 
-_SLICE = timedelta(seconds=1)  # waits are cut so that signal handlers of Python run in between
+_SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
 _TIMEOUT_WORDS = ("imed out", "timeout")
@@ -214,7 +214,7 @@ def _wait(work: Work, deadline: float) -> bool:
             if left_s < _SHORTEST_S:
                 return work.is_completed() and bool(work.wait())
             try:
-                return bool(work.wait(_SLICE if left_s >= 1 else timedelta(seconds=left_s)))
+                return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))
             except RuntimeError:
                 if work.is_completed():
                     return bool(work.wait())  # raises why it failed
