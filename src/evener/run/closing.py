@@ -10,12 +10,13 @@ from rich.console import Console
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
 from evener.run.ddp import Ddp
+from evener.run.recorder import RunRecorder
 from evener.run.rehearsal import Speeds
 
 
 def summarise(
     ddp: Ddp,
-    tally: EventTally,
+    recorder: RunRecorder,
     folder: Path,
     *,
     batch_size: int,
@@ -30,7 +31,7 @@ def summarise(
 
     Args:
         ddp: The team.
-        tally: The run's events, added up.
+        recorder: Knows the run's events.
         folder: The run folder.
         batch_size: Samples of a global batch.
         policy: Apply policy.
@@ -40,6 +41,7 @@ def summarise(
         checkpoint: The newest one.
         elapsed_s: Seconds of training, over all sessions of a resumed run.
     """
+    tally = recorder.tally
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
     team = tally.speed()
     by_member = {totals.member: totals for totals in tally.members}
@@ -73,6 +75,7 @@ def summarise(
         elapsed_s=elapsed_s,
         unit=unit,
         ranks=tuple(ranks),
+        parked=recorder.parked,
         emulated={m.rank: m.emulated for m in ddp.members if m.emulated != 1},
         machine={
             "host": ddp.members[0].host,

@@ -39,6 +39,10 @@ class RunRecorder:
     Args:
         ddp: The team.
         folder: The run folder.
+
+    Attributes:
+        tally: The events, added up.
+        parked: Ranks that were parked in the newest committed window.
     """
 
     def __init__(self, ddp: Ddp, folder: Path) -> None:
@@ -48,6 +52,7 @@ class RunRecorder:
         self._sinks: list[Sink] = []
         self._watch = StragglerWatch(ddp.world_size)
         self._shares: tuple[int, ...] = ()
+        self.parked: tuple[int, ...] = ()
         self.tally = EventTally()
         if self._active:
             self._sinks = [JsonlSink(self._path, on_warning=_warn)]
@@ -132,8 +137,17 @@ class RunRecorder:
             committed=[result.committed],
             ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
         )
-        extra = {"lr": result.lr, "grad_norm": result.grad_norm, "skipped": result.skipped}
-        self.emit({**event, "loss": result.loss, **extra})
+        self.parked = tuple(sorted(self._ddp.assembly.engine.team.parked))
+        self.emit(
+            {
+                **event,
+                "loss": result.loss,
+                "lr": result.lr,
+                "grad_norm": result.grad_norm,
+                "skipped": result.skipped,
+                "parked": self.parked,
+            }
+        )
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
             self.emit(
                 straggler_event(

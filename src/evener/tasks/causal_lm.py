@@ -173,6 +173,9 @@ class _Run:
             for batch in self.loader.epoch(epoch):
                 self._backward(batch)
                 self.ddp.step()
+        # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
+        agreed = self.team.introduce({"heldout": self.heldout_loss, "shares": self.shares})[0]
+        self.heldout_loss, self.shares = agreed["heldout"], agreed["shares"]
         if not self.ddp.stopping and self.heldout_loss is None:
             self._evaluate()
         stopped = self.ddp.stopping
@@ -184,7 +187,7 @@ class _Run:
             return
         summary = summarise(
             self.ddp,
-            self.recorder.tally,
+            self.recorder,
             self.folder,
             batch_size=self.config.batch_size,
             policy=self.config.policy,
