@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -207,7 +208,8 @@ class RankTeam:
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal, such as SIGKILL, SIGSTOP or SIGCONT."""
         if rank not in self._outcomes:
-            os.kill(self._pids[rank], number)
+            with suppress(ProcessLookupError):  # it may be reaped at any moment
+                os.kill(self._pids[rank], number)
 
     def send(self, rank: int, value: object) -> None:
         """Answers ``rank.receive()``."""
@@ -336,7 +338,7 @@ class RankTeam:
 
     def _end_stopped(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            os.kill(self._pids[rank], signal.SIGKILL)
+            self.send_signal(rank, signal.SIGKILL)
         while any(rank not in self._outcomes for rank in ranks):
             self._pump(END_TIMEOUT_S)
         for rank in ranks:

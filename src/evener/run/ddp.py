@@ -234,6 +234,7 @@ class Ddp:
         Raises:
             UsageError: Outside a micro-batch, a bad weight, or a second weight that differs.
         """
+        self.assembly.flat.attach_grads()  # a zero_grad() since the last call must not lose sums
         self._engine.share.backward(loss, weight)
 
     def step(self) -> WindowResult | None:

@@ -139,7 +139,6 @@ class WindowEngine:
 
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts this rank's part of a window; with ``timing`` it will be dropped."""
-        self.flat.attach_grads()
         self.share = Share(
             num_micro_batches, scale=self._scale, slowdown=self.options.slowdown, timing=timing
         )

@@ -130,6 +130,8 @@ def rank_environment(
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
     }
     environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(None, nproc)))
+    # A store that goes away is reported by evener; torch would add its C++ stack.
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

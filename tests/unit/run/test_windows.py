@@ -537,3 +537,22 @@ def test_ranks_on_unlike_devices_take_each_part_from_its_owner() -> None:
 
     first, second = run_team(2, body)
     assert torch.equal(first, second)
+
+
+def test_zero_grad_by_habit_loses_nothing() -> None:
+    def train(habit: bool) -> list[Tensor]:
+        def body(comm: Communicator) -> Tensor:
+            model, optimizer = line()
+            with setup(comm, model, optimizer, shares=(3, 1)) as ddp:
+                loader = ddp.loader(Numbered(), batch_size=8, micro_batch_size=2)
+                for _, x in loader.epoch(0):
+                    if habit:
+                        optimizer.zero_grad()
+                        model.zero_grad()
+                    ddp.backward(model(x).square().mean())
+                    ddp.step()
+            return model.weight.detach().clone()
+
+        return run_team(2, body)
+
+    assert torch.equal(train(habit=True)[0], train(habit=False)[0])
