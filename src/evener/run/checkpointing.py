@@ -10,6 +10,7 @@ from evener.run.ddp import Ddp
 from evener.run.state import capture
 
 WRITE_TIMEOUT_S = 600.0
+_TOO_SLOW = f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
 
 
 class Checkpointer:
@@ -43,16 +44,23 @@ class Checkpointer:
         self._on_failure = on_failure
         self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
         self._last_step = -1
+        self._failure: str | None = None  # of the last step, as far as it is known
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
         """Hands the present state to the writer; call it at a commit or between epochs.
 
+        A step that is already written, or being written, is not written again.
+
         Args:
             cursor_state: The data position that belongs to the state.
         """
-        if self._writer is None or self._ddp.window == self._last_step:
+        if self._writer is None:
+            return
+        self.report()
+        if self._ddp.window == self._last_step and self._failure is None:
             return
         old = self._writer.take_finished()
+        self._last_step, self._failure = self._ddp.window, None
         self._writer.submit(
             capture(
                 self._ddp.assembly,
@@ -62,8 +70,6 @@ class Checkpointer:
                 into=old,
             )
         )
-        self._last_step = self._ddp.window
-        self.report()
 
     def report(self) -> None:
         """Passes on what the writer has finished or failed at since the last call."""
@@ -72,6 +78,8 @@ class Checkpointer:
         for written in self._writer.poll_written():
             self._on_written(written)
         if (error := self._writer.poll_error()) is not None:
+            if not self._is_written():
+                self._failure = str(error)
             self._on_failure(str(error))
 
     def finish(self) -> Path | None:
@@ -85,19 +93,18 @@ class Checkpointer:
         """
         failure = ""
         if self._writer is not None:
-            if not self._writer.wait(WRITE_TIMEOUT_S):
-                failure = (
-                    f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
-                )
-            elif (error := self._writer.poll_error()) is not None:
-                failure = str(error)
+            in_time = self._writer.wait(WRITE_TIMEOUT_S)
             self.report()
+            if self._last_step >= 0 and not self._is_written():
+                failure = _TOO_SLOW if not in_time else self._failure or "a checkpoint is missing"
         self._ddp.assembly.agree_on_failure(failure)
         return self._writer.last_path if self._writer is not None else None
+
+    def _is_written(self) -> bool:
+        path = self._writer.last_path if self._writer is not None else None
+        return path is not None and path.name == f"step-{self._last_step}"
 
     def close(self) -> None:
         """Waits for what is being written; idempotent."""
         if self._writer is not None and not self._writer.close(WRITE_TIMEOUT_S):
-            raise CheckpointError(
-                f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
-            )
+            raise CheckpointError(_TOO_SLOW)

@@ -145,7 +145,7 @@ class RunRecorder:
                 "lr": result.lr,
                 "grad_norm": result.grad_norm,
                 "skipped": result.skipped,
-                "parked": self.parked,
+                "parked": list(self.parked),
             }
         )
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):

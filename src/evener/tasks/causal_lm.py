@@ -234,6 +234,8 @@ class _Run:
         every = self.config.checkpoint.every
         if every and done % every == 0:
             self.checkpointer.save(self.loader.cursor.state_dict())
+        else:
+            self.checkpointer.report()
 
     def _evaluate(self) -> None:
         result = heldout_loss(
