@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from evener.observe.events import (
@@ -107,3 +109,37 @@ def test_nothing_is_no_error() -> None:
     assert tally.speed() is None
     assert tally.members == ()
     assert tally.elapsed_s == 0.0
+
+
+def test_the_speed_is_that_of_the_present_team() -> None:
+    def session(t: float, window: int, members: list[str], seconds: float) -> list[dict[str, Any]]:
+        times = [t + seconds * k for k in range(1, 5)]
+        return [
+            run_resumed_event(t=t, window=window, path="x"),
+            started(t=t, members=members),
+            *(committed_window(window + k, t=times[k]) for k in range(4)),
+        ]
+
+    events = [
+        *session(0.0, 0, ["a", "b"], 1.0),
+        *session(100.0, 4, ["a", "b", "c"], 0.1),
+        *session(200.0, 8, ["a", "b"], 2.0),
+    ]
+    speed = EventTally.of(events).speed()
+    assert speed is not None
+    # From the second window of a session of four on: 3 windows without the first of them.
+    assert speed.measured_s == pytest.approx(2 * (1.0 + 2.0))
+    assert EventTally.of(events[:12]).speed().measured_s == pytest.approx(2 * 0.1)
+
+
+def test_elapsed_time_leaves_out_the_time_between_sessions() -> None:
+    tally = EventTally.of(
+        [
+            started(t=0.0),
+            *(committed_window(window, t=1.0 + window) for window in range(3)),
+            run_resumed_event(t=100.0, window=2, path="x"),
+            started(t=100.5),
+            committed_window(2, t=102.0),
+        ]
+    )
+    assert tally.elapsed_s == 3.0 + 1.5
