@@ -1,0 +1,70 @@
+"""Runs ``evener pretrain`` as a user does, and reads what it leaves."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run; ``began_t`` is when its command was started, in unix seconds."""
+
+    began_t: float
+    elapsed_s: float
+    summary: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    def first(self, kind: str) -> dict[str, Any]:
+        """The first event of a type."""
+        return next(e for e in self.events if e["type"] == kind)
+
+    def until(self, kind: str) -> float:
+        """Seconds from the start of the command to the first event of a type."""
+        return float(self.first(kind)["t"]) - self.began_t
+
+
+def command_line() -> list[str]:
+    """The command ``evener`` of this Python."""
+    return [str(Path(sys.executable).with_name("evener"))]
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without a number of threads, which evener chooses by itself."""
+    return {k: v for k, v in os.environ.items() if k not in {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}}
+
+
+def pretrain(folder: Path, *arguments: str, name: str) -> Run:
+    """Runs ``evener pretrain`` into ``folder/name``; raises with its output when it fails."""
+    command = [*command_line(), "pretrain", *arguments, "--out", str(folder), "--name", name]
+    began_t, began_s = time.time(), time.perf_counter()
+    done = subprocess.run(
+        command,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    elapsed_s = time.perf_counter() - began_s
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}")
+    return Run(
+        began_t=began_t,
+        elapsed_s=elapsed_s,
+        summary=json.loads((folder / name / "summary.json").read_text()),
+        events=[json.loads(li) for li in (folder / name / "events.jsonl").read_text().splitlines()],
+    )
+
+
+def settings(keys: Sequence[str]) -> list[str]:
+    """``key=value`` texts as options."""
+    return [word for key in keys for word in ("--set", key)]

@@ -1,0 +1,111 @@
+"""How long one waits: for help, for the first window of the second demo, for the whole demo.
+
+    python benchmarks/startup.py --json startup.json
+
+A first, short run prepares the corpus and the caches of Python and of the operating system; what
+it takes is reported apart. ``first_window`` is from the start of the command to the moment at which
+the first window has been applied. The parts below are single steps of the same, each measured in
+as many processes at once as the demo has ranks: a bare Python, importing torch, importing the task,
+building the model (which imports transformers).
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from machine import load_average, write_report
+from runs import clean_environment, command_line, pretrain, settings
+
+RANKS = 2
+#: A demo that ends soon after its first window.
+SHORT = settings(("max_steps=2", "measure=false", "sample.num_tokens=0", "eval.every=0"))
+
+_BUILD = """
+from evener.run.config import ModelConfig
+from evener.tasks.language_model import build_model
+build_model(ModelConfig(), vocab_size=257, seq_len=128, eos_id=256)
+"""
+PARTS = {
+    "python": "pass",
+    "torch": "import torch",
+    "task": "import evener.tasks.causal_lm",
+    "model": f"import evener.tasks.causal_lm\n{_BUILD}",
+}
+
+
+def main() -> None:
+    """Measures everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-demo", action="store_true", help="leave out the whole demo")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    before = load_average()
+    rounds, rows = arguments.rounds, []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cold = pretrain(folder, "--demo", *SHORT, name="cold")
+        rows.append(row("first_window.no_cache", [cold.until("window")]))
+        rows.append(row("help", [measure(show_help) for _ in range(2 * rounds)]))
+        short = [pretrain(folder, "--demo", *SHORT, name=f"short-{k}") for k in range(rounds)]
+        rows.append(row("first_window", [run.until("window") for run in short]))
+        rows.append(row("first_window.team_ready", [run.until("run_started") for run in short]))
+        rows.append(row("short_run.total", [run.elapsed_s for run in short]))
+        for part, program in PARTS.items():
+            seconds = [measure(lambda p=program: side_by_side(p)) for _ in range(rounds)]
+            rows.append(row(f"part.{part}", seconds))
+        if not arguments.no_demo:
+            demo = pretrain(folder, "--demo", name="demo")
+            rows.append(row("demo.first_window", [demo.until("window")]))
+            rows.append(row("demo.trained", [demo.until("run_finished")]))
+            rows.append(row("demo.total", [demo.elapsed_s]))
+    for line in rows:
+        low, high = line["spread_s"]
+        print(f"{line['name']:24} {line['seconds']:7.3f} s   {low:.3f}..{high:.3f}")
+    write_report(
+        arguments.json,
+        benchmark="startup",
+        load_average=[before, load_average()],
+        arguments={"rounds": rounds, "ranks": RANKS},
+        rows=rows,
+    )
+
+
+def row(name: str, seconds: Sequence[float]) -> dict[str, object]:
+    """Median and spread."""
+    return {
+        "name": name,
+        "seconds": round(statistics.median(seconds), 4),
+        "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
+        "times_measured": len(seconds),
+    }
+
+
+def measure(action: Callable[[], None]) -> float:
+    """Seconds that something takes."""
+    started_s = time.perf_counter()
+    action()
+    return time.perf_counter() - started_s
+
+
+def show_help() -> None:
+    """``evener --help``."""
+    subprocess.run([*command_line(), "--help"], stdout=subprocess.DEVNULL, check=True)
+
+
+def side_by_side(program: str) -> None:
+    """Runs a program in as many processes as the demo has ranks, and waits for the last."""
+    command = [sys.executable, "-P", "-c", program]
+    ranks = [subprocess.Popen(command, env=clean_environment()) for _ in range(RANKS)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise RuntimeError(f"failed: {program}")
+
+
+if __name__ == "__main__":
+    main()
