@@ -1,6 +1,7 @@
 """Around every test: the same seeds, and nothing left behind (``helpers/leaks.py``)."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     leaks.mark_descendants()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Shells start background jobs so; whatever is tested would inherit it, and never stop.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
