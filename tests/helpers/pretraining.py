@@ -234,14 +234,6 @@ def wait_for_events(
         os.close(process)
 
 
-def committed(events: Sequence[dict[str, Any]]) -> int:
-    """Windows committed since the run was started or resumed last."""
-    count = 0
-    for event in events:
-        count = 0 if event["type"] == "run_started" else count + (event["type"] == "window")
-    return count
-
-
 def kill_all(running: Running, events: Sequence[dict[str, Any]]) -> Ended:
     """SIGKILL to the launcher and all ranks of the last session, at once; waits for their ends."""
     latest = max(i for i, event in enumerate(events) if event["type"] == "run_started")

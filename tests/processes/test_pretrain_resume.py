@@ -10,7 +10,6 @@ from helpers.pretraining import (
     RUN_TIMEOUT_S,
     WINDOWS_PER_EPOCH,
     Lab,
-    committed,
     kill_all,
     relative_difference,
     seen_samples,
@@ -20,7 +19,7 @@ from helpers.pretraining import (
 pytestmark = pytest.mark.timeout(400)
 
 # Windows then take long enough for a run to be killed well before its end.
-SLOWLY = [part for rank in range(3) for part in ("--emulate-slow", f"{rank}:20")]
+SLOWLY = [part for rank in range(3) for part in ("--emulate-slow", f"{rank}:40")]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +34,9 @@ def run(lab):
     """Killed on one rank, resumed and killed on three, resumed on two and finished."""
     run = lab.path_of("run")
     first = lab.command("run.yaml", "--nproc", 1, *SLOWLY[:2])
-    kill_all(first, wait_for_events(first, run, lambda events: committed(events) >= 5))
+    kill_all(first, wait_for_events(first, run, lambda events: has_saved(events, session=1)))
     second = lab.command("run.yaml", "--resume", "--nproc", 3, *SLOWLY)
-    kill_all(second, wait_for_events(second, run, lambda e: sessions(e) == 2 and committed(e) >= 3))
+    kill_all(second, wait_for_events(second, run, lambda events: has_saved(events, session=2)))
     third = lab.command("run.yaml", "--resume", "--nproc", 2).end(RUN_TIMEOUT_S)
     assert third.code == 0, third.err
     assert "resumed after step " in third.err
@@ -50,8 +49,14 @@ def uninterrupted(lab):
     return lab.path_of("whole")
 
 
-def sessions(events):
-    return sum(event["type"] == "run_started" for event in events)
+def has_saved(events, session):
+    """Whether a session has written a checkpoint, and committed a window after it."""
+    starts = [place for place, event in enumerate(events) if event["type"] == "run_started"]
+    if len(starts) < session:
+        return False
+    own = events[starts[-1] :]
+    saved = [event["window"] for event in own if event["type"] == "checkpoint"]
+    return bool(saved) and own[-1]["type"] == "window" and own[-1]["window"] > saved[-1]
 
 
 def test_every_sample_counts_once(run):
