@@ -22,13 +22,10 @@ class Run:
     summary: dict[str, Any]
     events: list[dict[str, Any]]
 
-    def first(self, kind: str) -> dict[str, Any]:
-        """The first event of a type."""
-        return next(e for e in self.events if e["type"] == kind)
-
-    def until(self, kind: str) -> float:
-        """Seconds from the start of the command to the first event of a type."""
-        return float(self.first(kind)["t"]) - self.began_t
+    def until(self, kind: str, *, last: bool = False) -> float:
+        """Seconds from the start of the command to the first event of a type, or the last."""
+        times = [float(e["t"]) for e in self.events if e["type"] == kind]
+        return times[-1 if last else 0] - self.began_t
 
 
 def command_line() -> list[str]:

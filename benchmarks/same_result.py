@@ -11,8 +11,10 @@ much one process differs from itself with another seed: what nobody would call a
 import argparse
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from machine import load_average, write_report
 from runs import pretrain, settings
@@ -52,6 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--teams", type=int, default=len(TEAMS), help="how many, from one rank on")
+    parser.add_argument("--data", metavar="PATH", help="instead of Python's own sources")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     before = load_average()
@@ -59,8 +63,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.seeds):
             alone = None
-            for team in TEAMS:
-                row = train(Path(folder), team, seed, arguments.steps)
+            for team in TEAMS[: arguments.teams]:
+                keys = [f"max_steps={arguments.steps}", f"seed={seed}"]
+                keys += [f"data.path={arguments.data}"] if arguments.data else []
+                row = train(Path(folder), team, seed, keys)
                 alone = row["heldout_loss"] if alone is None else alone
                 row["change"] = row["heldout_loss"] / alone - 1
                 rows.append(row)
@@ -84,12 +90,12 @@ def main() -> None:
     )
 
 
-def train(folder: Path, team: Team, seed: int, steps: int) -> dict[str, object]:
+def train(folder: Path, team: Team, seed: int, keys: Sequence[str]) -> dict[str, Any]:
     """One run."""
     run = pretrain(
         folder,
         *team.options,
-        *settings((*MODEL, *RUN, *REST, f"max_steps={steps}", f"seed={seed}")),
+        *settings((*MODEL, *RUN, *REST, *keys)),
         name=f"seed-{seed}-ranks-{team.ranks}",
     )
     committed = run.summary["committed_samples"]

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from machine import load_average, write_report
 from runs import clean_environment, command_line, pretrain, settings
@@ -39,44 +40,81 @@ PARTS = {
 
 
 def main() -> None:
-    """Measures everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-demo", action="store_true", help="leave out the whole demo")
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    """Measures what was asked for."""
+    arguments = parse_arguments()
     before = load_average()
-    rounds, rows = arguments.rounds, []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        cold = pretrain(folder, "--demo", *SHORT, name="cold")
-        rows.append(row("first_window.no_cache", [cold.until("window")]))
-        rows.append(row("help", [measure(show_help) for _ in range(2 * rounds)]))
-        short = [pretrain(folder, "--demo", *SHORT, name=f"short-{k}") for k in range(rounds)]
-        rows.append(row("first_window", [run.until("window") for run in short]))
-        rows.append(row("first_window.team_ready", [run.until("run_started") for run in short]))
-        rows.append(row("short_run.total", [run.elapsed_s for run in short]))
-        for part, program in PARTS.items():
-            seconds = [measure(lambda p=program: side_by_side(p)) for _ in range(rounds)]
-            rows.append(row(f"part.{part}", seconds))
-        if not arguments.no_demo:
-            demo = pretrain(folder, "--demo", name="demo")
-            rows.append(row("demo.first_window", [demo.until("window")]))
-            rows.append(row("demo.trained", [demo.until("run_finished")]))
-            rows.append(row("demo.total", [demo.elapsed_s]))
-    for line in rows:
-        low, high = line["spread_s"]
-        print(f"{line['name']:24} {line['seconds']:7.3f} s   {low:.3f}..{high:.3f}")
+    rows: list[dict[str, Any]] = []
+    for group in arguments.only:
+        for name, seconds in GROUPS[group](arguments.rounds).items():
+            rows.append(row(name, seconds))
+            low, high = rows[-1]["spread_s"]
+            print(f"{name:24} {rows[-1]['seconds']:7.3f} s   {low:.3f}..{high:.3f}")
     write_report(
         arguments.json,
         benchmark="startup",
         load_average=[before, load_average()],
-        arguments={"rounds": rounds, "ranks": RANKS},
+        arguments={"rounds": arguments.rounds, "only": arguments.only, "ranks": RANKS},
         rows=rows,
     )
 
 
-def row(name: str, seconds: Sequence[float]) -> dict[str, object]:
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", type=groups, default=list(GROUPS), help=",".join(GROUPS))
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def groups(text: str) -> list[str]:
+    """``help,demo`` as names of groups."""
+    names = text.split(",")
+    if unknown := set(names) - set(GROUPS):
+        raise argparse.ArgumentTypeError(f"no {sorted(unknown)}; choose from {list(GROUPS)}")
+    return names
+
+
+def time_help(rounds: int) -> dict[str, list[float]]:
+    """``evener --help``."""
+    show_help()
+    return {"help": [measure(show_help) for _ in range(2 * rounds)]}
+
+
+def time_demo(rounds: int) -> dict[str, list[float]]:
+    """A first demo, short ones, and a whole one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cold = pretrain(folder, "--demo", *SHORT, name="cold")
+        short = [pretrain(folder, "--demo", *SHORT, name=f"short-{k}") for k in range(rounds)]
+        whole = pretrain(folder, "--demo", name="whole")
+    return {
+        "first_window.no_cache": [cold.until("window")],
+        "first_window": [run.until("window") for run in short],
+        "first_window.team_ready": [run.until("run_started") for run in short],
+        "short_run.total": [run.elapsed_s for run in short],
+        "demo.first_window": [whole.until("window")],
+        "demo.last_window": [whole.until("window", last=True)],
+        "demo.total": [whole.elapsed_s],
+    }
+
+
+def time_parts(rounds: int) -> dict[str, list[float]]:
+    """Steps of the start, each as a program of its own."""
+    return {
+        f"part.{part}": [measure(lambda p=program: side_by_side(p)) for _ in range(rounds)]
+        for part, program in PARTS.items()
+    }
+
+
+GROUPS: dict[str, Callable[[int], dict[str, list[float]]]] = {
+    "help": time_help,
+    "demo": time_demo,
+    "parts": time_parts,
+}
+
+
+def row(name: str, seconds: Sequence[float]) -> dict[str, Any]:
     """Median and spread."""
     return {
         "name": name,

@@ -1,0 +1,135 @@
+"""Each benchmark runs, in miniature, and writes what it says it writes."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from helpers.source import ROOT
+
+FOLDER = ROOT / "benchmarks"
+CORPUS = {f"part{n}.txt": "".join(f"line {i} of text {n}\n" for i in range(400)) for n in range(3)}
+
+
+@pytest.fixture
+def load(monkeypatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a benchmark; its neighbours, which have plain names, do not stay imported."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in {path.stem for path in FOLDER.glob("*.py")} - before:
+        sys.modules.pop(name, None)
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> dict:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments, "--json", str(report)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=58,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(report.read_text())
+    assert set(document) >= {"machine", "commit", "versions", "load_average", "rows"}
+    assert set(document["machine"]) == {"cpu", "cores", "memory_gib"}
+    assert set(document["versions"]) >= {"python", "torch", "evener"}
+    assert len(document["load_average"]) == 2
+    assert str(Path.home()) not in report.read_text(), "somebody's own folder"
+    return document
+
+
+def ratios_are_sound(row: dict, *keys: str) -> None:
+    for key in keys:
+        low, high = row[f"{key}_spread"]
+        assert 0 < low <= row[key] <= high
+
+
+def test_hetero(tmp_path):
+    sizes = ("--rounds", "1", "--windows", "2", "--batch-size", "8", "--width", "32")
+    document = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, "--layers", "1")
+    assert document["emulated"] is True
+    rows = {row["name"]: row for row in document["rows"]}
+    assert list(rows) == ["solo.0", "solo.1", "torch.ddp", "evener.equal_split", "evener.sync"]
+    for row in rows.values():
+        ratios_are_sound(row, "of_ideal")
+        assert row["samples_per_s"] > 0
+        assert len(row["samples_per_s_rounds"]) == 1
+    assert rows["solo.0"]["of_ideal"] + rows["solo.1"]["of_ideal"] == pytest.approx(1, abs=1e-3)
+    sync = rows["evener.sync"]
+    assert sum(sync["shares"]) == 8
+    assert sum(sync["lost"].values()) == pytest.approx(1 - sync["of_ideal"], abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["1", "1,0", "1,2", "fast"])
+def test_hetero_refuses_bad_speeds(load, text):
+    hetero = load("hetero")
+    with pytest.raises(argparse.ArgumentTypeError, match="two or more speeds"):
+        hetero.speeds(text)
+
+
+def test_overhead(tmp_path):
+    document = run(tmp_path, "overhead.py", "--cases", "0.1M", "--rounds", "1", "--round-s", "0.1")
+    assert [(row["name"], row["clip"]) for row in document["rows"]] == [
+        ("0.1M", False),
+        ("0.1M", True),
+    ]
+    for row in document["rows"]:
+        ratios_are_sound(row, "ratio", "cpu_ratio")
+        assert row["best_ratio"] > 0
+        assert row["parameters"] > 50_000
+
+
+def test_startup(tmp_path):
+    document = run(tmp_path, "startup.py", "--only", "help", "--rounds", "1")
+    [row] = document["rows"]
+    assert row["name"] == "help"
+    assert 0 < row["spread_s"][0] <= row["seconds"] <= row["spread_s"][1]
+    assert row["times_measured"] == 2
+
+
+def test_same_result(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, text in CORPUS.items():
+        (corpus / name).write_text(text)
+    sizes = ("--seeds", "1", "--steps", "2", "--teams", "1")
+    document = run(tmp_path, "same_result.py", *sizes, "--data", str(corpus))
+    [row] = document["rows"]
+    assert row["name"] == "ranks=1"
+    assert row["change"] == 0 == document["largest_change"]
+    assert row["heldout_loss"] > 0
+    assert row["samples"] == 2 * 32
+    assert row["samples_by_rank"] == [1]
+
+
+def test_times_of_a_run(load, monkeypatch):
+    """What startup.py takes from a run's events, without the run."""
+    startup, runs = load("startup"), load("runs")
+    events = [
+        {"type": "run_started", "t": 103.0},
+        {"type": "window", "t": 104.0},
+        {"type": "window", "t": 110.0},
+        {"type": "run_finished", "t": 115.0},
+    ]
+    asked = []
+
+    def pretrain(folder, *arguments, name):
+        asked.append((name, "--demo" in arguments, "max_steps=2" in arguments))
+        return runs.Run(began_t=100.0, elapsed_s=16.0, summary={}, events=events)
+
+    monkeypatch.setattr(startup, "pretrain", pretrain)
+    times = startup.time_demo(1)
+    assert asked == [("cold", True, True), ("short-0", True, True), ("whole", True, False)]
+    assert times["first_window"] == times["demo.first_window"] == [4.0]
+    assert times["first_window.team_ready"] == [3.0]
+    assert times["demo.last_window"] == [10.0]
+    assert times["demo.total"] == [16.0]
