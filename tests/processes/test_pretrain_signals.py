@@ -112,6 +112,15 @@ def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum, npr
     assert run.summary["heldout_loss"] > 0
 
 
+def test_a_reader_that_goes_away_ends_nothing(lab):
+    running = lab.command("run.yaml", "--nproc", 1)
+    while b"backend" not in (line := running.process.stderr.readline()):
+        assert line  # the team comes first
+    running.process.stderr.close()
+    assert running.process.wait(RUN_TIMEOUT_S) == 0
+    assert lab.path_of("run").events[-1]["reason"] == "completed"
+
+
 def test_the_failure_of_one_rank_ends_the_run_with_its_traceback_first(lab):
     lab.install(ONE_FAILS)
     running = lab.command("run.yaml", "--nproc", 2, *BOTH_SLOW)

@@ -1,17 +1,19 @@
 """What a run amounted to: gathers the figures, writes ``summary.json``, prints the verdict."""
 
-import sys
+import io
 from pathlib import Path
 from typing import Literal
 
 import psutil
 from rich.console import Console
+from rich.table import Table
 
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
 from evener.run.ddp import Ddp
 from evener.run.recorder import RunRecorder
 from evener.run.rehearsal import Speeds
+from evener.run.terminal import say
 
 
 def summarise(
@@ -88,11 +90,28 @@ def summarise(
 
 def show(summary: RunSummary) -> None:
     """Prints the closing table and the lines for a person to stderr."""
-    console = Console(stderr=True)
-    console.print(closing_table(summary))
+    say(_rendered(closing_table(summary)), end="")
     for line in verdict(summary):
-        sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+        say(line)
+
+
+def _rendered(table: Table) -> str:
+    """The table as text for standard error.
+
+    A console that writes by itself would end the process when nobody reads any more.
+    """
+    terminal = Console(stderr=True)
+    buffer = _Buffer()
+    buffer.encoding = terminal.encoding
+    console = Console(file=buffer, force_terminal=terminal.is_terminal, width=terminal.width)
+    console.print(table)
+    return buffer.getvalue()
+
+
+class _Buffer(io.StringIO):
+    """Text in memory with the encoding of a stream, which decides how boxes are drawn."""
+
+    encoding = ""
 
 
 def _solo_speeds(

@@ -1,6 +1,7 @@
 """Turns what the user typed into a checked configuration; the demo's configuration lives here."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
     stem = options.config.stem if options.config is not None else "pretrain"
     name = config.name or stem if options.name is None else options.name
     check_name(name)
-    _check_paths(config)
+    _check_surroundings(config)
     if options.resume:
         newest_run(run_parent(options), name)
     return config.model_copy(update={"name": name})
@@ -61,7 +62,7 @@ def run_parent(options: PretrainOptions) -> Path:
     return options.out or Path("runs")
 
 
-def _check_paths(config: RunConfig) -> None:
+def _check_surroundings(config: RunConfig) -> None:
     places: list[tuple[str, str | None]] = [("data.path", path) for path in config.data.paths]
     places += [("data.tokenizer", config.data.tokenizer), ("model.path", config.model.path)]
     for key, path in places:
@@ -70,3 +71,8 @@ def _check_paths(config: RunConfig) -> None:
                 f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
                 f"{Path.cwd()}); evener downloads nothing"
             )
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tensorboard is true, but the package tensorboard is missing: pip install "
+            "'evener[tensorboard]', or leave the key out"
+        )

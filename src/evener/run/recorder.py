@@ -1,6 +1,5 @@
 """Turns what the team does into events, and the events into what people see; on rank 0."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from evener.observe.tally import EventTally
 from evener.run.ddp import Ddp
 from evener.run.folders import EVENTS
 from evener.run.results import RankRecord, WindowResult
+from evener.run.terminal import say
 
 GENERATION = 0
 """A fixed team has one generation."""
@@ -52,6 +52,7 @@ class RunRecorder:
         self._sinks: list[Sink] = []
         self._watch = StragglerWatch(ddp.world_size)
         self._shares: tuple[int, ...] = ()
+        self._has_started = False
         self.parked: tuple[int, ...] = ()
         self.tally = EventTally()
         if self._active:
@@ -84,6 +85,7 @@ class RunRecorder:
         """
         if not self._active:
             return
+        self._has_started = True
         now, ddp = time.time(), self._ddp
         if resumed_from is not None:
             event = run_resumed_event(t=now, window=ddp.window, path=str(resumed_from))
@@ -179,7 +181,9 @@ class RunRecorder:
         )
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
-        """Records the end of the run."""
+        """Records the end of a run that has started."""
+        if not self._has_started:
+            return
         self.emit(run_finished_event(t=time.time(), window=window, reason=reason, message=message))
 
     def close(self) -> None:
@@ -235,4 +239,4 @@ class StragglerWatch:
 
 
 def _warn(text: str) -> None:
-    sys.stderr.write(f"warning: {text}\n")
+    say(f"warning: {text}")

@@ -24,6 +24,7 @@ from evener.run.recorder import RunRecorder
 from evener.run.rehearsal import Rehearsal, Speeds
 from evener.run.results import WindowResult
 from evener.run.signals import StopSignals
+from evener.run.terminal import say
 from evener.tasks.heldout import heldout_loss
 from evener.tasks.language_model import (
     build_model,
@@ -291,8 +292,7 @@ class _Run:
 
     def _warn(self, text: str) -> None:
         if self.ddp.is_main_process:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            say(text)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────
 

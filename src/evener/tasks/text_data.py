@@ -13,6 +13,7 @@ from evener.data.sources import stdlib_sources
 from evener.errors import DataError
 from evener.run.config import RunConfig
 from evener.run.team import Team
+from evener.run.terminal import say
 from evener.tasks.tokenizer import CausalTokenizer
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
@@ -96,9 +97,8 @@ class _ProgressLine:
         self._last_s = now_s
         percent = 100 * done_bytes // max(1, total_bytes)
         end = "\r" if self._live and not finished else "\n"
-        sys.stderr.write(f"preparing {total_bytes / 1e6:.1f} MB of text: {percent} %{end}")
-        sys.stderr.flush()
+        say(f"preparing {total_bytes / 1e6:.1f} MB of text: {percent} %", end=end)
 
 
 def _note(text: str) -> None:
-    sys.stderr.write(f"note: {text}\n")
+    say(f"note: {text}")

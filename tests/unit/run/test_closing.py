@@ -89,3 +89,12 @@ def test_what_is_shown_ends_with_the_run_folder(
     assert "contribution" in text
     assert text.splitlines()[-1] == f"run folder: {tmp_path}"
     assert all(c.isprintable() or c == "\n" for c in text)
+
+
+def test_nobody_has_to_read_it(ddp: Ddp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    show(summary_of(ddp, tmp_path, None))

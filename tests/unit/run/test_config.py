@@ -283,6 +283,14 @@ def test_what_the_configuration_points_to_must_exist(key: str) -> None:
     resolve_config(PretrainOptions(overrides=(f"{key}=absent",)))
 
 
+def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = PretrainOptions(overrides=("tensorboard=true",))
+    resolve_config(options)
+    monkeypatch.setattr("evener.run.presets.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
+        resolve_config(options)
+
+
 def test_a_run_to_resume_must_be_there() -> None:
     with pytest.raises(CheckpointError, match="runs/pretrain is no run to resume"):
         resolve_config(PretrainOptions(resume=True))

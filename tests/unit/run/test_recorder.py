@@ -137,6 +137,14 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
     assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
 
 
+def test_a_run_that_never_started_does_not_end(tmp_path: Path) -> None:
+    with team_of(SingleCommunicator()) as ddp:
+        recorder = RunRecorder(ddp, tmp_path)
+        recorder.finish(0, "failed", "no tensorboard")
+        recorder.close()
+    assert read_events(tmp_path / "events.jsonl") == []
+
+
 # ── stragglers ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,0 +1,28 @@
+"""Words for people, on standard error; a reader that goes away ends no training."""
+
+import os
+import sys
+from contextlib import suppress
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Writes text to standard error at once.
+
+    When nobody reads any more (``2>&1 | head``, a closed terminal), it and all that follows goes
+    nowhere.
+    """
+    try:
+        sys.stderr.write(text + end)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        _let_go()
+
+
+def _let_go() -> None:
+    # What could not be written stays in Python's buffer, and would fail again at the very end.
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, sys.stderr.fileno())
+        finally:
+            os.close(nowhere)
