@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 START_TIMEOUT_S = 40.0
+IMPORT_TIMEOUT_S = 120.0
 FORK_TIMEOUT_S = 10.0
 
 
@@ -89,7 +90,7 @@ class Zygote:
         missing = [name for name in modules if name not in self._imported]
         if missing:
             self.requests.send(" ".join(missing).encode())
-            self._expect_pid(START_TIMEOUT_S)
+            self._expect_pid(IMPORT_TIMEOUT_S)
             self._imported.update(missing)
 
     def read(self) -> None:
