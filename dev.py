@@ -7,7 +7,7 @@
                       chromium or a GPU
   test [--all] ARGS   pytest with these arguments, and nothing else
   lint                ruff, mypy and import-linter
-  bench [OPTIONS]     measure: evener bench
+  bench [NAME] [...]  measure: benchmarks/NAME.py, hetero by default
 
 .venv is made anew only when the dependencies in pyproject.toml or constraints.txt have changed.
 CONTRIBUTING.md says how to get torch without CUDA.
@@ -362,6 +362,19 @@ def run_tool(tool: str, *arguments: str) -> NoReturn:
     os.execv(BIN / tool, [str(BIN / tool), *arguments])
 
 
+def bench(arguments: Sequence[str]) -> int:
+    """Runs a benchmark; its own options follow its name."""
+    known = sorted(
+        p.stem for p in (ROOT / "benchmarks").glob("*.py") if "def main" in p.read_text()
+    )
+    named = bool(arguments) and not arguments[0].startswith("-")
+    name, options = (arguments[0], arguments[1:]) if named else ("hetero", arguments)
+    if name not in known:
+        say(f"no benchmark {name!r}; choose from {', '.join(known)}")
+        return 2
+    run_tool("python", str(ROOT / "benchmarks" / f"{name}.py"), *options)
+
+
 def say(text: str) -> None:
     """Tells the developer something, beside the output of the task."""
     print(f"dev.py: {text}", file=sys.stderr, flush=True)
@@ -372,7 +385,7 @@ TASKS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": lambda arguments: run_tool("evener", "pretrain", "--demo", *arguments),
     "test": test,
     "lint": lint,
-    "bench": lambda arguments: run_tool("evener", "bench", *arguments),
+    "bench": bench,
 }
 
 

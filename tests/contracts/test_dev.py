@@ -156,11 +156,13 @@ def test_a_frozen_environment_is_never_made(clone):
     assert not (clone / ".venv").exists()
 
 
-def test_demo_and_bench_pass_their_arguments_on(dev, clone):
+def test_demo_passes_its_arguments_on_and_bench_knows_its_benchmarks(dev, clone):
     dev.setup()
     assert run(clone, "demo", "--steps", "3").returncode == 0
-    assert run(clone, "bench").returncode == 0
-    assert calls(clone) == ["evener pretrain --demo --steps 3", "evener bench"]
+    assert calls(clone) == ["evener pretrain --demo --steps 3"]
+    done = run(clone, "bench", "nonsense")
+    assert done.returncode == 2
+    assert "no benchmark 'nonsense'" in done.stderr
 
 
 def test_test_runs_everything_and_sums_up_in_one_line(dev, clone):

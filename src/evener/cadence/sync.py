@@ -224,6 +224,8 @@ class SyncPolicy(Policy):
         Members of which the state says nothing keep what is known of them. The time of an exchange
         is not part of it, as that belongs to a team and not to a member. See ``Policy``.
         """
+        if state.get("policy") == "fixed":
+            return  # that run had given shares and learnt nothing
         if state.get("policy") != ApplyPolicy.SYNC.value:
             raise CheckpointError(
                 f"the checkpoint's planner has policy={state.get('policy')!r}, this run has "

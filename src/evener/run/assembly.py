@@ -108,6 +108,7 @@ def assemble(
         slow = config.emulate_slow.get(comm.rank, 1.0)
         members = _introduce(team, model, environment, device, slow)
         flat = FlatBuffers(list(model.named_parameters()), comm.world_size)
+        _check_parameters(optimizers, flat)
         _start_alike(model, comm)
         model.train()
         schedule = Schedule(optimizers, scheduler)
@@ -312,6 +313,20 @@ def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS evaluates the loss several times in one step, which a window of unequal "
                 "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
             )
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None:
+    """An optimizer must not step what is not averaged: replicas would drift apart."""
+    averaged = {id(p) for p in flat.parameters}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in averaged:
+                    raise ConfigError(
+                        f"optimizer {number} holds a trainable parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
+                        "not be averaged; make it a parameter of the model"
+                    )
 
 
 def _check_policy(policy: str | ApplyPolicy) -> None:

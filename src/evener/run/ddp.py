@@ -297,9 +297,11 @@ class Ddp:
             CheckpointError: Rank 0 could not write it.
         """
         self._meet(Meeting.SAVE)
+        self._engine.settle()  # parameters may be a window ahead of the data position
         failure = ""
         if self.is_main_process:
-            failure = save_state(self.assembly, self._cursor_state(), Path(path))
+            with self.assembly.buffers.consensus():
+                failure = save_state(self.assembly, self._cursor_state(), Path(path))
         self.assembly.agree_on_failure(failure)
 
     def load(self, path: str | Path) -> None:

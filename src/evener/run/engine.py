@@ -19,7 +19,7 @@ from evener.data.cursor import Cursor, Slice
 from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
 from evener.run.finite import find_non_finite, overflow
-from evener.run.planning import PlanQueue
+from evener.run.planning import PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
 from evener.run.row import Note, Row, decode_row, encode_row
 from evener.run.share import Share
@@ -119,14 +119,19 @@ class WindowEngine:
 
         What a loop that was left early has applied is committed, what it had leased is dropped.
         """
+        self.settle()
+        self.plans.begin(cursor, batch_size)
+
+    def settle(self) -> None:
+        """Commits what has been applied and not yet committed; all ranks call it together."""
         if self._applied is not None:
             self.flush()
-        self.plans.begin(cursor, batch_size)
 
     def exchange_plan(self, *, min_share: int = 0) -> None:
         """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
-        payload = self.plans.draft(self.window, min_share=min_share)
-        rows = self._meet(Meeting.PLAN, payload)
+        draft = self.plans.draft(self.window, min_share=min_share)
+        rows = self._meet(Meeting.PLAN, [*draft, self.plans.fingerprint])
+        self.plans.compare([row[len(draft)] for row in rows], self.team.parked)
         self.plans.accept(rows[0])
 
     def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:
@@ -185,6 +190,7 @@ class WindowEngine:
             return None
         self.plans.accept(rows[0].plan)
         reports = [r.report for r in rows]
+        refuse_other_work(reports, plan)
         bad = find_non_finite(reports, plan, self.flat.names, self.progress.steps + 1)
         if bad is not None and self.options.non_finite == "raise":
             self.flat.zero_()

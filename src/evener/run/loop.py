@@ -39,7 +39,8 @@ class TeamLoader:
         self.micro_batch_size = micro_batch_size
         self._max_steps = max_steps
         self._probe = probe
-        self._fetched: dict[int, deque[tuple[int, int, Pending]]] = {}
+        # By the plan itself: a plan may be replaced by another one for the same window.
+        self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
@@ -103,7 +104,8 @@ class TeamLoader:
             if self._finished or plan is None:
                 break
             self._fetch(plan, permutation)
-            micro_batches = self._fetched.pop(plan.window)
+            micro_batches = self._fetched.pop(plan)
+            self._fetched.clear()
             if (ahead := engine.plans.peek(1)) is not None and not self._is_last(plan):
                 self._fetch(ahead, permutation)
             share = engine.open_share(len(micro_batches))
@@ -129,14 +131,14 @@ class TeamLoader:
 
     def _fetch(self, plan: WindowPlan, permutation: Permutation) -> None:
         """Asks for this rank's samples of a window, unless that has been done."""
-        if plan.window in self._fetched:
+        if plan in self._fetched:
             return
         positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
         queue: deque[tuple[int, int, Pending]] = deque()
         for part in split_evenly(positions, self.micro_batch_size):
             indices = [permutation[p] for p in part]
             queue.append((part[0], len(part), self._fetcher.submit(plan.epoch, indices)))
-        self._fetched[plan.window] = queue
+        self._fetched[plan] = queue
 
     def _seed(self, window: int, first_position: int) -> None:
         """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
@@ -144,7 +146,7 @@ class TeamLoader:
         # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
         # traceback, half a millisecond in all.
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
 
     def _time_two_sizes(self, permutation: Permutation) -> Iterator[Any]:
@@ -180,11 +182,12 @@ def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tupl
     """The two numbers of samples at which a rank is timed before the first window.
 
     Half a micro-batch of the equal split, and a quarter of that: large enough to tell the
-    slope, small enough that the slowest rank does not hold up the start for long.
+    slope, small enough that the slowest rank does not hold up the start for long. Never one sample:
+    layers with batch statistics refuse that.
     """
     share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
-    large = max(2, share // 2)
-    return max(1, large // 4), large
+    large = max(4, share // 2)
+    return max(2, large // 4), large
 
 
 def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:

@@ -1,12 +1,18 @@
 """The plans that the team has agreed on and not yet computed."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from evener.cadence.plan import WindowPlan, decode_plan, encode_plan, plan_length
+from evener.cadence.plan import (
+    WindowPlan,
+    WindowReport,
+    decode_plan,
+    encode_plan,
+    plan_length,
+)
 from evener.cadence.policies import Policy
-from evener.data.cursor import Cursor, Slice
-from evener.errors import UsageError
+from evener.data.cursor import Cursor, Slice, derive_seed
+from evener.errors import ProtocolError, UsageError
 
 
 class PlanQueue:
@@ -94,6 +100,26 @@ class PlanQueue:
         if agreed is not None:
             self._plans.append(agreed)
 
+    @property
+    def fingerprint(self) -> float:
+        """What must be the same on every rank for the shares to make one epoch, as one number."""
+        cursor = self.cursor
+        return float(derive_seed(cursor.seed, cursor.num_samples, self._batch_size) % 2**53)
+
+    def compare(self, fingerprints: Sequence[float], absent: Collection[int]) -> None:
+        """Refuses ranks that would draw other samples.
+
+        Raises:
+            UsageError: Names the first rank that differs from this one.
+        """
+        for rank, other in enumerate(fingerprints):
+            if rank not in absent and other != self.fingerprint:
+                raise UsageError(
+                    f"rank {rank} has another seed, data set size or batch_size than rank "
+                    f"{self._rank} (seed {self.cursor.seed}, {self.cursor.num_samples} samples, "
+                    f"batch_size {self._batch_size}); give every rank the same"
+                )
+
     def lease_of(self, window: int) -> Slice:
         """Hands out the lease of a window that has been applied."""
         return self._slices.pop(window)
@@ -101,6 +127,20 @@ class PlanQueue:
     def commit(self, lease: Slice) -> None:
         """Tells the cursor that a window is committed."""
         self.cursor.commit(lease)
+
+
+def refuse_other_work(reports: Sequence[WindowReport], plan: WindowPlan) -> None:
+    """Checks that every rank has computed just what was planned.
+
+    Raises:
+        ProtocolError: A rank did more or less: samples would be lost or seen twice.
+    """
+    for rank, (report, share) in enumerate(zip(reports, plan.shares, strict=True)):
+        if report.samples != share:
+            raise ProtocolError(
+                f"rank {rank} computed {report.samples} samples of window {plan.window}, planned "
+                f"were {share}; ranks run different code, or this is a bug of evener"
+            )
 
 
 def _place(plan: WindowPlan | None) -> tuple[int, int, int, int] | None:

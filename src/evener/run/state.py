@@ -118,7 +118,8 @@ def save_state(assembly: Assembly, cursor_state: Mapping[str, Any], path: Path) 
     try:
         with CheckpointWriter(path, keep_last=None) as writer:
             writer.submit(capture(assembly, cursor_state))
-            writer.wait(timeout_s=600.0)
+            if not writer.wait(timeout_s=600.0):
+                return f"{path} was not written within 600 s; check the disk"
             error = writer.poll_error()
         return "" if error is None else str(error)
     except (EvenerError, OSError) as error:

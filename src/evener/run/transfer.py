@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evener.checkpoint import flatten_optimizer, unflatten_optimizer
+from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.run.schedule import Schedule
@@ -51,7 +52,7 @@ def transfer_state(
     note = {
         "tensors": index,
         "optimizers": documents,
-        "schedule": schedule.state_dict(),
+        "schedule": encode(schedule.state_dict(), path="schedule"),
         "counters": counters,
     }
     answers = comm.all_gather_bytes(json.dumps(note).encode() if sends else b"", what="state index")
@@ -81,6 +82,6 @@ def transfer_state(
             prefix = f"{number}/"
             own = {n.removeprefix(prefix): t for n, t in arrived.items() if n.startswith(prefix)}
             optimizer.load_state_dict(unflatten_optimizer(own, document))
-        schedule.load_state_dict(note["schedule"])
+        schedule.load_state_dict(decode(note["schedule"]))
     counters = note["counters"]
     return counters

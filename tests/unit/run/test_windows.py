@@ -556,3 +556,44 @@ def test_zero_grad_by_habit_loses_nothing() -> None:
         return run_team(2, body)
 
     assert torch.equal(train(habit=True)[0], train(habit=False)[0])
+
+
+def test_no_sample_is_lost_when_plans_are_replaced() -> None:
+    """Parking and recall throw plans away whose data was being fetched; every sample still counts."""
+    data = Numbered(96)
+
+    def body(comm: Communicator) -> tuple[list[int], list[int]]:
+        model, optimizer = line()
+        seen: list[int] = []
+        parked: list[int] = []
+        with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
+            engine = ddp.assembly.engine
+            engine.policy.rank_to_park = (  # rank 1 from window 3 on
+                lambda batch_size: 1 if engine.window == 3 and not engine.team.parked else None
+            )
+            loader = ddp.loader(data, batch_size=8)
+            for epoch in range(2):
+                for ids, x in loader.epoch(epoch):
+                    seen.extend(ids.tolist())
+                    ddp.backward(model(x).square().mean())
+                    ddp.step()
+                    parked.append(len(engine.team.parked))
+                    if engine.team.parked and engine.window == 7:
+                        engine._recall_at = engine.window + 1  # called back in mid-epoch
+        return seen, parked
+
+    (first, parked), (second, _) = run_team(2, body)
+    assert Counter(first + second) == dict.fromkeys(range(96), 2)
+    assert 0 < parked.count(1) < len(parked)
+
+
+def test_ranks_with_another_seed_or_data_set_are_refused_at_once() -> None:
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
+            loader = ddp.loader(Numbered(), batch_size=8, seed=comm.rank)
+            with pytest.raises(UsageError, match="another seed") as caught:
+                next(iter(loader.epoch(0)))
+        return str(caught.value)
+
+    assert "seed 0" in run_team(2, body)[0]
