@@ -21,17 +21,27 @@ class BufferAverager:
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.comm = comm
-        unique = {id(b): (name, b) for name, b in model.named_buffers()}.values()
-        self._named = [(name, b) for name, b in unique if b.numel() and not b.is_complex()]
-        self._buffers = [b for _, b in self._named]
-        self._device = self._buffers[0].device if self._buffers else torch.device("cpu")
-        self._consensus = [b.detach().clone() for b in self._buffers]
-        self._versions = [b._version for b in self._buffers]
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.numel() and not buffer.is_complex():
+                    places.setdefault(id(buffer), (module, key))
+        # By place, not by object: a module may assign a new tensor instead of writing in place.
+        self._places = list(places.values())
+        self._seen = self._buffers
+        self._device = self._seen[0].device if self._seen else torch.device("cpu")
+        self._consensus = [b.detach().clone() for b in self._seen]
+        self._versions = [b._version for b in self._seen]
+
+    @property
+    def _buffers(self) -> list[torch.Tensor]:
+        return [getattr(module, key) for module, key in self._places]
 
     def changed(self) -> bool:
         """Whether a buffer was written on this rank since the last agreement."""
         return any(
-            b._version != seen for b, seen in zip(self._buffers, self._versions, strict=True)
+            b is not seen or b._version != version
+            for b, seen, version in zip(self._buffers, self._seen, self._versions, strict=True)
         )
 
     @torch.no_grad()
@@ -43,10 +53,12 @@ class BufferAverager:
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
         """
-        if not self._buffers:
+        if not self._places:
             return
         parts = []
         for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
+            if weight == 0 and buffer.is_floating_point():
+                buffer = agreed  # what counts for nothing may even be NaN
             difference = (buffer - agreed) if buffer.dtype != torch.bool else buffer ^ agreed
             factor = weight / total_weight if buffer.is_floating_point() else 1.0
             parts.append(difference.to(self._device, torch.float64).mul_(factor).flatten())
@@ -94,7 +106,8 @@ class BufferAverager:
             with torch.no_grad():
                 for buffer, own in zip(self._buffers, working, strict=True):
                     buffer.copy_(own)
-            self._versions = [-1] * len(self._buffers)
+            self._versions = [-1] * len(self._places)
 
     def _mark(self) -> None:
-        self._versions = [b._version for b in self._buffers]
+        self._seen = self._buffers
+        self._versions = [b._version for b in self._seen]

@@ -115,10 +115,7 @@ class WindowEngine:
     # ── before a window ──────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int) -> None:
-        """Starts (or goes on with) the cursor's epoch; all ranks call it together.
-
-        What a loop that was left early has applied is committed, what it had leased is dropped.
-        """
+        """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
         self.plans.begin(cursor, batch_size)
 
@@ -387,8 +384,7 @@ class WindowEngine:
             for record, row in zip(applied.result.ranks, rows, strict=True)
         )
         result = replace(applied.result, ranks=ranks)
-        # Parameters are those of the committed window; buffers have moved on with this rank's
-        # part of the next one, so the consensus is shown instead.
+        # Buffers have moved on with this rank's part of the next window: show the consensus.
         with self.buffers.consensus() if self.options.on_commit else nullcontext():
             for callback in self.options.on_commit:
                 callback(result)

@@ -170,8 +170,8 @@ class _Run:
 
     def _train(self) -> None:
         """Trains to the end or to a stop, saves, measures, and says what came of it."""
-        for epoch in range(self.loader.cursor.epoch, self._num_epochs):
-            for batch in self.loader.epoch(epoch):
+        while not self._has_ended and not self.ddp.stopping:
+            for batch in self.loader.epoch(self.loader.cursor.epoch):
                 self._backward(batch)
                 self.ddp.step()
         # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
@@ -206,13 +206,6 @@ class _Run:
             self._show_text()
         if not self.options.quiet:
             show(summary)
-
-    @property
-    def _num_epochs(self) -> int:
-        """Epochs to go through; enough for ``max_steps`` when that is given."""
-        if self.config.max_steps is None:
-            return self.config.epochs
-        return -(-self.config.max_steps // len(self.loader))
 
     @property
     def _has_ended(self) -> bool:

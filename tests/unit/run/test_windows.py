@@ -559,7 +559,7 @@ def test_zero_grad_by_habit_loses_nothing() -> None:
 
 
 def test_no_sample_is_lost_when_plans_are_replaced() -> None:
-    """Parking and recall throw plans away whose data was being fetched; every sample still counts."""
+    """Parking and recall throw plans away whose data was being fetched; all samples still count."""
     data = Numbered(96)
 
     def body(comm: Communicator) -> tuple[list[int], list[int]]:
