@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from evener.run.ddp import DdpConfig
 
 
+_spent_sockets: set[int] = set()
+
+
 @dataclass(slots=True)
 class Assembly:
     """Everything that one rank of a team holds; ``Ddp`` is its face."""
@@ -221,13 +224,17 @@ def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) ->
     """Connects to the other ranks; with one rank there is nothing to connect to."""
     if environment.world_size == 1:
         return SingleCommunicator()
+    # The launcher's socket serves one store; a later team of this process opens the port anew.
+    listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
+    if listen_fd is not None:
+        _spent_sockets.add(listen_fd)
     return connect(
         environment.rank,
         environment.world_size,
         environment.coordinator_addr,
         environment.coordinator_port,
         hosts_store=environment.hosts_store,
-        listen_fd=environment.store_fd,
+        listen_fd=listen_fd,
         backend=backend,
         timeout_s=timeout_s,
     )
