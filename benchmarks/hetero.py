@@ -8,8 +8,9 @@ throughput over the sum of the solo speeds of the same round; solo is one rank a
 global batches, with an optimizer step for each, in micro-batches as large as an equal share.
 Figures are medians over rounds; the spread is the smallest and largest.
 
-Slow ranks are emulated: they sleep in proportion to the compute that they have just measured, the
-update included, before the exchange that needs it. torch DDP exchanges inside backward, so there
+Slow ranks are emulated: they sleep in proportion to the compute that they have just measured (in
+processor time: waiting for a busy core is not multiplied), the update included, before the exchange
+that needs it. torch DDP exchanges inside backward, so there
 the delay comes before the exchange of each bucket, and overlap with the rest stays possible.
 
 ``evener.sync`` also says where the rest went, as parts of its time that add up to ``1 - of_ideal``:
@@ -137,14 +138,14 @@ class Solo(Way):
     def _train(self, steps: int) -> None:
         micro = -(-self.batch_size // self.world_size)
         for step in range(steps):
-            started_s = time.perf_counter()
+            started = self.slowdown.start()
             for first in range(0, self.batch_size, micro):
                 size = min(micro, self.batch_size - first)
                 loss = mean_loss(self.model, self.batch(step, size))
                 (loss * (size / self.batch_size)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.slowdown.after(time.perf_counter() - started_s)
+            self.slowdown.after(started)
 
 
 class TorchDdp(Way):
@@ -154,7 +155,7 @@ class TorchDdp(Way):
         super().__init__(arguments, rank)
         self.share = self.batch_size // self.world_size
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.since_s = 0.0
+        self.since = 0.0
         if self.slowdown.factor > 1:
             self.ddp.register_comm_hook(None, self._delayed)
 
@@ -164,17 +165,17 @@ class TorchDdp(Way):
 
     def _train(self, steps: int) -> None:
         for step in range(steps):
-            self.since_s = time.perf_counter()
+            self.since = self.slowdown.start()
             mean_loss(self.ddp, self.batch(step, self.share)).backward()
-            started_s = time.perf_counter()
+            started = self.slowdown.start()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.slowdown.after(time.perf_counter() - started_s)
+            self.slowdown.after(started)
 
     def _delayed(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """A bucket of a slow rank is ready as late as its compute so far would have been."""
-        self.slowdown.after(time.perf_counter() - self.since_s)
-        self.since_s = time.perf_counter()
+        self.slowdown.after(self.since)
+        self.since = self.slowdown.start()
         return allreduce_hook(dist.group.WORLD, bucket)
 
 

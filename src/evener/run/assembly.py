@@ -21,7 +21,7 @@ from evener.comm.flat import FlatBuffers
 from evener.comm.groups import connect
 from evener.errors import CheckpointError, ConfigError
 from evener.run.child import apply_threads
-from evener.run.emulate import Slowdown
+from evener.run.emulate import Slowdown, compute_clock
 from evener.run.engine import EngineOptions, WindowEngine
 from evener.run.environment import DistributedTrainConfig
 from evener.run.precision import AutocastForward, Precision, choose_precision
@@ -166,7 +166,10 @@ def _engine(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
             unlike_devices=not alike,
-            slowdown=Slowdown(config.emulate_slow.get(team.rank, 1.0)),
+            slowdown=Slowdown(
+                config.emulate_slow.get(team.rank, 1.0),
+                clock=compute_clock(members[team.rank].device),
+            ),
             stop_requested=config.stop_when or _never,
             before_update=schedule.before_update,
             after_update=schedule.after_update,

@@ -328,9 +328,13 @@ class Ddp:
         """Whether this rank was told to stop; the team agrees at its next exchange."""
         return self._engine.wants_stop()
 
-    def emulate_slowness(self, compute_s: float) -> None:
-        """Sleeps as a rank that is emulated slower would compute longer; else returns at once."""
-        self._engine.options.slowdown.after(compute_s)
+    @contextmanager
+    def emulated_slowness(self) -> Iterator[None]:
+        """Stretches the block on a rank that is emulated slower; does nothing on others."""
+        slowdown = self._engine.options.slowdown
+        start = slowdown.start()
+        yield
+        slowdown.after(start)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

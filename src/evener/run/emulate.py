@@ -58,33 +58,57 @@ def _parse_one(spec: str) -> tuple[int, float]:
     return rank, factor
 
 
+def compute_clock(device: str) -> Callable[[], float]:
+    """The clock that measures compute on a torch device, such as ``cpu`` or ``cuda:0``."""
+    return time.thread_time if device.startswith("cpu") else time.perf_counter
+
+
 class Slowdown:
     """Stretches measured compute by a factor.
 
+    Compute is measured on a clock of its own. On a CPU rank that is the processor time of the
+    calling thread: ranks that share too few cores also wait for one another, and a real slow device
+    would not multiply that wait by its factor.
+
     Args:
         factor: How many times as long compute shall take; 1 adds nothing.
+        clock: Seconds of compute so far, such as ``time.perf_counter`` for work on a GPU.
         sleep: Waits for that many seconds; a test passes its own.
 
     Raises:
         ConfigError: The factor is below 1 or not finite.
     """
 
-    def __init__(self, factor: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        factor: float,
+        *,
+        clock: Callable[[], float] = time.thread_time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         if not 1 <= factor < math.inf:
             raise ConfigError(f"slow-down factor is {factor}; give a finite number of 1 or more")
         self.factor = factor
+        self._clock = clock
         self._sleep = sleep
 
-    def after(self, compute_s: float) -> float:
+    def start(self) -> float:
+        """The reading of the clock before some compute, for ``after``."""
+        return self._clock() if self.factor > 1 else 0.0
+
+    def after(self, start: float) -> float:
         """Sleeps as long as the slower device would still compute.
 
         Args:
-            compute_s: Seconds that the compute just done has taken here.
+            start: What ``start`` returned, on this thread.
 
         Returns:
-            Seconds slept, ``(factor - 1) * compute_s``; the caller adds them to its compute time.
+            Seconds slept, ``factor - 1`` times the compute since then; the caller adds them to its
+            compute time.
         """
-        extra_s = (self.factor - 1) * compute_s
+        if self.factor == 1:
+            return 0.0
+        extra_s = (self.factor - 1) * (self._clock() - start)
         if extra_s > 0:
             self._sleep(extra_s)
         return extra_s

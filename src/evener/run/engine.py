@@ -329,7 +329,7 @@ class WindowEngine:
             skipped = self._overflowed(norm, plan)
         elif buffers_changed:
             self.buffers.restore()
-        started_s = time.perf_counter()
+        started_s, slow_start = time.perf_counter(), self.options.slowdown.start()
         self.options.before_update(self.progress)
         lr = float(self._optimizers[0].param_groups[0]["lr"])
         if not skipped:
@@ -337,7 +337,7 @@ class WindowEngine:
             self._expected_weight = total_weight
         self.flat.zero_()
         elapsed_s = time.perf_counter() - started_s
-        self._update_s = elapsed_s + self.options.slowdown.after(elapsed_s)
+        self._update_s = elapsed_s + self.options.slowdown.after(slow_start)
         result = WindowResult(
             window=plan.window,
             epoch=plan.epoch,

@@ -122,16 +122,17 @@ class Rehearsal:
                 total += row[0]
         scale = engine.share.scale
         averager = self._alone if alone else self._together
-        started_s = time.perf_counter()
+        slowdown = engine.options.slowdown
+        slow_start = slowdown.start()
         norm = averager.average(scale, total, what="a rehearsal")
         if engine.options.max_grad_norm is not None:
             averager.clip(norm, engine.options.max_grad_norm)
-        exchanged_s = time.perf_counter()
+        if not alone:  # an exchange takes no longer on a slow device
+            slow_start = slowdown.start()
         for optimizer in self._assembly.optimizers:
             optimizer.step()
         self._assembly.flat.zero_()
-        done_s = time.perf_counter()
-        engine.options.slowdown.after(done_s - (started_s if alone else exchanged_s))
+        slowdown.after(slow_start)
 
     def _meet(self, payload: Sequence[float]) -> list[list[float]]:
         rows, leaving = self._team.meet(

@@ -15,6 +15,7 @@ from evener.run.emulate import Slowdown
 class _MicroBatch:
     samples: int
     started_s: float
+    slow_start: float
     weight: float | None = None
 
 
@@ -68,7 +69,7 @@ class Share:
 
     def start_micro_batch(self, samples: int) -> None:
         """Starts the clock on a micro-batch."""
-        self._open = _MicroBatch(samples=samples, started_s=time.perf_counter())
+        self._open = _MicroBatch(samples, time.perf_counter(), self._slowdown.start())
 
     def backward(self, loss: Tensor, weight: float | None) -> None:
         """Adds ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``."""
@@ -115,5 +116,5 @@ class Share:
             # Reading the loss waits for the device, so that its whole work is inside the clock.
             self._loss_sum.item()
         elapsed_s = time.perf_counter() - micro.started_s
-        self.compute_s += elapsed_s + self._slowdown.after(elapsed_s)
+        self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
         return last

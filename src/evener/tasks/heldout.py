@@ -61,9 +61,8 @@ def heldout_loss(
             if ddp.wants_stop():
                 break
             batch = collate([data[i] for i in range(start, min(start + micro_batch_size, stop))])
-            started_s = time.perf_counter()
-            loss_sum += summed_loss(model, batch, ddp.device)
-            ddp.emulate_slowness(time.perf_counter() - started_s)
+            with ddp.emulated_slowness():
+                loss_sum += summed_loss(model, batch, ddp.device)
             num_tokens += count_tokens(batch)
     loss = ddp.all_reduce(loss_sum / num_tokens if num_tokens else 0.0, num_tokens)
     if ddp.stopping:

@@ -1,7 +1,9 @@
+import time
+
 import pytest
 
 from evener.errors import ConfigError
-from evener.run.emulate import Slowdown, parse_emulation
+from evener.run.emulate import Slowdown, compute_clock, parse_emulation
 
 
 def test_factors_per_rank():
@@ -39,15 +41,27 @@ def test_a_team_of_one_has_rank_0_only():
 
 
 def test_sleeps_for_what_the_slower_device_would_still_compute():
-    slept = []
-    slowdown = Slowdown(3.0, sleep=slept.append)
-    assert slowdown.after(0.5) == pytest.approx(1.0)
+    slept, now = [], [7.0]
+    slowdown = Slowdown(3.0, clock=lambda: now[0], sleep=slept.append)
+    start = slowdown.start()
+    now[0] += 0.5
+    assert slowdown.after(start) == pytest.approx(1.0)
     assert slept == pytest.approx([1.0])
+
+
+def test_waiting_for_a_core_is_not_stretched():
+    slept = []
+    slowdown = Slowdown(1000.0, sleep=slept.append)
+    start = slowdown.start()
+    time.sleep(0.05)  # what it does not compute, it waits
+    assert slowdown.after(start) < 1000 * 0.05 / 2
+    assert compute_clock("cuda:0") is time.perf_counter
 
 
 def test_factor_1_never_sleeps():
     slept = []
-    assert Slowdown(1.0, sleep=slept.append).after(10.0) == 0.0
+    slowdown = Slowdown(1.0, clock=iter([0.0, 10.0]).__next__, sleep=slept.append)
+    assert slowdown.after(slowdown.start()) == 0.0
     assert slept == []
 
 
