@@ -95,7 +95,7 @@ def test_a_rank_of_our_launcher_keeps_the_launchers_options(trained, monkeypatch
         monkeypatch.setenv(name, value)
     # without the rest of what the launcher sets: this process shall not die with anybody
     monkeypatch.setenv("EVENER_LAUNCHED", "1")
-    monkeypatch.setattr("evener.run.child._prepare", lambda: None)
+    monkeypatch.setattr("evener.run.child.prepare_rank", lambda: None)
     assert cli.main(["pretrain", "--nproc", "2", "--port", "1234"]) == 0
     assert (trained[0].nproc, trained[0].port) == (2, 1234)
 

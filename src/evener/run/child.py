@@ -39,7 +39,7 @@ def run_child(main: Callable[[], int | None]) -> int:
         What the process should exit with.
     """
     if os.environ.get(LAUNCHED):
-        _prepare()
+        prepare_rank()
     try:
         return main() or 0
     except KeyboardInterrupt:
@@ -85,7 +85,8 @@ def apply_threads(config: DistributedTrainConfig) -> int:
     return torch.get_num_threads()
 
 
-def _prepare() -> None:
+def prepare_rank() -> None:
+    """What a rank's process does first: die with its parent, show crashes, write lines at once."""
     die_with(int(os.environ[PARENT_PID]))
     faulthandler.enable()
     if STORE_FD in os.environ:

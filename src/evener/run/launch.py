@@ -83,7 +83,7 @@ def launch(
     """
     check_nproc(nproc)
     with (
-        _bind(port, listen=store_waits) as store,
+        bind_store(port, listen=store_waits) as store,
         tempfile.TemporaryDirectory(prefix="evener-") as folder,
         SignalQueue() as signals,
     ):
@@ -145,7 +145,17 @@ def rank_environment(
     }
 
 
-def _bind(port: int | None, *, listen: bool) -> socket.socket:
+def bind_store(port: int | None, *, listen: bool) -> socket.socket:
+    """Opens the port of the store, on loopback; the first rank inherits it.
+
+    Args:
+        port: Which; ``None`` takes a free one.
+        listen: Connections may wait for rank 0; see ``launch``.
+
+    Raises:
+        ConfigError: The port is impossible.
+        LaunchError: It is in use.
+    """
     if port is not None and not 1 <= port <= 65_535:
         raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
     store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -190,11 +200,7 @@ class _Team:
         sys.stdout.flush()
         sys.stderr.flush()
         port = store.getsockname()[1]
-        self._lifeline = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        self._lifeline = start_lifeline()
         for number in range(nproc):
             error_file = folder / f"rank-{number}.json"
             environ = rank_environment(
@@ -232,7 +238,7 @@ class _Team:
         """Leaves nothing behind; harmless when all has ended already."""
         for rank in self._ranks:
             if rank.outcome is None:
-                _kill_group(rank.process.pid)
+                kill_group(rank.process.pid)
                 with suppress(subprocess.TimeoutExpired):
                     rank.process.wait(_DEATH_S)
         if self._pump is None or self._drained(self._pump):
@@ -277,7 +283,7 @@ class _Team:
         code = rank.process.poll()
         if code is None:
             return
-        _kill_group(rank.process.pid)  # what it has started and not ended
+        kill_group(rank.process.pid)  # what it has started and not ended
         self._tell_lifeline("-", rank.process.pid)
         rank.outcome = Outcome(
             rank=rank.number,
@@ -317,7 +323,7 @@ class _Team:
         _say(f"{why}: killed " + ", ".join(f"rank {r.number} (pid {r.process.pid})" for r in alive))
         for rank in alive:
             rank.signals.add(signal.SIGKILL)
-            _kill_group(rank.process.pid)
+            kill_group(rank.process.pid)
 
     def _undead(self, rank: _Rank) -> Outcome:
         _say(
@@ -334,10 +340,25 @@ class _Team:
         )
 
     def _tell_lifeline(self, sign: str, pid: int) -> None:
-        if self._lifeline is not None and self._lifeline.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._lifeline.stdin.write(f"{sign}{pid}\n".encode())
-                self._lifeline.stdin.flush()
+        if self._lifeline is not None:
+            tell_lifeline(self._lifeline, sign, pid)
+
+
+def start_lifeline() -> subprocess.Popen[bytes]:
+    """Starts the program that kills what this process leaves behind; see ``run.lifeline``."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def tell_lifeline(process: subprocess.Popen[bytes], sign: str, pid: int) -> None:
+    """Adds (``+``) or removes (``-``) the process group of a rank."""
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{sign}{pid}\n".encode())
+            process.stdin.flush()
 
 
 def _spawn(
@@ -361,7 +382,8 @@ def _spawn(
         ) from error
 
 
-def _kill_group(group: int) -> None:
+def kill_group(group: int) -> None:
+    """Kills a process group, if there is still one."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
