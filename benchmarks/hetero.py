@@ -5,7 +5,7 @@
 All ways run in the same processes on the same model, data and emulated speeds, one after another in
 each round, so that a machine whose speed drifts favours none of them. ``of_ideal`` is a way's
 throughput over the sum of the solo speeds of the same round; solo is one rank alone over whole
-global batches, with an optimizer step for each, in micro-batches as large as an equal share.
+global batches, with an optimizer step for each, in the same micro-batches as evener.
 Figures are medians over rounds; the spread is the smallest and largest.
 
 Slow ranks are emulated: they sleep in proportion to the compute that they have just measured (in
@@ -67,6 +67,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=4, help="global batches a turn")
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        help="of solo and evener; an equal share. Small ones spread emulated sleep more evenly",
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
@@ -94,6 +99,8 @@ class Way:
         self.batch_size = arguments.batch_size
         self.rank = rank
         self.world_size = len(arguments.speeds)
+        equal_share = -(-self.batch_size // self.world_size)
+        self.micro_batch_size: int = arguments.micro_batch_size or equal_share
         # An epoch is a turn of evener's. (A loop cannot be left after some windows: a rank without
         # a share does not come out of the loader for them.)
         self.data = Tokens(arguments.batch_size * arguments.windows, SEQ_LEN)
@@ -136,7 +143,7 @@ class Solo(Way):
         return self.timed(steps, self._train if self.rank == self.alone else lambda _: None)
 
     def _train(self, steps: int) -> None:
-        micro = -(-self.batch_size // self.world_size)
+        micro = self.micro_batch_size
         for step in range(steps):
             started = self.slowdown.start()
             for first in range(0, self.batch_size, micro):
@@ -203,7 +210,12 @@ class Evener(Way):
             ),
             environment=DistributedTrainConfig.from_env(environment | {"MASTER_PORT": str(port)}),
         )
-        self.loader = self.ddp.loader(self.data, batch_size=self.batch_size, prefetch="thread")
+        self.loader = self.ddp.loader(
+            self.data,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            prefetch="thread",
+        )
         self.epoch = 0
         self.committed: list[WindowResult] = []
         self.ddp.on_commit(self.committed.append)
