@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from evener.version import __version__
 
 if TYPE_CHECKING:
+    from evener.cadence.elche import ElChe as ElChe
     from evener.cadence.policies import ApplyPolicy as ApplyPolicy
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
@@ -50,6 +51,7 @@ _MODULE_OF: Final = {
     "DistributedBackend": "evener.run.environment",
     "DistributedRole": "evener.run.environment",
     "DistributedTrainConfig": "evener.run.environment",
+    "ElChe": "evener.cadence.elche",
     "EvenerError": "evener.errors",
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",

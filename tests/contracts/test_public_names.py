@@ -25,6 +25,7 @@ PUBLIC = {
     "DistributedBackend",
     "DistributedRole",
     "DistributedTrainConfig",
+    "ElChe",
     "EvenerError",
     "LaunchError",
     "NonFiniteGradientError",

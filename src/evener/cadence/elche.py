@@ -1,0 +1,382 @@
+"""El Che: how many local batches each rank does between two averagings. Pure.
+
+The column marches at the pace of its slowest member: the slowest rank does ``anchor`` batches, a
+faster one as many more as it can do in the same time. The rules and their constants are those of
+floDl 0.5.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, final
+
+from evener.errors import CheckpointError, ConfigError
+
+_LEAST_GAIN, _MOST_GAIN = 0.1, 0.8
+"""How much of a new timing is believed: the more it differs from the known one, the more."""
+
+_DEAD_ZONE = 0.10
+"""A count changes only by more than this part of itself."""
+
+_BEYOND_ROUNDING = 0.75
+"""And only if it is off by more of a batch than rounding explains: small counts, of which one batch
+is more than the dead zone, would otherwise go back and forth with noise."""
+
+_SAME_MS = 1e-6
+"""Ranks whose batches take equally long up to this many milliseconds are equally slow."""
+
+
+@final
+class ElChe:
+    """Counts of local batches by rank, and the anchor that sets how rarely ranks average.
+
+    Each report moves a rank's milliseconds a batch towards the measured ones (an exponential mean
+    whose gain is their relative difference, within 0.1 to 0.8). The anchor grows as soon as
+    averaging takes more than ``overhead_target`` of the time, in one step to where it would not; it
+    shrinks by one a report while averaging takes less than half of that, never below what it
+    started from. The slowest rank always gets the anchor; another rank's count changes when it is
+    more than 10 % off.
+
+    Args:
+        world_size: Ranks, 1 or more.
+        anchor: Batches of the slowest rank in a window, 1 or more; also the least anchor.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Example:
+        >>> cadence = ElChe(world_size=2, anchor=10).with_speed_ratio(slow_rank=1, ratio=2.3)
+        >>> cadence.batch_counts
+        (23, 10)
+        >>> cadence.report_timing([1000.0, 1000.0], cadence.batch_counts, sync_ms=20.0)
+        >>> round(cadence.ms_per_batch[1])
+        100
+    """
+
+    def __init__(self, world_size: int, anchor: int) -> None:
+        _require(world_size >= 1, f"world_size is {world_size}: it is the number of ranks, >= 1")
+        _require(
+            anchor >= 1,
+            f"anchor is {anchor}: it is the number of batches that the slowest rank does between "
+            "two averagings; give 1 or more",
+        )
+        self._world_size = world_size
+        self._anchor = anchor
+        self._min_anchor = anchor
+        self._max_anchor = max(200, anchor)
+        self._overhead_target = 0.10
+        self._max_batch_diff: int | None = None
+        self._counts = [anchor] * world_size
+        self._ms = [0.0] * world_size
+        self._calibrated = False
+        self._hinted = False
+
+    # ── settings ─────────────────────────────────────────────────────────────────────────────────
+
+    def with_speed_ratio(self, slow_rank: int, ratio: float) -> Self:
+        """Says how much slower one rank is, until it is measured.
+
+        Args:
+            slow_rank: The slow rank; it gets the anchor.
+            ratio: How many batches the others do meanwhile, for each of its own; 1 or more.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: There is no such rank, or the ratio is below 1.
+        """
+        self._check_rank(slow_rank)
+        _require(
+            1.0 <= ratio < math.inf,
+            f"ratio is {ratio}: it is how many times as fast the other ranks are as rank "
+            f"{slow_rank}; give a finite number of 1 or more, or name another rank as the slow one",
+        )
+        ratios = [1.0 if r == slow_rank else ratio for r in range(self._world_size)]
+        return self.with_speeds(ratios)
+
+    def with_speeds(self, speeds: Sequence[float]) -> Self:
+        """Says how fast each rank is, relative to the others, until they are measured.
+
+        Args:
+            speeds: One a rank, above 0; the unit is free.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: Not one finite speed above 0 for each rank.
+        """
+        _require(
+            len(speeds) == self._world_size and all(0 < s < math.inf for s in speeds),
+            f"speeds are {list(speeds)} for {self._world_size} ranks; give one finite number above "
+            "0 for each, relative to one another",
+        )
+        least = min(speeds)
+        self._counts = [max(1, _round(self._anchor * s / least)) for s in speeds]
+        self._hinted = True
+        return self
+
+    def with_overhead_target(self, target: float) -> Self:
+        """Sets the part of the time that averaging may take, 0.10 by default.
+
+        Args:
+            target: Taken to be within 0.01 to 0.50.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: It is not a number.
+        """
+        _require(not math.isnan(target), "overhead_target is nan; give a part such as 0.1")
+        self._overhead_target = min(max(target, 0.01), 0.50)
+        return self
+
+    def with_max_anchor(self, max_anchor: int) -> Self:
+        """Sets the largest anchor, 200 by default; a larger anchor of now comes down to it.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: It is below 1.
+        """
+        _require(max_anchor >= 1, f"max_anchor is {max_anchor}; give 1 or more")
+        self._max_anchor = max_anchor
+        if self._anchor > max_anchor:
+            counts = [max(1, _round(c * max_anchor / self._anchor)) for c in self._counts]
+            self._anchor, self._counts = max_anchor, counts
+        self._min_anchor = min(self._min_anchor, max_anchor)
+        return self
+
+    def with_max_batch_diff(self, max_batch_diff: int | None) -> Self:
+        """Sets by how much a count may change at one report; ``None``, the default, by anything.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: It is below 0.
+        """
+        _require(
+            max_batch_diff is None or max_batch_diff >= 0,
+            f"max_batch_diff is {max_batch_diff}; give 0 or more batches, or None for no limit",
+        )
+        self._max_batch_diff = max_batch_diff
+        return self
+
+    # ── what to do ───────────────────────────────────────────────────────────────────────────────
+
+    def batches(self, rank: int) -> int:
+        """Batches of ``rank`` until the next averaging, 1 or more.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        self._check_rank(rank)
+        return self._counts[rank]
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Batches until the next averaging, by rank."""
+        return tuple(self._counts)
+
+    @property
+    def total_batches(self) -> int:
+        """The same, over all ranks."""
+        total = 0
+        for count in self._counts:
+            total += count
+        return total
+
+    @property
+    def anchor(self) -> int:
+        """Batches of the slowest rank."""
+        return self._anchor
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """Milliseconds in which the slowest rank does them; 0 before the first report."""
+        return self._anchor * max(self._ms)
+
+    @property
+    def ms_per_batch(self) -> tuple[float, ...]:
+        """Milliseconds that a batch takes, by rank; 0 where none was timed."""
+        return tuple(self._ms)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a report has come."""
+        return self._calibrated
+
+    @property
+    def has_speed_hint(self) -> bool:
+        """Whether speeds were given by hand."""
+        return self._hinted
+
+    def clamp_total(self, n: int) -> tuple[int, ...]:
+        """The counts scaled to sum to ``n``, as for the last window of an epoch; changes nothing.
+
+        Each rank keeps its proportion, rounded down but to 1 at least; what is left goes to the low
+        ranks, and what is too much comes off the largest counts.
+
+        Args:
+            n: Batches over all ranks, 0 or more.
+
+        Returns:
+            Counts by rank that sum to ``n``. With fewer batches than ranks the first ``n`` ranks
+            get one each, the others none.
+
+        Raises:
+            ConfigError: ``n`` is negative.
+        """
+        _require(n >= 0, f"{n} batches cannot be shared out; give 0 or more")
+        if n < self._world_size:
+            return tuple(int(rank < n) for rank in range(self._world_size))
+        total = self.total_batches
+        shares = [max(1, count * n // total) for count in self._counts]
+        left = n
+        for share in shares:
+            left -= share
+        for rank in range(max(0, left)):
+            shares[rank % self._world_size] += 1
+        for _ in range(-left):
+            shares[shares.index(max(shares))] -= 1
+        return tuple(shares)
+
+    # ── what came of it ──────────────────────────────────────────────────────────────────────────
+
+    def report_timing(
+        self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
+    ) -> None:
+        """Learns from a window.
+
+        Args:
+            wall_ms: Milliseconds that each rank was busy with its batches, without any wait.
+            actual_batches: Batches that each rank has really done; 0 leaves its timing alone.
+            sync_ms: Milliseconds that the averaging took; 0 leaves the anchor alone.
+
+        Raises:
+            ConfigError: Not one number for each rank, a negative or infinite one, or no batch at
+                all.
+        """
+        for name, values in (("wall_ms", wall_ms), ("actual_batches", actual_batches)):
+            _require(
+                len(values) == self._world_size,
+                f"{name} has {len(values)} numbers for {self._world_size} ranks; give one a rank",
+            )
+            _require(
+                all(0 <= v < math.inf for v in values),
+                f"{name} is {list(values)}; give finite numbers of 0 or more",
+            )
+        _require(
+            any(actual_batches),
+            f"actual_batches is {list(actual_batches)}: a window in which nobody did a batch tells "
+            "nothing; report windows with work only",
+        )
+        _require(0 <= sync_ms < math.inf, f"sync_ms is {sync_ms}; give milliseconds of 0 or more")
+        for rank, (wall, batches) in enumerate(zip(wall_ms, actual_batches, strict=True)):
+            if batches and wall > 0:
+                self._ms[rank] = self._smoothed(self._ms[rank], wall / batches)
+        slow_ms = max(self._ms)
+        if slow_ms <= 0:
+            return
+        self._tune_anchor(max(wall_ms), sync_ms)
+        self._recount(slow_ms)
+        self._calibrated = True
+
+    def nudge_anchor_down(self, factor: float) -> None:
+        """Averages more often, as when ranks drift apart.
+
+        Args:
+            factor: The anchor is multiplied by it and rounded up, to 1 at least, also below what it
+                started from. Taken to be within 0.1 to 1.
+
+        Raises:
+            ConfigError: It is not a number.
+        """
+        _require(not math.isnan(factor), "factor is nan; give a part such as 0.5")
+        part = min(max(factor, 0.1), 1.0)
+        self._anchor = min(self._anchor, max(1, math.ceil(self._anchor * part)))
+        self._recount(max(self._ms))
+
+    def _smoothed(self, known: float, new: float) -> float:
+        if known <= 0:
+            return new
+        gain = min(max(abs(new - known) / known, _LEAST_GAIN), _MOST_GAIN)
+        return gain * new + (1.0 - gain) * known
+
+    def _tune_anchor(self, longest_ms: float, sync_ms: float) -> None:
+        if longest_ms <= 0 or sync_ms <= 0:
+            return
+        overhead = sync_ms / longest_ms
+        if overhead > self._overhead_target:
+            wanted = math.ceil(self._anchor * min(overhead / self._overhead_target, 1e9))
+            self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
+        elif overhead < self._overhead_target / 2 and self._anchor > self._min_anchor:
+            self._anchor -= 1
+
+    def _recount(self, slow_ms: float) -> None:
+        for rank, (ms, count) in enumerate(zip(self._ms, self._counts, strict=True)):
+            if abs(ms - slow_ms) < _SAME_MS:
+                self._counts[rank] = self._anchor
+                continue
+            exact = self._anchor if ms <= 0 else self._anchor * slow_ms / ms
+            target = max(1, _round(exact))
+            settled = abs(target - count) <= _DEAD_ZONE * count
+            if self._calibrated and (settled or abs(exact - count) <= _BEYOND_ROUNDING):
+                continue
+            limit = self._max_batch_diff
+            if limit is not None and self._calibrated:
+                target = min(max(target, count - limit), count + limit)
+            self._counts[rank] = max(1, target)
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain JSON types."""
+        return {
+            "anchor": self._anchor,
+            "counts": list(self._counts),
+            "ms": list(self._ms),
+            "calibrated": self._calibrated,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state``.
+
+        Raises:
+            CheckpointError: It is damaged, or of another number of ranks.
+        """
+        try:
+            anchor = int(state["anchor"])
+            counts = [int(c) for c in state["counts"]]
+            ms = [float(m) for m in state["ms"]]
+            calibrated = bool(state["calibrated"])
+            if len(counts) != self._world_size or len(ms) != self._world_size:
+                raise ValueError(f"{len(counts)} counts for {self._world_size} ranks")
+            if min([anchor, *counts]) < 1 or not all(0 <= m < math.inf for m in ms):
+                raise ValueError(f"anchor {anchor}, counts {counts}, ms {ms}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the cadence in the checkpoint does not fit ({error}): resume from an older "
+                "checkpoint, or start a new run"
+            ) from error
+        self._anchor = min(anchor, self._max_anchor)
+        self._counts, self._ms, self._calibrated = counts, ms, calibrated
+
+    def _check_rank(self, rank: int) -> None:
+        _require(
+            0 <= rank < self._world_size,
+            f"there is no rank {rank} among {self._world_size}; give 0 to {self._world_size - 1}",
+        )
+
+
+def _round(value: float) -> int:
+    """Halves go up; the built-in ``round`` sends them to the even number."""
+    return math.floor(value + 0.5)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
