@@ -25,11 +25,11 @@ class ApplyPolicy(StrEnum):
     """As CADENCE, with the average formed in the background, at most one window late."""
 
 
-class Policy(ABC):
-    """Plans windows from what members reported of earlier ones.
+class Planner(ABC):
+    """What is learnt of members, and kept over a change of the team.
 
-    Only the planning rank's policy decides anything. Members are known by an id that stays the same
-    when ranks are numbered anew, so what was learnt outlives a change of the team.
+    Members are known by an id that stays the same when ranks are numbered anew. Only the planning
+    rank's planner decides anything.
     """
 
     @property
@@ -55,6 +55,33 @@ class Policy(ABC):
         """
 
     @abstractmethod
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Predicted samples per second of each rank if it did a whole batch alone.
+
+        Args:
+            batch_size: Samples of an optimizer step.
+
+        Returns:
+            Speeds by rank; 0.0 for a rank that has not been measured.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, by member id, as plain JSON types."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, even of another team: members that are not here are ignored.
+
+        Raises:
+            CheckpointError: The state is damaged or of another policy.
+        """
+
+
+class Policy(Planner):
+    """Plans SYNC windows from what members reported of earlier ones."""
+
+    @abstractmethod
     def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
         """Set the speed of ``rank`` from timed micro-batches that are not applied.
 
@@ -63,17 +90,6 @@ class Policy(ABC):
         Args:
             rank: Rank that was timed.
             measurements: ``(samples, micro_batches, seconds)`` of at least one size.
-        """
-
-    @abstractmethod
-    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Predicted samples per second of each rank if it did the whole global batch alone.
-
-        Args:
-            batch_size: Samples of the global batch.
-
-        Returns:
-            Speeds by rank; 0.0 for a rank that has not been measured.
         """
 
     @abstractmethod
@@ -113,16 +129,4 @@ class Policy(ABC):
         """The rank without which a window is predicted to be shorter, asked once a window.
 
         Rank 0 is never named: it keeps the team's books.
-        """
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What was learnt, by member id, as plain JSON types."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, even of another team: members that are not here are ignored.
-
-        Raises:
-            CheckpointError: The state is damaged or of another policy.
         """

@@ -22,13 +22,14 @@ from evener.comm.groups import connect
 from evener.errors import CheckpointError, ConfigError
 from evener.run.child import apply_threads
 from evener.run.emulate import Slowdown, compute_clock
-from evener.run.engine import EngineOptions, WindowEngine
+from evener.run.engine import WindowEngine
 from evener.run.environment import DistributedTrainConfig
 from evener.run.precision import AutocastForward, Precision, choose_precision
 from evener.run.row import payload_length
 from evener.run.schedule import ProgressSchedule, Schedule
 from evener.run.team import Member, Team, check_alike, describe_self, member_document
 from evener.run.transfer import transfer_state
+from evener.run.windows import EngineOptions
 from evener.version import __version__
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Assembly:
 
     def close(self) -> None:
         """Gives back hooks and connections; idempotent."""
+        self.engine.close_down()
         self.flat.close()
         if self.autocast is not None:
             self.autocast.remove()

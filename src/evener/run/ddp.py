@@ -248,13 +248,7 @@ class Ddp:
             NonFiniteGradientError: On every rank, nothing applied.
             CollectiveMismatchError: Another rank joined another collective.
         """
-        engine = self._engine
-        last = engine.share.end_micro_batch()
-        if engine.share.timing:
-            return None
-        if engine.options.stop_requested() and not last:
-            return engine.close(abandon=True)
-        return engine.close() if last else None
+        return self._engine.end_micro_batch()
 
     def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
         """The mean of a number over ranks, weighted; all ranks call it together.
@@ -300,7 +294,7 @@ class Ddp:
         self._engine.settle()  # parameters may be a window ahead of the data position
         failure = ""
         if self.is_main_process:
-            with self.assembly.buffers.consensus():
+            with self._engine.consensus():
                 failure = save_state(self.assembly, self._cursor_state(), Path(path))
         self.assembly.agree_on_failure(failure)
 

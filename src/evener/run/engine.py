@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
 
 import torch
 
@@ -16,36 +16,19 @@ from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice
-from evener.run.active import ActiveTeam
-from evener.run.emulate import Slowdown
 from evener.run.finite import find_non_finite, overflow
 from evener.run.planning import PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
 from evener.run.row import Note, Row, decode_row, encode_row
 from evener.run.share import Share
 from evener.run.team import Meeting, Team
+from evener.run.windows import Engine, EngineOptions
 
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
 PARKED_WINDOWS = 500
 
 #: Timing of a rank: samples, micro-batches, seconds.
 Measurement = tuple[int, int, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineOptions:
-    """What a window engine is told; see ``DdpConfig`` for the meaning."""
-
-    max_grad_norm: float | None = None
-    non_finite: str = "raise"
-    unlike_devices: bool = False
-    slowdown: Slowdown
-    stop_requested: Callable[[], bool]
-    on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
-    before_update: Callable[[Progress], None]
-    after_update: Callable[[], None]
-    transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
-    notice: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +41,8 @@ class _Applied:
     sync_s: float
 
 
-class WindowEngine:
+@final
+class WindowEngine(Engine):
     """The protocol of a SYNC window, seen from one rank.
 
     Life of a window: the loader hands out this rank's micro-batches, which ``share`` accounts for;
@@ -82,15 +66,8 @@ class WindowEngine:
         policy: Policy,
         options: EngineOptions,
     ) -> None:
-        self.team = ActiveTeam(team)
-        self.flat = flat
-        self.buffers = buffers
-        self.options = options
+        super().__init__(team, flat, buffers, options)
         self.plans = PlanQueue(team.rank, team.world_size, policy)
-        self.progress = Progress()
-        self.stopping = False
-        self.leave_soon = False
-        self.share = Share(0, scale=1.0, slowdown=options.slowdown)
         self._averager = averager
         self._optimizers = optimizers
         self._applied: _Applied | None = None
@@ -104,13 +81,9 @@ class WindowEngine:
         return self.plans.policy
 
     @property
-    def window(self) -> int:
-        """Number of the window that is being computed."""
+    def turns(self) -> int:
+        """Windows: each is an optimizer step, or one left out."""
         return self.progress.window
-
-    def wants_stop(self) -> bool:
-        """Whether this rank was told to stop, by ``Ddp.stop`` or by a signal."""
-        return self.leave_soon or self.options.stop_requested()
 
     # ── before a window ──────────────────────────────────────────────────────────────────────
 
@@ -146,10 +119,25 @@ class WindowEngine:
         )
         return self.share
 
-    def drop_share(self) -> None:
-        """Throws away what the open share has accumulated, in gradients and buffers."""
-        self.flat.zero_()
-        self.buffers.restore()
+    def end_micro_batch(self) -> WindowResult | None:
+        """Ends a micro-batch; closes the window with the last one of this rank's share."""
+        last = self.share.end_micro_batch()
+        if self.share.timing:
+            return None
+        if self.options.stop_requested() and not last:
+            return self.close(abandon=True)
+        return self.close() if last else None
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Shows the agreed buffers; parameters are equal at all times."""
+        return self.buffers.consensus()
+
+    def restored(self) -> None:
+        """Takes the buffers as they are for the agreed ones."""
+        self.buffers.reset()
+
+    def close_down(self) -> None:
+        """Does nothing: everything runs in the training loop."""
 
     # ── closing ──────────────────────────────────────────────────────────────────────────────
 

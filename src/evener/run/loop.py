@@ -69,17 +69,22 @@ class TeamLoader:
         self.cursor.begin(epoch)
         permutation = Permutation(self.cursor.num_samples, self.cursor.seed, epoch)
         try:
-            if self._probe:
-                yield from self._time_two_sizes(permutation)
-                engine.exchange_plan(min_share=1)
-                self._probe = False
-            else:
-                engine.exchange_plan()
-            engine.exchange_plan()
-            yield from self._windows(permutation)
+            yield from self._train(permutation)
             engine.flush()
         finally:
             self._fetched.clear()
+
+    def _train(self, permutation: Permutation) -> Iterator[Any]:
+        """Plans the first windows and computes what is left of the epoch."""
+        engine = self._engine
+        if self._probe:
+            yield from self._time_two_sizes(permutation)
+            engine.exchange_plan(min_share=1)
+            self._probe = False
+        else:
+            engine.exchange_plan()
+        engine.exchange_plan()
+        yield from self._windows(permutation)
 
     @property
     def _finished(self) -> bool:

@@ -104,7 +104,7 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> Mapping[str, Any]:
             ) from error
     assembly.schedule.load_state_dict(state["schedule"])
     assembly.policy.load_state_dict(state["planner"])
-    assembly.buffers.reset()
+    assembly.engine.restored()
     assembly.engine.progress = Progress(**state["progress"])
     return state
 

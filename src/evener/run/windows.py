@@ -1,0 +1,116 @@
+"""What a rank's windows offer to ``Ddp`` and to loaders, whatever the policy."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.averaging.buffers import BufferAverager
+from evener.cadence.policies import Planner
+from evener.comm.flat import FlatBuffers
+from evener.data.cursor import Cursor
+from evener.run.active import ActiveTeam
+from evener.run.emulate import Slowdown
+from evener.run.results import Progress, WindowResult
+from evener.run.share import Share
+from evener.run.team import Team
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is told; see ``DdpConfig`` for the meaning."""
+
+    max_grad_norm: float | None = None
+    non_finite: str = "raise"
+    unlike_devices: bool = False
+    slowdown: Slowdown
+    stop_requested: Callable[[], bool]
+    on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
+    before_update: Callable[[Progress], None]
+    after_update: Callable[[], None]
+    transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
+    notice: Callable[[str], None]
+
+
+class Engine(ABC):
+    """Runs windows on one rank; a leaf for each way of applying updates.
+
+    Attributes:
+        team: Those who take part.
+        flat: The trainable parameters.
+        buffers: Keeps the model's buffers equal.
+        options: What the engine was told.
+        progress: What the team has applied so far.
+        stopping: Whether the team has agreed to stop.
+        leave_soon: Whether this rank wants to.
+        share: The micro-batches between two updates, while they are computed.
+    """
+
+    def __init__(
+        self, team: Team, flat: FlatBuffers, buffers: BufferAverager, options: EngineOptions
+    ) -> None:
+        self.team = ActiveTeam(team)
+        self.flat = flat
+        self.buffers = buffers
+        self.options = options
+        self.progress = Progress()
+        self.stopping = False
+        self.leave_soon = False
+        self.share = Share(0, scale=1.0, slowdown=options.slowdown)
+
+    @property
+    @abstractmethod
+    def policy(self) -> Planner:
+        """Who does how much; rank 0's word counts."""
+
+    @property
+    def window(self) -> int:
+        """Number of the window that is being computed."""
+        return self.progress.window
+
+    @property
+    @abstractmethod
+    def turns(self) -> int:
+        """What ``max_steps`` counts: optimizer steps of the team, those left out included."""
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop, by ``Ddp.stop`` or by a signal."""
+        return self.leave_soon or self.options.stop_requested()
+
+    @abstractmethod
+    def begin(self, cursor: Cursor, batch_size: int) -> None:
+        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Commits what has been applied and not yet committed; all ranks call it together."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Commits the last window of an epoch; all ranks call it together."""
+
+    @abstractmethod
+    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
+        """Starts a share; with ``timing`` it will be dropped."""
+
+    def drop_share(self) -> None:
+        """Throws away what the open share has accumulated, in gradients and buffers."""
+        self.flat.zero_()
+        self.buffers.restore()
+
+    @abstractmethod
+    def end_micro_batch(self) -> WindowResult | None:
+        """Ends a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
+
+    @abstractmethod
+    def consensus(self) -> AbstractContextManager[None]:
+        """Shows what all ranks have agreed on in the model, for the length of a block."""
+
+    @abstractmethod
+    def restored(self) -> None:
+        """Takes the model as it is for what all ranks have agreed on, as after a load."""
+
+    @abstractmethod
+    def close_down(self) -> None:
+        """Ends whatever runs beside the training loop; idempotent."""
