@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.run.ddp import Ddp, DdpConfig
+from evener import Ddp, DdpConfig
 from evener.run.emulate import Slowdown
 from evener.run.environment import STORE_FD, DistributedTrainConfig
 from evener.run.launch import launch

@@ -21,8 +21,8 @@ from machine import load_average, write_report
 from models import GPT, Tokens, mean_loss
 from torch import Tensor, nn
 
+from evener import Ddp, DdpConfig
 from evener.comm.base import SingleCommunicator
-from evener.run.ddp import Ddp, DdpConfig
 
 NUM_SAMPLES = 50_000
 TURNS_A_ROUND = 4

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.observe.events import Sink as Sink
     from evener.run.ddp import Ddp as Ddp
-    from evener.run.ddp import DdpConfig as DdpConfig
     from evener.run.environment import AverageBackend as AverageBackend
     from evener.run.environment import DistributedBackend as DistributedBackend
     from evener.run.environment import DistributedRole as DistributedRole
     from evener.run.environment import DistributedTrainConfig as DistributedTrainConfig
     from evener.run.results import WindowResult as WindowResult
+    from evener.run.settings import DdpConfig as DdpConfig
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
@@ -47,7 +47,7 @@ _MODULE_OF: Final = {
     "ConfigError": "evener.errors",
     "DataError": "evener.errors",
     "Ddp": "evener.run.ddp",
-    "DdpConfig": "evener.run.ddp",
+    "DdpConfig": "evener.run.settings",
     "DistributedBackend": "evener.run.environment",
     "DistributedRole": "evener.run.environment",
     "DistributedTrainConfig": "evener.run.environment",

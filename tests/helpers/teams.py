@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from evener import Ddp, DdpConfig
 from evener.cadence.apportion import apportion
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
-from evener.run.ddp import Ddp, DdpConfig
 from evener.run.environment import DistributedTrainConfig
 
 T = TypeVar("T")

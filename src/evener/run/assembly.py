@@ -4,39 +4,41 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
 from evener.cadence.fixed import FixedShares
 from evener.cadence.policies import ApplyPolicy, Policy
 from evener.cadence.sync import SyncPolicy
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.comm.groups import connect
 from evener.errors import CheckpointError, ConfigError
 from evener.run.child import apply_threads
 from evener.run.emulate import Slowdown, compute_clock
 from evener.run.engine import WindowEngine
 from evener.run.environment import DistributedTrainConfig
+from evener.run.models import (
+    Models,
+    Schedulers,
+    check_optimizers,
+    check_parameters,
+    check_schedulers,
+    combine_models,
+)
+from evener.run.placement import Devices, choose_backend, choose_device, join
 from evener.run.precision import AutocastForward, Precision, choose_precision
 from evener.run.row import payload_length
-from evener.run.schedule import ProgressSchedule, Schedule
+from evener.run.schedule import Schedule
+from evener.run.settings import DdpConfig
 from evener.run.team import Member, Team, check_alike, describe_self, member_document
 from evener.run.transfer import transfer_state
 from evener.run.windows import EngineOptions
 from evener.version import __version__
-
-if TYPE_CHECKING:
-    from evener.run.ddp import DdpConfig
-
-
-_spent_sockets: set[int] = set()
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class Assembly:
     flat: FlatBuffers
     buffers: BufferAverager
     engine: WindowEngine
-    autocast: AutocastForward | None
+    autocast: list[AutocastForward]
 
     @property
     def policy(self) -> Policy:
@@ -77,53 +79,55 @@ class Assembly:
         """Gives back hooks and connections; idempotent."""
         self.engine.close_down()
         self.flat.close()
-        if self.autocast is not None:
-            self.autocast.remove()
-            self.autocast = None
+        while self.autocast:
+            self.autocast.pop().remove()
         self.comm.close()
 
 
 def assemble(
-    model: nn.Module,
+    model: Models,
     optimizers: Sequence[Optimizer],
-    scheduler: LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None,
+    scheduler: Schedulers,
     *,
     policy: str | ApplyPolicy,
     backend: str,
-    devices: str,
+    devices: Devices,
     precision: str,
-    config: "DdpConfig",
+    config: DdpConfig,
     environment: DistributedTrainConfig,
     communicator: Communicator | None = None,
 ) -> Assembly:
     """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
     _check_policy(policy)
-    _check_optimizers(optimizers)
+    check_optimizers(optimizers)
+    check_schedulers(scheduler, optimizers)
+    whole, parts = combine_models(model)
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device)
     apply_threads(environment)
-    model.to(device)
+    whole.to(device)
+    _follow(optimizers, device)
     if communicator is not None:
         comm, reason = communicator, "given to Ddp.setup"
     else:
-        chosen, reason = choose_backend(backend, device, environment.world_size)
+        chosen, reason = choose_backend(backend, device, environment, devices)
         comm = join(environment, chosen, config.timeout_s)
     try:
         team = Team(comm, payload_length=payload_length(comm.world_size))
         slow = config.emulate_slow.get(comm.rank, 1.0)
-        members = _introduce(team, model, environment, device, slow)
-        flat = FlatBuffers(list(model.named_parameters()), comm.world_size)
-        _check_parameters(optimizers, flat)
-        _start_alike(model, comm)
-        model.train()
+        members = _introduce(team, whole, environment, device, slow)
+        flat = FlatBuffers(list(whole.named_parameters()), comm.world_size)
+        check_parameters(optimizers, flat)
+        _start_alike(whole, comm)
+        whole.train()
         schedule = Schedule(optimizers, scheduler)
-        engine = _engine(team, members, model, flat, list(optimizers), schedule, config)
+        engine = _engine(team, members, whole, flat, list(optimizers), schedule, config)
     except BaseException:
         comm.close()
         raise
     assembly = Assembly(
         environment=environment,
-        model=model,
+        model=whole,
         optimizers=optimizers,
         schedule=schedule,
         device=device,
@@ -135,7 +139,7 @@ def assemble(
         flat=flat,
         buffers=engine.buffers,
         engine=engine,
-        autocast=AutocastForward(model, device) if resolved == "bf16" else None,
+        autocast=[AutocastForward(p, device) for p in parts] if resolved == "bf16" else [],
     )
     if not config.quiet and comm.rank == 0:
         sys.stderr.write("\n".join(team_lines(assembly)) + "\n")
@@ -149,7 +153,7 @@ def _engine(
     flat: FlatBuffers,
     optimizers: Sequence[Optimizer],
     schedule: Schedule,
-    config: "DdpConfig",
+    config: DdpConfig,
 ) -> WindowEngine:
     def bring_up_to_date(counters: dict[str, Any], receives: bool) -> dict[str, Any]:
         return transfer_state(
@@ -181,70 +185,6 @@ def _engine(
     )
 
 
-def choose_device(devices: str, environment: DistributedTrainConfig) -> torch.device:
-    """This rank's device.
-
-    Raises:
-        ConfigError: The name is unknown, or asks for a device that is not there.
-    """
-    wanted = devices if devices != "auto" else environment.backend.value
-    if wanted in ("auto", "cuda"):
-        count = torch.cuda.device_count()
-        if environment.local_rank < count:
-            device = torch.device("cuda", environment.local_rank)
-            torch.cuda.set_device(device)
-            return device
-        if wanted == "cuda":
-            raise ConfigError(
-                f"devices is 'cuda', but local rank {environment.local_rank} finds {count} CUDA "
-                "devices; start at most one rank per device, or use devices='auto'"
-            )
-        return torch.device("cpu")
-    if wanted == "cpu":
-        return torch.device("cpu")
-    raise ConfigError(f"devices is {wanted!r}; choose one of auto, cpu, cuda")
-
-
-def choose_backend(backend: str, device: torch.device, world_size: int) -> tuple[str, str]:
-    """Resolves the averaging backend and says why, for people."""
-    if world_size == 1:
-        return "none", "one rank, nothing to exchange"
-    if backend in ("gloo", "cpu"):
-        return "gloo", "asked for"
-    if backend == "nccl":
-        if device.type != "cuda":
-            raise ConfigError(
-                "backend is 'nccl', but this rank computes on the CPU; NCCL joins CUDA devices "
-                "only: use backend='gloo' or 'auto'"
-            )
-        return "nccl", "asked for"
-    if backend == "auto":
-        if device.type == "cuda" and torch.cuda.device_count() >= world_size:
-            return "nccl", "every rank has a CUDA device"
-        return "gloo", "works between any devices; NCCL needs a CUDA device for every rank"
-    raise ConfigError(f"backend is {backend!r}; choose one of auto, gloo, nccl, cpu")
-
-
-def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:
-    """Connects to the other ranks; with one rank there is nothing to connect to."""
-    if environment.world_size == 1:
-        return SingleCommunicator()
-    # The launcher's socket serves one store; a later team of this process opens the port anew.
-    listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
-    if listen_fd is not None:
-        _spent_sockets.add(listen_fd)
-    return connect(
-        environment.rank,
-        environment.world_size,
-        environment.coordinator_addr,
-        environment.coordinator_port,
-        hosts_store=environment.hosts_store,
-        listen_fd=listen_fd,
-        backend=backend,
-        timeout_s=timeout_s,
-    )
-
-
 def team_lines(assembly: Assembly) -> list[str]:
     """The team in words, one line a rank, then the backend and why."""
     lines = [f"team of {len(assembly.members)}:"]
@@ -258,6 +198,14 @@ def team_lines(assembly: Assembly) -> list[str]:
         )
     lines.append(f"  backend {assembly.comm.backend}: {assembly.backend_reason}")
     return lines
+
+
+def _follow(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Moves what optimizers remember to where their parameters have gone."""
+    if device.type != "cpu":
+        for optimizer in optimizers:
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _introduce(
@@ -307,38 +255,13 @@ def _start_alike(model: nn.Module, comm: Communicator) -> None:
             offset += tensor.numel()
 
 
-def _planner(members: Sequence[str], config: "DdpConfig") -> Policy:
+def _planner(members: Sequence[str], config: DdpConfig) -> Policy:
     if config.partition_ratios is not None:
         return FixedShares(members, config.partition_ratios)
     planner = SyncPolicy(members, [None] * len(members))
     if config.speed_hint is not None:
         planner.hint(list(config.speed_hint))
     return planner
-
-
-def _check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    if not optimizers:
-        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS evaluates the loss several times in one step, which a window of unequal "
-                "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
-            )
-
-
-def _check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None:
-    """An optimizer must not step what is not averaged: replicas would drift apart."""
-    averaged = {id(p) for p in flat.parameters}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in averaged:
-                    raise ConfigError(
-                        f"optimizer {number} holds a trainable parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
-                        "not be averaged; make it a parameter of the model"
-                    )
 
 
 def _check_policy(policy: str | ApplyPolicy) -> None:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from evener.cadence.policies import ApplyPolicy
@@ -21,54 +20,13 @@ from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.assembly import Assembly, assemble
 from evener.run.environment import DistributedTrainConfig
 from evener.run.loop import TeamLoader
+from evener.run.models import Models, Schedulers
+from evener.run.placement import Devices, devices_of_host
 from evener.run.results import Progress, WindowResult
-from evener.run.schedule import ProgressSchedule
+from evener.run.settings import DdpConfig
+from evener.run.starting import start_all_ranks
 from evener.run.state import load_state, save_state
 from evener.run.team import Meeting, Member
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpConfig:
-    """Options of ``Ddp.setup`` beyond its arguments.
-
-    Attributes:
-        max_grad_norm: Clip the averaged gradient to this 2-norm; ``None`` does not clip.
-        non_finite: ``"raise"`` stops every rank on a non-finite loss or gradient; ``"skip"``
-            leaves the window out on every rank.
-        speed_hint: Speeds of the ranks relative to one another, such as ``(1.0, 0.33)``; replaces
-            the timing before the first window.
-        partition_ratios: Shares of the ranks relative to one another, the same in every window;
-            replaces planning altogether. 0 gives a rank nothing to do.
-        timeout_s: Longest wait for another rank, in seconds.
-        emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
-        stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
-            window that is being computed.
-        quiet: Do not print the team to stderr.
-    """
-
-    max_grad_norm: float | None = None
-    non_finite: Literal["raise", "skip"] = "raise"
-    speed_hint: Sequence[float] | None = None
-    partition_ratios: Sequence[float] | None = None
-    timeout_s: float = 600.0
-    emulate_slow: Mapping[int, float] = field(default_factory=dict)
-    stop_when: Callable[[], bool] | None = None
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(
-                f"max_grad_norm is {self.max_grad_norm}; give a positive number or None"
-            )
-        if self.non_finite not in ("raise", "skip"):
-            raise ConfigError(f"non_finite is {self.non_finite!r}; choose 'raise' or 'skip'")
-        if self.speed_hint is not None and not all(s > 0 for s in self.speed_hint):
-            raise ConfigError(
-                f"speed_hint is {self.speed_hint}; give a speed above 0 for each rank, relative to "
-                "one another"
-            )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; give seconds above 0")
 
 
 class Ddp:
@@ -78,6 +36,7 @@ class Ddp:
         rank: Number of this rank, from 0.
         world_size: Ranks in the team.
         device: This rank's torch device.
+        devices: Every rank's device, such as ``("cuda:0", "cpu")``.
         members: The team, in rank order.
         precision: ``fp32`` or ``bf16``, as resolved for this device.
         assembly: The parts that this rank is made of; not part of the public interface.
@@ -92,49 +51,68 @@ class Ddp:
         self.world_size = assembly.team.world_size
         self.device = assembly.device
         self.members: tuple[Member, ...] = assembly.members
+        self.devices = tuple(member.device for member in self.members)
         self.precision = assembly.precision
 
     @classmethod
     def setup(
         cls,
-        model: nn.Module,
+        model: Models,
         optimizer: Optimizer | Sequence[Optimizer],
-        scheduler: LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None = None,
+        scheduler: Schedulers = None,
         *,
         policy: str | ApplyPolicy = ApplyPolicy.SYNC,
         backend: str = "auto",
-        devices: str = "auto",
+        devices: Devices = "auto",
         precision: str = "auto",
         config: DdpConfig | None = None,
         environment: DistributedTrainConfig | None = None,
         communicator: Communicator | None = None,
+        quiet: bool = False,
     ) -> Self:
         """Joins the team and makes all ranks start from rank 0's model.
 
         All ranks call it together. The model moves to this rank's device, its trainable
         parameters move into flat buffers (the ``Parameter`` objects stay), it gets ``train()``, and
-        receives rank 0's parameters and buffers. The rank reads its place from the environment:
-        ``evener launch``, torchrun, SLURM, or a team of one.
+        receives rank 0's parameters and buffers.
+
+        The rank reads its place from the environment: torchrun, SLURM or ``evener launch``. In a
+        script that was started plainly (``python train.py``) and asks for several devices, this
+        call starts the script once for each of them and does not return: the process becomes the
+        launcher. What comes before it in the script runs once more in every rank, so call it early.
+        Where a script cannot be started again (a notebook, an interactive session), ``"auto"``
+        takes one device and says how to use all.
 
         Args:
-            model: Same architecture on every rank.
-            optimizer: One or more ``torch.optim`` optimizers over the model's parameters.
+            model: A module, or several as a list or dict; the same architectures on every rank.
+            optimizer: One or more ``torch.optim`` optimizers over the models' parameters.
             scheduler: Torch scheduler(s), stepped once per optimizer step of the team; or a
                 function of ``Progress`` that gives the factor of the base learning rate.
             policy: ``"sync"``; see ``ApplyPolicy``.
             backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
-            devices: ``"auto"`` (``cuda:<local_rank>`` where there is one, else ``cpu``), ``"cpu"``
-                or ``"cuda"``.
+            devices: ``"auto"`` (every CUDA device, else the CPU), ``"cpu"``, ``"cuda"``, one device
+                such as ``"cuda:1"``, a number of ranks, or a list with a device for each rank of
+                this host, such as ``["cuda:0", "cpu"]`` or ``["cpu", "cpu"]``.
             precision: ``"auto"``, ``"fp32"`` or ``"bf16"`` (autocast around the model's forward).
             config: Further options.
             environment: This rank's place, instead of the process environment.
             communicator: The ranks to train with, instead of connecting to them; closed by
                 ``close``. Its rank and size go before those of ``environment``.
+            quiet: Do not print the team to stderr.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
             LaunchError: The ranks did not find one another.
         """
+        config = config or DdpConfig()
+        config = replace(config, quiet=True) if quiet else config
+        place = environment or DistributedTrainConfig.from_env()
+        if environment is None and communicator is None and place.launched_by == "alone":
+            start_all_ranks(
+                devices_of_host(devices, torch.cuda.device_count()),
+                optional=devices in ("auto", "cuda"),
+                quiet=config.quiet,
+            )
         return cls(
             assemble(
                 model,
@@ -144,8 +122,8 @@ class Ddp:
                 backend=backend,
                 devices=devices,
                 precision=precision,
-                config=config or DdpConfig(),
-                environment=environment or DistributedTrainConfig.from_env(),
+                config=config,
+                environment=place,
                 communicator=communicator,
             )
         )

@@ -59,16 +59,13 @@ class DistributedTrainConfig:
         role: Coordinator for rank 0, worker for the others.
         coordinator_addr: Host of the store through which ranks find one another (rank 0's).
         backend: What this rank computes on.
-        comm_backend: How ranks exchange.
+        comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
         coordinator_port: Port of that store; 0 only in a team of one.
         local_world_size: Ranks on this host.
         hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
             torchrun's agent has opened it.
         store_fd: Socket, bound by the launcher, on which this process shall open the store.
         launched_by: ``"alone"``, ``"evener"``, ``"torchrun"`` or ``"slurm"``.
-        attempt: How often torchrun has restarted this team, where all ranks know the same number
-            (one host), else 0. Keys in a store that outlives a restart need it.
-        timeout_s: Seconds to wait for the other ranks to appear.
 
     Raises:
         ConfigError: A value is impossible.
@@ -87,8 +84,6 @@ class DistributedTrainConfig:
     hosts_store: bool = True
     store_fd: int | None = None
     launched_by: str = "alone"
-    attempt: int = 0
-    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: texts become enums here, and nowhere else
@@ -185,9 +180,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
             f"LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is {local_world_size}; local ranks "
             "count from 0 to LOCAL_WORLD_SIZE - 1 on each host"
         )
-    # The agent's store outlives a restart. Agents on several hosts count restarts differently.
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restarts = _integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
     return DistributedTrainConfig(
         world_size=world_size,
         rank=rank,
@@ -199,7 +192,6 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
         hosts_store=not agent_store,
         store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
         launched_by=launched_by,
-        attempt=restarts if local_world_size == world_size else 0,
     )
 
 
@@ -303,5 +295,3 @@ def _check_numbers(config: DistributedTrainConfig) -> None:
         raise ConfigError(
             f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
         )
-    if not config.timeout_s > 0:
-        raise ConfigError(f"timeout_s is {config.timeout_s}; give seconds above 0")

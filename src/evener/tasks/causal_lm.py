@@ -13,7 +13,7 @@ from evener.observe.tensorboard import TensorBoardSink
 from evener.run.checkpointing import Checkpointer
 from evener.run.closing import show, summarise
 from evener.run.config import RunConfig
-from evener.run.ddp import Ddp, DdpConfig
+from evener.run.ddp import Ddp
 from evener.run.emulate import parse_emulation
 from evener.run.environment import DistributedTrainConfig
 from evener.run.folders import agree_on_folder
@@ -23,6 +23,7 @@ from evener.run.presets import resolve_config, run_parent
 from evener.run.recorder import RunRecorder
 from evener.run.rehearsal import Rehearsal, Speeds
 from evener.run.results import WindowResult
+from evener.run.settings import DdpConfig
 from evener.run.signals import StopSignals
 from evener.run.terminal import say
 from evener.tasks.heldout import heldout_loss

@@ -122,7 +122,7 @@ def test_loading_from_nowhere_is_an_error(tmp_path: Path) -> None:
 
 
 def test_bf16_runs_the_forward_pass_under_autocast_and_keeps_float32_elsewhere() -> None:
-    from evener.run.ddp import Ddp, DdpConfig
+    from evener import Ddp, DdpConfig
     from evener.run.environment import DistributedTrainConfig
 
     inner: list[torch.dtype] = []

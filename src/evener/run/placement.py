@@ -1,0 +1,163 @@
+"""Which device a rank computes on, how the team exchanges, and how it meets."""
+
+from collections.abc import Sequence
+
+import torch
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.groups import connect
+from evener.errors import ConfigError
+from evener.run.environment import AverageBackend, DistributedTrainConfig
+
+#: What ``Ddp.setup`` takes for ``devices``.
+Devices = str | int | torch.device | Sequence[str | torch.device]
+
+_spent_sockets: set[int] = set()
+
+
+def devices_of_host(devices: Devices, num_cuda: int) -> tuple[str, ...]:
+    """The devices that are asked for on this host, one for each rank.
+
+    Args:
+        devices: ``"auto"`` (every CUDA device, else one CPU rank), ``"cpu"``, ``"cuda"`` (every
+            CUDA device), one device by name, a number of ranks (on CUDA devices where there are
+            any), or a list of devices.
+        num_cuda: CUDA devices of this host.
+
+    Raises:
+        ConfigError: A name is unknown or asks for what is not there.
+    """
+    cuda = tuple(f"cuda:{index}" for index in range(num_cuda))
+    if isinstance(devices, bool):
+        raise ConfigError(f"devices is {devices}; give 'auto', a number of ranks or a list")
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ConfigError(f"devices is {devices}; give 1 or more ranks")
+        if cuda and devices > len(cuda):
+            raise ConfigError(
+                f"devices is {devices}, but this host has {len(cuda)} CUDA devices; for further "
+                f"ranks on the CPU name each: devices={[*cuda, 'cpu']}"
+            )
+        return cuda[:devices] or ("cpu",) * devices
+    if isinstance(devices, str | torch.device):
+        name = str(devices)
+        if name == "auto":
+            return cuda or ("cpu",)
+        if name == "cuda":
+            if not cuda:
+                raise ConfigError("devices is 'cuda', but torch finds no CUDA device; use 'auto'")
+            return cuda
+        return (_checked(name, num_cuda, devices),)
+    if not devices:
+        raise ConfigError("devices is an empty list; name a device for each rank")
+    return tuple(_checked(str(device), num_cuda, devices) for device in devices)
+
+
+def _checked(name: str, num_cuda: int, devices: object) -> str:
+    kind, _, index = name.partition(":")
+    if name == "cpu":
+        return name
+    if kind != "cuda" or not index.isdecimal():
+        raise ConfigError(
+            f"devices is {devices!r}; choose 'auto', 'cpu', 'cuda', a number of ranks, or a list "
+            "of devices such as ['cuda:0', 'cpu']"
+        )
+    if int(index) >= num_cuda:
+        raise ConfigError(
+            f"devices is {devices!r}, but torch finds {num_cuda} CUDA devices here, numbered from 0"
+        )
+    return name
+
+
+def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        ConfigError: The name is unknown, or asks for a device that is not there.
+    """
+    wanted = environment.backend.value if devices == "auto" else devices
+    count = torch.cuda.device_count()
+    if wanted in ("auto", "cuda"):
+        name = _by_local_rank(str(wanted), environment, count)
+    elif wanted == "cpu":
+        name = "cpu"
+    else:
+        asked = devices_of_host(wanted, count)
+        if environment.launched_by != "alone" and len(asked) != environment.local_world_size:
+            raise ConfigError(
+                f"devices is {devices!r}, which is for {len(asked)} ranks, but "
+                f"{environment.launched_by} has started {environment.local_world_size} on this "
+                "host; leave devices out, or start as many ranks as it names"
+            )
+        name = asked[environment.local_rank]
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _by_local_rank(wanted: str, environment: DistributedTrainConfig, count: int) -> str:
+    local_rank = environment.local_rank
+    if environment.launched_by == "slurm" and count:
+        # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
+        return f"cuda:{local_rank % count}"
+    if local_rank < count:
+        return f"cuda:{local_rank}"
+    if wanted == "cuda":
+        raise ConfigError(
+            f"devices is 'cuda', but local rank {local_rank} finds {count} CUDA devices; start at "
+            "most one rank per device, or use devices='auto'"
+        )
+    return "cpu"
+
+
+def choose_backend(
+    backend: str,
+    device: torch.device,
+    environment: DistributedTrainConfig,
+    devices: Devices = "auto",
+) -> tuple[str, str]:
+    """Resolves the averaging backend and says why, for people."""
+    world_size = environment.world_size
+    backend = environment.comm_backend.value if backend == "auto" else backend
+    if backend not in tuple(AverageBackend):
+        raise ConfigError(f"backend is {backend!r}; choose one of {', '.join(AverageBackend)}")
+    if world_size == 1:
+        return "none", "one rank, nothing to exchange"
+    if backend in ("gloo", "cpu"):
+        return "gloo", "asked for"
+    if backend == "nccl":
+        if device.type != "cuda":
+            raise ConfigError(
+                "backend is 'nccl', but this rank computes on the CPU; NCCL joins CUDA devices "
+                "only: use backend='gloo' or 'auto'"
+            )
+        return "nccl", "asked for"
+    if not isinstance(devices, str | int | torch.device):
+        # Every rank of this host sees the whole list, and comes to the same choice.
+        names = [str(d) for d in devices]
+        if "cpu" in names or len(set(names)) < len(names):
+            return "gloo", "ranks on the CPU or on the same device; NCCL needs a CUDA device each"
+    if device.type == "cuda" and torch.cuda.device_count() >= world_size:
+        return "nccl", "every rank has a CUDA device"
+    return "gloo", "works between any devices; NCCL needs a CUDA device for every rank"
+
+
+def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:
+    """Connects to the other ranks; with one rank there is nothing to connect to."""
+    if environment.world_size == 1:
+        return SingleCommunicator()
+    # The launcher's socket serves one store; a later team of this process opens the port anew.
+    listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
+    if listen_fd is not None:
+        _spent_sockets.add(listen_fd)
+    return connect(
+        environment.rank,
+        environment.world_size,
+        environment.coordinator_addr,
+        environment.coordinator_port,
+        hosts_store=environment.hosts_store,
+        listen_fd=listen_fd,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
