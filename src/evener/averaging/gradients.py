@@ -1,59 +1,86 @@
 """Averages gradients by the one weight rule: Σ weight · ∇loss over ranks, divided by Σ weight."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from evener.averaging.weights import correction
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class GradientAverager:
-    """Sums the ranks' flat gradient buffers and divides them by the window's total weight.
+    """Sums the ranks' gradients and divides them by the window's total weight.
 
-    Each rank accumulates ``weight / scale · ∇loss`` into its buffer. ``scale`` is a power of two
-    near the weight that is expected of the whole window, the same on every rank, so that sums
-    neither overflow in half precision nor lose bits. After the exchange one multiplication by
-    ``scale / Σ weight`` gives the gradient of the mean loss. No other scaling exists.
+    Each rank accumulates ``weight / scale · ∇loss``. ``scale`` is a power of two near the weight
+    that is expected of the whole window, the same on every rank, so that sums neither overflow in
+    half precision nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in
+    the same pass as clipping, gives the gradient of the mean loss. No other scaling exists.
     """
 
     def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
         self._flat = flat
         self.comm = comm
+        self._own_norm: float | None = None
 
-    def average(self, scale: float, total_weight: float, *, what: str) -> float:
+    def gather(self) -> int | None:
+        """Makes this rank's gradients ready for ``average`` and looks whether they are finite.
+
+        Returns:
+            Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
+        """
+        had_any = self._flat.gather()
+        # One pass tells both: with one rank this norm is the one that average returns.
+        self._own_norm = self._norm() if had_any else 0.0
+        return None if math.isfinite(self._own_norm) else self._flat.first_non_finite()
+
+    def average(
+        self, scale: float, total_weight: float, *, what: str, max_norm: float | None = None
+    ) -> float:
         """Replaces the gradients by the weighted mean over ranks; all ranks call it together.
+
+        Clipping acts after averaging, on the mean, hence the same on every rank.
 
         Args:
             scale: What each rank's weights were divided by before backward.
             total_weight: Σ weight over ranks and micro-batches; larger than 0.
             what: Names the exchange in errors.
+            max_norm: Scale the mean down to this 2-norm, as ``clip_grad_norm_`` does.
 
         Returns:
-            The 2-norm of the averaged gradient, over all parameters. Not finite when the sum
-            over ranks overflowed.
+            The 2-norm of the averaged gradient, over all parameters, before clipping. Not finite
+            when the sum over ranks overflowed; the gradients are then of no use.
         """
         factor = correction(scale, total_weight)
-        squares = 0.0
-        for group in self._flat.groups:
-            if self.comm.world_size > 1:
-                self.comm.all_reduce(group.grad, what=f"gradients of {what}")
-            values = group.grad_values
-            if factor != 1.0:
-                values.mul_(factor)
-            squares += (
-                float(torch.linalg.vector_norm(values, dtype=_norm_dtype(values)).item()) ** 2
-            )
-        return float(squares**0.5)
-
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scales the averaged gradients down to ``max_norm``, as ``clip_grad_norm_`` does.
-
-        Clipping acts after averaging, on the mean, hence the same on every rank.
-        """
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0:
+        if self.comm.world_size > 1:
             for group in self._flat.groups:
-                group.grad_values.mul_(factor)
+                self.comm.all_reduce(group.grad, what=f"gradients of {what}")
+            self._own_norm = None
+        norm = factor * (self._norm() if self._own_norm is None else self._own_norm)
+        self._own_norm = None
+        if math.isfinite(norm):
+            if max_norm is not None:
+                factor *= min(1.0, max_norm / (norm + 1e-6))
+            self._multiply(factor)
+        return norm
+
+    @torch.no_grad()
+    def _norm(self) -> float:
+        """2-norm of the gradients as they are; finite whenever they are."""
+        tensors = [t for group in self._flat.groups for t in self._flat.gradients(group)]
+        norm = _norm(tensors, None)
+        return norm if math.isfinite(norm) else _norm(tensors, torch.float64)
+
+    @torch.no_grad()
+    def _multiply(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for group in self._flat.groups:
+            if tensors := self._flat.gradients(group):
+                torch._foreach_mul_(tensors, factor)
 
     @torch.no_grad()
     def unify(self, *, what: str) -> None:
@@ -69,5 +96,14 @@ class GradientAverager:
                 self.comm.broadcast(group.data, 0, what=what)
 
 
-def _norm_dtype(values: torch.Tensor) -> torch.dtype:
-    return torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+def _norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> float:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    squares = 0.0
+    for (_, own), members in kinds.items():
+        wide = dtype or (torch.float32 if own in _HALF else own)
+        norms = torch._foreach_norm(members, 2, dtype=wide)
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        squares += float(norm.item()) ** 2
+    return float(squares**0.5)

@@ -35,22 +35,29 @@ class FlatGroup:
         names: Their names.
         first_index: Number of the first of them among all of ``FlatBuffers.parameters``.
         offsets: Start of each view, in elements.
+        shapes: Shape of each parameter.
         data: ``(N,)``; the parameters. ``N`` is a multiple of ``world_size``.
         grad: ``(N + T,)``; what ranks exchange: the gradients, then the ``touched`` flags, then
-            padding to a multiple of ``world_size``.
-        grad_values: ``(N,)``; the front of ``grad``: what to scale and to take the norm of.
-        touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient since
-            ``zero_``; after an all_reduce, on how many ranks.
+            padding to a multiple of ``world_size``. Empty with one rank, which exchanges nothing.
+        grad_values: ``(N,)``; the front of ``grad``: the gradients alone.
+        touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient; after
+            an all_reduce, on how many ranks.
     """
 
     parameters: tuple[Parameter, ...]
     names: tuple[str, ...]
     first_index: int
     offsets: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
     data: Tensor
     grad: Tensor
     grad_values: Tensor
     touched: Tensor
+
+    @property
+    def indices(self) -> range:
+        """Flat numbers of the parameters."""
+        return range(self.first_index, self.first_index + len(self.parameters))
 
     def spans(self) -> list[tuple[int, int]]:
         """First and last-plus-one element of each view."""
@@ -61,8 +68,13 @@ class FlatGroup:
 class FlatBuffers:
     """Flat buffers of all trainable parameters.
 
-    The life of a window: ``zero_()``; ``attach_grads()`` before each backward and once more before
-    the exchange; exchange ``group.grad`` of each group; ``mask_untouched()``; ``optimizer.step()``.
+    The life of a window: ``zero_()``; ``attach_grads()`` before each backward; ``gather()`` after
+    the last one; exchange ``group.grad`` of each group; ``mask_untouched()``; ``optimizer.step()``;
+    ``attach_data()``.
+
+    A window starts with ``.grad = None``, so that the first backward writes fresh gradients instead
+    of adding to zeros. With several ranks a hook then moves each into its place of the buffer,
+    where further ones are added to it. With one rank they stay where autograd has put them.
 
     Views keep a parameter's shape and, where its memory is dense, its strides (so also
     ``channels_last``). ``state_dict``, ``copy.deepcopy``, safetensors and optimizers see ordinary,
@@ -98,75 +110,123 @@ class FlatBuffers:
         self.groups = tuple(groups)
         self.parameters = tuple(p for g in groups for p in g.parameters)
         self.names = tuple(name for g in groups for name in g.names)
+        trained = {id(p) for p in self.parameters}
+        self._frozen = [(name, p) for name, p in parameters if id(p) not in trained]
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._slots = [_Slot(g, k) for g in groups for k in range(len(g.parameters))]
-        # Hooks run for each parameter in each backward: they set one byte here, and attach_grads
-        # carries the bytes to the (perhaps CUDA) flags in one copy.
-        self._seen = bytearray(len(self.parameters))
-        self._written = bytes(len(self.parameters))
-        self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(_marker(self._seen, i))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            for i, p in enumerate(self.parameters)
-        ]
-        self.attach_grads()
+        self._group_of = [g for g in groups for _ in g.parameters]
+        self._data_ptrs = [p.data_ptr() for p in self.parameters]
+        #: What each parameter has accumulated in this window; None before its first gradient.
+        self._held: list[Tensor | None] = [None] * len(self.parameters)
+        #: Places in the buffers; none with one rank.
+        self._views: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+        if world_size > 1:
+            self._views = [self._view(i) for i in range(len(self.parameters))]
+            # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
+            # behind a view that is the same Python object as before.
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(_mover(self._held, self._views, i))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                for i, p in enumerate(self.parameters)
+            ]
+        self._view_ptrs = [view.data_ptr() for view in self._views]
+        self.zero_()
 
     def index_of(self, name: str) -> int:
         """Flat number of the parameter ``name``; ``KeyError`` where it is not trainable."""
         return self._index[name]
 
     def zero_(self) -> None:
-        """Set gradients and ``touched`` flags to zero, and drop a ``.grad`` that is not a view."""
-        for group in self.groups:
-            group.grad.zero_()
-        for slot in self._slots:
-            if slot.lost_grad():
-                slot.attach_grad(keep=False)
-        self._seen[:] = self._written = bytes(len(self.parameters))
+        """Drop all gradients: ``.grad`` is ``None``, as after ``zero_grad()``."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._held[:] = [None] * len(self._held)
 
     def attach_grads(self) -> int:
-        """Make ``.grad`` and ``.data`` views again where the user broke them; write the flags.
+        """Undo what the user did to ``.grad`` since the last backward of this window.
 
-        To be called before each backward and before the exchange. A parameter without ``.grad``
-        (``zero_grad(set_to_none=True)``) gets its view back, with what it has accumulated; a
-        ``.grad`` or ``.data`` that was assigned is copied into the view.
+        To be called before each backward. A parameter whose ``.grad`` was dropped
+        (``zero_grad(set_to_none=True)``) gets back what it has accumulated; a ``.grad`` that was
+        assigned replaces that.
 
         Returns:
-            How many gradients had no longer been views.
+            How many accumulated gradients had been dropped or replaced.
 
         Raises:
-            UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
+            UsageError: A gradient is sparse.
         """
         broken = 0
-        for slot in self._slots:
-            if slot.parameter.data_ptr() != slot.data_ptr:
-                slot.attach_data()
-            if slot.lost_grad():
-                slot.attach_grad(keep=True)
-                broken += 1
-        if self._seen != self._written:
-            self._write_touched()
+        for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
+            grad = parameter.grad
+            moved = held is not None and self._views and held.data_ptr() != self._view_ptrs[i]
+            if grad is not held or moved:
+                broken += held is not None
+                self._restore_grad(i)
         return broken
 
-    def mask_untouched(self) -> None:
-        """Set ``.grad = None`` where no rank had a gradient, so that optimizers skip it.
+    def attach_data(self) -> None:
+        """Copy what was assigned to ``.data`` into the buffers, and make it the views again.
 
-        To be called after the exchange and before ``optimizer.step()``; ``attach_grads`` undoes it.
+        To be called after each update, and by ``gather``.
+
+        Raises:
+            UsageError: A parameter was moved to another device or dtype, or has another shape.
         """
-        for group in self.groups:
-            for parameter, count in zip(group.parameters, group.touched.tolist(), strict=True):
-                if not count:
-                    parameter.grad = None
+        for i, parameter in enumerate(self.parameters):
+            if parameter.data_ptr() != self._data_ptrs[i]:
+                self._restore_data(i)
+
+    def gather(self) -> bool:
+        """Put this rank's gradients and flags into the buffers, ready to be exchanged.
+
+        To be called after the last backward of a window, also on a rank that had none.
+
+        Returns:
+            Whether this rank had any gradient.
+
+        Raises:
+            UsageError: A gradient is sparse, a parameter was moved to another device or dtype, or
+                one that was frozen at first has become trainable.
+        """
+        self.attach_data()
+        self.attach_grads()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the team was set up and is trainable now, "
+                    "so its gradient would not be averaged: let it require a gradient in "
+                    "Ddp.setup and freeze it afterwards, until it is to be trained"
+                )
+        for group in self.groups if self._views else ():
+            touched = [self._held[i] is not None for i in group.indices]
+            if not any(touched):
+                group.grad.zero_()
+                continue
+            for i in group.indices:
+                if self._held[i] is None:
+                    self._views[i].zero_()
+            group.touched.copy_(torch.tensor(touched))
+        return any(held is not None for held in self._held)
+
+    def mask_untouched(self) -> None:
+        """Show optimizers the gradients that some rank had, and ``.grad = None`` where none had.
+
+        To be called after the exchange and before ``optimizer.step()``.
+        """
+        for group in self.groups if self._views else ():
+            for i, count in zip(group.indices, group.touched.tolist(), strict=True):
+                self._held[i] = self.parameters[i].grad = self._views[i] if count else None
+
+    def gradients(self, group: FlatGroup) -> list[Tensor]:
+        """A group's gradients, for arithmetic on all of them: after ``gather``, in any shapes."""
+        if self._views:
+            return [group.grad_values]
+        return [held for i in group.indices if (held := self._held[i]) is not None]
 
     def first_non_finite(self) -> int | None:
         """Flat number of the first parameter whose gradient holds an inf or a NaN, if any."""
-        for group in self.groups:
-            # A sum with an inf or a NaN among its terms is not finite. The reverse does not hold (a
-            # sum of large finite terms may overflow), so only the views decide.
-            if _sum_is_finite(group.grad_values):
-                continue
-            for i, (start, stop) in enumerate(group.spans()):
-                if not _is_finite(group.grad[start:stop]):
-                    return group.first_index + i
+        for i, held in enumerate(self._held):
+            if held is not None and not bool(torch.isfinite(held).all()):
+                return i
         return None
 
     def state_hash(self) -> str:
@@ -186,71 +246,46 @@ class FlatBuffers:
             hook.remove()
         self._hooks.clear()
 
-    def _write_touched(self) -> None:
-        self._written = bytes(self._seen)
-        for group in self.groups:
-            stop = group.first_index + len(group.parameters)
-            flags = torch.tensor(list(self._written[group.first_index : stop]))
-            group.touched.copy_(flags)
-
-
-@final
-class _Slot:
-    """One parameter's places in the buffers.
-
-    Pointers tell whether it still lies there: ``p.grad.data = x`` and ``model.to(...)`` change the
-    tensor behind a view that is the same Python object as before.
-    """
-
-    __slots__ = ("_group", "_number", "data_ptr", "grad", "grad_ptr", "parameter")
-
-    def __init__(self, group: FlatGroup, number: int) -> None:
-        self._group = group
-        self._number = number
-        self.parameter = group.parameters[number]
-        self.data_ptr = self.parameter.data_ptr()
-        self.grad = self._view(group.grad)
-        self.grad_ptr = self.grad.data_ptr()
-
-    def lost_grad(self) -> bool:
-        """Whether ``.grad`` is no longer the view."""
-        return self.parameter.grad is not self.grad or self.grad.data_ptr() != self.grad_ptr
-
-    def attach_grad(self, *, keep: bool) -> None:
-        """Make ``.grad`` the view; with ``keep``, holding what was assigned instead of it."""
-        foreign = self.parameter.grad
-        if foreign is not None and foreign.layout is not torch.strided:
+    def _restore_grad(self, i: int) -> None:
+        """Make ``.grad`` the window's gradient again; an assigned one replaces it."""
+        parameter, grad, held = self.parameters[i], self.parameters[i].grad, self._held[i]
+        if grad is None:
+            parameter.grad = held
+            return
+        if grad.layout is not torch.strided:
             raise UsageError(
-                f"the gradient of {self._group.names[self._number]!r} is sparse: ranks exchange "
-                "dense gradients; use sparse=False in its layer"
+                f"the gradient of {self.names[i]!r} is sparse: ranks exchange dense gradients; use "
+                "sparse=False in its layer"
             )
-        held = self.grad  # is foreign itself where its .data was replaced
-        if held.data_ptr() != self.grad_ptr or held.stride() != self.parameter.stride():
-            self.grad = self._view(self._group.grad)
-        if foreign is not None and foreign is not self.grad and keep:
-            aliased = foreign.data_ptr() == self.grad_ptr  # the view with other strides
-            self.grad.copy_(foreign.detach().clone() if aliased else foreign.detach())
-        self.parameter.grad = self.grad
+        if self._views:
+            if self._views[i].data_ptr() != self._view_ptrs[i]:  # its .data was replaced
+                self._views[i] = self._view(i)
+            grad = _move_grad(grad, self._views[i])
+        self._held[i] = parameter.grad = grad
 
-    def attach_data(self) -> None:
-        """Copy what was assigned to ``.data`` into the buffer, and make it the view again."""
-        now, buffer, name = self.parameter.data, self._group.data, self._group.names[self._number]
+    def _restore_data(self, i: int) -> None:
+        parameter, group, name = self.parameters[i], self._group_of[i], self.names[i]
+        now, buffer, before = parameter.data, group.data, group.shapes[i - group.first_index]
         if (now.device, now.dtype) != (buffer.device, buffer.dtype):
             raise UsageError(
                 f"parameter {name!r} was on {buffer.device} as {buffer.dtype} when the team was "
                 f"set up and is now on {now.device} as {now.dtype}: move and convert the model "
                 "before Ddp.setup"
             )
-        if now.shape != self.grad.shape:
+        if now.shape != before:
             raise UsageError(
-                f"parameter {name!r} had shape {tuple(self.grad.shape)} when the team was set up "
-                f"and has {tuple(now.shape)} now: change the model before Ddp.setup"
+                f"parameter {name!r} had shape {tuple(before)} when the team was set up and has "
+                f"{tuple(now.shape)} now: change the model before Ddp.setup"
             )
-        _move(self.parameter, buffer, self._group.offsets[self._number])
-        self.attach_grad(keep=True)  # its strides follow the parameter's
+        _move(parameter, buffer, group.offsets[i - group.first_index])
+        if self._views:  # their strides follow the parameter's
+            grad, self._views[i] = parameter.grad, self._view(i)
+            if grad is not None:
+                self._held[i] = parameter.grad = _move_grad(grad, self._views[i])
 
-    def _view(self, buffer: Tensor) -> Tensor:
-        return _view(buffer, self._group.offsets[self._number], self.parameter)
+    def _view(self, i: int) -> Tensor:
+        group = self._group_of[i]
+        return _view(group.grad, group.offsets[i - group.first_index], self.parameters[i])
 
 
 def _choose(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
@@ -292,7 +327,7 @@ def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int
     total = _round_up(size + len(parameters), world_size)
     kind = {"dtype": parameters[0].dtype, "device": parameters[0].device}
     data = torch.zeros(size, **kind)
-    grad = torch.zeros(total, **kind)
+    grad = torch.zeros(total if world_size > 1 else 0, **kind)
     for offset, parameter in zip(offsets, parameters, strict=True):
         _move(parameter, data, offset)
     return FlatGroup(
@@ -300,6 +335,7 @@ def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int
         names=names,
         first_index=first,
         offsets=tuple(offsets),
+        shapes=tuple(p.shape for p in parameters),
         data=data,
         grad=grad,
         grad_values=grad[:size],
@@ -334,20 +370,28 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return _sum_is_finite(tensor) or bool(torch.isfinite(tensor).all())
+def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:
+    """A hook that moves a fresh gradient into the buffer, while it is still in the cache.
+
+    It knows lists, not the buffers: a parameter and its hook must not keep one another alive.
+    """
+
+    def move(parameter: Tensor) -> None:
+        grad, view = parameter.grad, views[i]
+        if grad is None or grad is held[i] or grad.layout is not torch.strided:
+            return
+        if grad.shape == view.shape:  # else .data was replaced, which gather tells in words
+            held[i] = parameter.grad = _move_grad(grad, view)
+
+    return move
 
 
-def _sum_is_finite(tensor: Tensor) -> bool:
-    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-    return bool(torch.isfinite(tensor.sum(dtype=wide)))
-
-
-def _marker(seen: bytearray, index: int) -> Callable[[Tensor], None]:
-    def mark(_: Tensor) -> None:
-        seen[index] = 1
-
-    return mark
+@torch.no_grad()
+def _move_grad(grad: Tensor, view: Tensor) -> Tensor:
+    if grad is not view:
+        aliased = grad.data_ptr() == view.data_ptr()  # the view with other strides
+        view.copy_(grad.detach().clone() if aliased else grad.detach())
+    return view
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -2,22 +2,27 @@
 
 Randomness is derived, not stored: before each ``dataset[index]`` the generators that augmentation
 usually draws from are seeded from (seed, epoch, index). A sample is then the same whoever loads it,
-whatever was loaded before it, and after a resume.
+whatever was loaded before it, and after a resume. Data sets that draw nothing are not seeded; one
+that draws for the first time in a later batch has that batch loaded once more, seeded.
 """
 
-import random
-import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
-import torch
 from torch.utils.data import default_collate
 
 from evener.data.cursor import derive_seed
+from evener.data.randomness import (
+    DrawWatch,
+    Generators,
+    as_they_are,
+    generators_lock,
+    preserved_generators,
+    seeded,
+)
 from evener.errors import DataError, UsageError
 
 DEFAULT_TIMEOUT_S: Final = 600.0
@@ -40,27 +45,28 @@ class Recipe:
         dataset: Map-style data set.
         collate_fn: Makes one batch of a list of samples.
         seed: Seed of the run.
+        watch: Whether the data set or ``collate_fn`` draws random numbers.
     """
 
     dataset: MapDataset
     collate_fn: Callable[[list[Any]], Any]
     seed: int
+    watch: DrawWatch = field(default_factory=DrawWatch)
 
     @property
     def dataset_name(self) -> str:
         """Type of the data set, for messages."""
         return type(self.dataset).__qualname__
 
-    def sample(self, epoch: int, index: int, *, seeded: bool = True) -> Any:
-        """Loads one sample.
+    def sample(self, epoch: int, index: int, generators: Generators = seeded) -> Any:
+        """Loads one sample, with its generators as told.
 
         Raises:
             DataError: The data set raised; names the index and where it happened.
         """
         try:
-            if seeded:
-                seed_generators(derive_seed(self.seed, epoch, index))
-            return self.dataset[index]
+            with generators(self.seed, epoch, index):
+                return self.dataset[index]
         except Exception as error:
             raise DataError(
                 f"sample {index} of epoch {epoch} could not be loaded from {self.dataset_name}: "
@@ -68,16 +74,21 @@ class Recipe:
                 f"reproduces the error"
             ) from error
 
-    def collate(self, epoch: int, indices: Sequence[int], samples: list[Any], seeded: bool) -> Any:
+    def collate(
+        self,
+        epoch: int,
+        indices: Sequence[int],
+        samples: list[Any],
+        generators: Generators = seeded,
+    ) -> Any:
         """Makes a batch; ``collate_fn`` may draw random numbers (masking), so it is seeded too.
 
         Raises:
             DataError: ``collate_fn`` raised; names the indices and where it happened.
         """
         try:
-            if seeded:
-                seed_generators(derive_seed(self.seed, epoch, indices[0], "collate"))
-            return self.collate_fn(samples)
+            with generators(self.seed, epoch, indices[0], "collate"):
+                return self.collate_fn(samples)
         except Exception as error:
             raise DataError(
                 f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
@@ -86,20 +97,38 @@ class Recipe:
             ) from error
 
     def batch(
+        self, epoch: int, indices: Sequence[int], *, known: Mapping[int, Any] | None = None
+    ) -> Any:
+        """Loads the samples of ``indices``, but for those ``known`` already, and collates them.
+
+        The process's generators are left wherever loading has moved them.
+        """
+        known = known or {}
+        with generators_lock:
+            if self.watch.draws is None:
+                batch = self.assemble(epoch, indices, known, self.watch.closely)
+                self.watch.settle()
+                return batch
+            if not self.watch.draws:
+                self.watch.start(derive_seed(self.seed, epoch, indices[0]))
+                batch = self.assemble(epoch, indices, known, as_they_are)
+                if not self.watch.look():
+                    return batch
+            return self.assemble(epoch, indices, known, seeded)
+
+    def assemble(
         self,
         epoch: int,
         indices: Sequence[int],
-        *,
-        seeded: bool = True,
-        known: Mapping[int, Any] | None = None,
+        known: Mapping[int, Any],
+        generators: Generators,
     ) -> Any:
-        """Loads the samples of ``indices``, but for those ``known`` already, and collates them."""
-        known = known or {}
+        """Loads and collates a batch, with its generators as told; see ``batch``."""
         samples = [
-            known[index] if index in known else self.sample(epoch, index, seeded=seeded)
+            known[index] if index in known else self.sample(epoch, index, generators)
             for index in indices
         ]
-        return self.collate(epoch, indices, samples, seeded)
+        return self.collate(epoch, indices, samples, generators)
 
 
 def describe(error: Exception) -> str:
@@ -107,32 +136,6 @@ def describe(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds Python's ``random``, NumPy's global generator if imported, and torch's CPU generator.
-
-    ``torch.manual_seed`` would also seed the accelerators' generators, which belong to training.
-    """
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed & 0xFFFF_FFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Leaves the generators that ``seed_generators`` seeds as they were before the block."""
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 class Pending(ABC):
@@ -214,8 +217,8 @@ class Fetcher(ABC):
         Raises:
             DataError: ``collate_fn`` raised.
         """
-        with preserved_generators():
-            return self._recipe.collate(0, range(len(samples)), list(samples), seeded=True)
+        with generators_lock, preserved_generators():
+            return self._recipe.collate(0, range(len(samples)), list(samples))
 
     @abstractmethod
     def close(self) -> None:
@@ -226,7 +229,7 @@ class Fetcher(ABC):
         """Starts a load; ``known`` holds samples, by index, that need not be read again."""
 
     def _load(self, epoch: int, index: int) -> Any:
-        with preserved_generators():
+        with generators_lock, preserved_generators():
             return self._recipe.sample(epoch, index)
 
     def __enter__(self) -> Self:

@@ -20,9 +20,9 @@ from evener.data.fetching import (
     MapDataset,
     Pending,
     name_samples,
-    preserved_generators,
     timeout_error,
 )
+from evener.data.randomness import as_they_are
 from evener.data.workers import ProcessFetcher
 from evener.errors import ConfigError, DataError, UsageError
 
@@ -82,18 +82,14 @@ class _InlinePending(Pending):
 class InlineFetcher(Fetcher):
     """Loads in the calling thread, when the result is asked for (``num_workers=0``).
 
-    Augmentation is seeded as in worker processes; the generators that training draws from are
-    left as they were.
+    Augmentation is seeded as in worker processes. The generators of the process move: whoever
+    trains seeds them after loading, as ``TeamLoader`` does.
     """
 
     def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
         recipe = self._recipe
 
-        def load() -> Any:
-            with preserved_generators():
-                return recipe.batch(epoch, indices, known=known)
-
-        return _InlinePending(load)
+        return _InlinePending(lambda: recipe.batch(epoch, indices, known=known))
 
     def close(self) -> None:
         """Has nothing to end; later submissions are refused."""
@@ -149,14 +145,14 @@ class ThreadFetcher(Fetcher):
     def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
         recipe = self._recipe
         return self._put(
-            lambda: recipe.batch(epoch, indices, seeded=False, known=known),
+            lambda: recipe.assemble(epoch, indices, known, as_they_are),
             name_samples(epoch, indices),
         )
 
     def _load(self, epoch: int, index: int) -> Any:
         recipe = self._recipe
         load = self._put(
-            lambda: recipe.sample(epoch, index, seeded=False), name_samples(epoch, [index])
+            lambda: recipe.sample(epoch, index, as_they_are), name_samples(epoch, [index])
         )
         return load.result()
 

@@ -33,9 +33,9 @@ from evener.data.fetching import (
     Recipe,
     describe,
     name_samples,
-    preserved_generators,
     timeout_error,
 )
+from evener.data.randomness import generators_lock, preserved_generators, seeded
 from evener.data.script_guard import refuse_unguarded_script
 from evener.errors import DataError, UsageError
 
@@ -347,8 +347,8 @@ class ProcessFetcher(Fetcher):
         if known:
             # What this process has read stays here, and one early batch is not worth a way to
             # send samples to workers.
-            with preserved_generators():
-                return _Loaded(self._recipe.batch(epoch, indices, known=known))
+            with generators_lock, preserved_generators():
+                return _Loaded(self._recipe.assemble(epoch, indices, known, seeded))
         worker = self._workers[self._tickets % len(self._workers)]
         self._tickets += 1
         return worker.ask(self._tickets, epoch, indices)

@@ -114,8 +114,10 @@ class WindowEngine(Engine):
 
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts this rank's part of a window; with ``timing`` it will be dropped."""
+        whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
+        scale = None if whole_window else self._scale
         self.share = Share(
-            num_micro_batches, scale=self._scale, slowdown=self.options.slowdown, timing=timing
+            num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
         )
         return self.share
 
@@ -281,14 +283,11 @@ class WindowEngine(Engine):
 
     def _report(self, abandon: bool) -> WindowReport:
         share = self.share
-        self.flat.attach_grads()
+        index = self._averager.gather()
         loss_sum = share.loss_sum
-        non_finite = 0
+        non_finite = 0 if index is None else index + 1
         if not math.isfinite(loss_sum):
             non_finite = -1
-        elif share.micro_batches:
-            index = self.flat.first_non_finite()
-            non_finite = 0 if index is None else index + 1
         return WindowReport(
             weight=share.weight,
             loss_sum=loss_sum,
@@ -310,7 +309,9 @@ class WindowEngine(Engine):
         skipped = total_weight == 0 or any(r.non_finite for r in reports)
         if not skipped:
             started_s = time.perf_counter()
-            norm = self._averager.average(self.share.scale, total_weight, what=what)
+            norm = self._averager.average(
+                self.share.scale, total_weight, what=what, max_norm=self.options.max_grad_norm
+            )
             if buffers_changed:
                 self.buffers.average(self.share.weight, total_weight, what=what)
             sync_s = time.perf_counter() - started_s
@@ -321,7 +322,7 @@ class WindowEngine(Engine):
         self.options.before_update(self.progress)
         lr = float(self._optimizers[0].param_groups[0]["lr"])
         if not skipped:
-            self._update(norm)
+            self._update()
             self._expected_weight = total_weight
         self.flat.zero_()
         elapsed_s = time.perf_counter() - started_s
@@ -350,13 +351,11 @@ class WindowEngine(Engine):
         self.flat.zero_()
         raise overflow(plan, self.progress.steps + 1)
 
-    def _update(self, norm: float) -> None:
-        if self.options.max_grad_norm is not None:
-            self._averager.clip(norm, self.options.max_grad_norm)
+    def _update(self) -> None:
         self.flat.mask_untouched()
         for optimizer in self._optimizers:
             optimizer.step()
-        self.flat.attach_grads()
+        self.flat.attach_data()
         if self.options.unlike_devices:
             self._averager.unify(what=f"parameters of window {self.window}")
         self.options.after_update()

@@ -9,6 +9,7 @@ import torch
 from evener.cadence.plan import WindowPlan
 from evener.data.cursor import Cursor, Permutation, derive_seed
 from evener.data.loader import Fetcher, Pending
+from evener.data.randomness import seed_generators
 from evener.errors import UsageError
 from evener.run.engine import Measurement, WindowEngine
 
@@ -146,11 +147,15 @@ class TeamLoader:
         self._fetched[plan] = queue
 
     def _seed(self, window: int, first_position: int) -> None:
-        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
+        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state.
+
+        Python's and NumPy's generators too: a loop that draws from them is repeatable as well, and
+        what loading a batch has drawn need not be undone.
+        """
         seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
         # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
         # traceback, half a millisecond in all.
-        torch.default_generator.manual_seed(seed)
+        seed_generators(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
 

@@ -124,14 +124,16 @@ class Rehearsal:
         averager = self._alone if alone else self._together
         slowdown = engine.options.slowdown
         slow_start = slowdown.start()
-        norm = averager.average(scale, total, what="a rehearsal")
-        if engine.options.max_grad_norm is not None:
-            averager.clip(norm, engine.options.max_grad_norm)
+        averager.gather()
+        averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
         if not alone:  # an exchange takes no longer on a slow device
             slow_start = slowdown.start()
+        flat = self._assembly.flat
+        flat.mask_untouched()
         for optimizer in self._assembly.optimizers:
             optimizer.step()
-        self._assembly.flat.zero_()
+        flat.attach_data()
+        flat.zero_()
         slowdown.after(slow_start)
 
     def _meet(self, payload: Sequence[float]) -> list[list[float]]:

@@ -27,7 +27,9 @@ class Share:
 
     Args:
         planned: Micro-batches of the share.
-        scale: What weights are divided by before backward; see ``GradientAverager``.
+        scale: What weights are divided by before backward; see ``GradientAverager``. ``None``
+            takes the weight itself, where this one micro-batch is the whole window: then nothing is
+            multiplied, and its gradient is used as it is.
         slowdown: Stretches compute on a rank that is emulated slower.
         timing: The share only times the rank; its gradients will be dropped.
 
@@ -39,17 +41,17 @@ class Share:
     """
 
     def __init__(
-        self, planned: int, *, scale: float, slowdown: Slowdown, timing: bool = False
+        self, planned: int, *, scale: float | None, slowdown: Slowdown, timing: bool = False
     ) -> None:
         self.timing = timing
-        self.scale = scale
+        self._scale = scale
         self.samples = 0
         self.micro_batches = 0
         self.weight = 0.0
         self.compute_s = 0.0
         self._planned = planned
         self._slowdown = slowdown
-        self._loss_sum: Tensor | None = None
+        self._losses: list[tuple[float, Tensor]] = []
         self._open: _MicroBatch | None = None
 
     @property
@@ -63,9 +65,21 @@ class Share:
         return (self._open.weight or 0.0) if self._open is not None else 0.0
 
     @property
+    def scale(self) -> float:
+        """What weights were divided by; a power of two, or the weight of the only micro-batch."""
+        return self._scale if self._scale is not None else self.weight or 1.0
+
+    @property
     def loss_sum(self) -> float:
         """Σ weight · loss of the micro-batches so far; waits for the device."""
-        return 0.0 if self._loss_sum is None else float(self._loss_sum.item())
+        if len(self._losses) > 1:  # one transfer for all
+            values = torch.stack([v.double().reshape(()) for _, v in self._losses]).tolist()
+        else:
+            values = [loss.item() for _, loss in self._losses]
+        total = 0.0
+        for (weight, _), value in zip(self._losses, values, strict=True):
+            total += weight * value
+        return total
 
     def start_micro_batch(self, samples: int) -> None:
         """Starts the clock on a micro-batch."""
@@ -96,9 +110,9 @@ class Share:
             )
         if micro.weight == 0:
             return
-        product = loss.detach().to(torch.float64) * micro.weight
-        self._loss_sum = product if self._loss_sum is None else self._loss_sum + product
-        (loss * (micro.weight / self.scale)).backward()  # type: ignore[no-untyped-call]
+        self._losses.append((micro.weight, loss.detach()))
+        factor = micro.weight / self.scale
+        (loss if factor == 1.0 else loss * factor).backward()  # type: ignore[no-untyped-call]
 
     def end_micro_batch(self) -> bool:
         """Stops the clock; True when it was the last micro-batch of the share."""
@@ -112,9 +126,9 @@ class Share:
         self.micro_batches += 1
         self.samples += micro.samples
         last = self.micro_batches == self._planned
-        if last and self._loss_sum is not None and self._loss_sum.device.type != "cpu":
-            # Reading the loss waits for the device, so that its whole work is inside the clock.
-            self._loss_sum.item()
+        if last and self._losses and self._losses[-1][1].device.type != "cpu":
+            # Reading a loss waits for the device, so that its whole work is inside the clock.
+            self._losses[-1][1].item()
         elapsed_s = time.perf_counter() - micro.started_s
         self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
         return last

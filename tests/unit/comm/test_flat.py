@@ -71,6 +71,7 @@ def test_values_shapes_and_strides_survive(model: Net) -> None:
         assert parameter.stride() == stride
         assert id(parameter) == identity
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    model(*batch(0)).backward()
     assert model.conv.weight.grad is not None
     assert model.conv.weight.grad.stride() == model.conv.weight.stride()
 
@@ -92,12 +93,16 @@ def test_views_are_aligned_disjoint_and_padded(
 ) -> None:
     flat = flatten(model.to(dtype), world_size)
     (group,) = flat.groups
+    model.unused.grad = torch.ones_like(model.unused)
+    model(*(t if t.dtype == torch.int64 else t.to(dtype) for t in batch(0))).backward()
+    flat.gather()
     assert group.data.numel() % world_size == 0
     assert group.grad.numel() % world_size == 0
-    assert group.grad_values.numel() == group.data.numel()
+    assert (group.grad.numel() == 0) == (world_size == 1)
+    assert group.grad_values.numel() in (0, group.data.numel())
     for buffer, tensors in (
         (group.data, [p.data for p in flat.parameters]),
-        (group.grad, [p.grad for p in flat.parameters]),
+        (group.grad, [p.grad for p in flat.parameters if world_size > 1]),
     ):
         spans = []
         for tensor in tensors:
@@ -109,7 +114,7 @@ def test_views_are_aligned_disjoint_and_padded(
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
     used = sum(p.numel() for p in flat.parameters)
     assert int((group.data != 0).sum()) <= used
-    assert group.touched.numel() == len(flat.parameters)
+    assert group.touched.numel() in (0, len(flat.parameters))
     assert group.touched.data_ptr() >= group.grad_values[-1:].data_ptr()
 
 
@@ -140,7 +145,7 @@ def test_parameters_with_holes_and_empty_ones_fit() -> None:
     assert spread.tolist() == [1.0] * 5
     assert transposed.stride() == (1, 3)
     (odd.sum() + 2 * spread.sum() + 3 * transposed.sum() + empty.sum()).backward()
-    assert flat.attach_grads() == 0
+    flat.gather()
     assert flat.groups[0].grad_values.sum() == 6 + 10 + 18
     assert flat.groups[0].touched.tolist() == [1, 1, 1, 1]
     assert flat.first_non_finite() is None
@@ -150,7 +155,7 @@ def test_nothing_to_train() -> None:
     flat = flatten(nn.Linear(2, 2).requires_grad_(False))
     assert flat.groups == flat.parameters == ()
     flat.zero_()
-    assert flat.attach_grads() == 0
+    assert not flat.gather()
     assert flat.first_non_finite() is None
     assert flat.state_hash() == flatten(nn.Identity()).state_hash()
     only_empty = FlatBuffers([("e", nn.Parameter(torch.empty(0)))], 2)
@@ -164,7 +169,7 @@ def test_flattening_twice_leaves_values_alone(model: Net) -> None:
     after = flatten(model, 7)
     assert after.state_hash() == digest
     model(*batch(0)).backward()
-    assert after.attach_grads() == 0
+    assert after.gather()
     assert before.groups[0].grad.count_nonzero() == 0
 
 
@@ -208,25 +213,47 @@ def assert_same(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]
             assert torch.equal(mine, grad), name
 
 
-def test_gradients_accumulate_in_the_buffer_as_they_would_outside(model: Net) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_accumulate_as_they_would_outside(model: Net, world_size: int) -> None:
     plain = copy.deepcopy(model)
-    flat = flatten(model)
-    for seed in range(3):
-        model(*batch(seed)).backward()
-        plain(*batch(seed)).backward()
-        assert flat.attach_grads() == 0
-    assert_same(gradients(model), gradients(plain))
-    assert flat.groups[0].grad_values.count_nonzero() > 20
-    flat.zero_()
-    assert not any(p.grad.any() for p in flat.parameters if p.grad is not None)
+    flat = flatten(model, world_size)
+    for window in range(2):  # in the second one, buffers hold what the first one has left
+        for seed in range(3):
+            assert flat.attach_grads() == 0
+            model(*batch(seed + window)).backward()
+            plain(*batch(seed + window)).backward()
+        assert flat.gather()
+        assert_same(gradients(model), gradients(plain))
+        if world_size > 1:
+            parts = zip(flat.groups[0].spans(), flat.parameters, strict=True)
+            for (start, stop), parameter in parts:
+                grad = torch.zeros(()) if parameter.grad is None else parameter.grad
+                part = flat.groups[0].grad[start:stop]
+                torch.testing.assert_close(part.sum(), grad.sum(), rtol=1e-5, atol=1e-6)
+                if parameter.grad is not None:
+                    assert lies_in(parameter.grad, flat.groups[0].grad)
+        flat.zero_()
+        plain.zero_grad()
+        assert all(p.grad is None for p in flat.parameters)
 
 
-def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net) -> None:
+def test_the_first_backward_writes_and_adds_nothing(model: Net) -> None:
+    flat = flatten(model, 1)
+    model.scale.register_post_accumulate_grad_hook(lambda p: written.append(p.grad))
+    written: list[Tensor] = []
+    model(*batch(0)).backward()
+    flat.gather()
+    assert model.scale.grad is written[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net, world_size: int) -> None:
     plain = copy.deepcopy(model)
-    flat = flatten(model)
+    flat = flatten(model, world_size)
     for seed in range(3):
+        flat.attach_grads()
         model.zero_grad(set_to_none=True)
-        assert flat.attach_grads() == len(flat.parameters)
+        assert flat.attach_grads() == (4 if seed else 0)
         model(*batch(seed)).backward()
         plain(*batch(seed)).backward()
     assert_same(gradients(model), gradients(plain))
@@ -241,6 +268,7 @@ def test_assigned_gradients_are_copied_in(model: Net) -> None:
     assert flat.attach_grads() == 2
     assert (model.conv.weight.grad == 2).all()
     assert model.conv.weight.grad is not assigned
+    assert model.scale.grad is not None
     assert model.scale.grad == 7
     start, stop = flat.groups[0].spans()[flat.index_of("conv.weight")]
     assert (flat.groups[0].grad[start:stop] == 2).all()
@@ -256,8 +284,8 @@ def test_a_backward_into_no_gradient_is_what_plain_torch_would_have(model: Net) 
     for m in (model, plain):
         m.zero_grad(set_to_none=True)
         m(*batch(1)).backward()
-    assert flat.attach_grads() == len(flat.parameters)
-    assert_same(gradients(model) | {"unused": None}, gradients(plain))
+    flat.gather()
+    assert_same(gradients(model), gradients(plain))
 
 
 def test_zeroing_drops_assigned_gradients(model: Net) -> None:
@@ -266,16 +294,16 @@ def test_zeroing_drops_assigned_gradients(model: Net) -> None:
     model.scale.grad = torch.tensor(9.0)
     flat.zero_()
     assert flat.attach_grads() == 0
-    assert model.scale.grad == 0
+    assert model.scale.grad is None
 
 
 def test_second_order_gradients_reach_the_buffer(model: Net) -> None:
     flat = flatten(model)
     with pytest.warns(UserWarning, match="create_graph=True"):
         model(*batch(0)).backward(create_graph=True)
-    flat.attach_grads()
+    flat.gather()
     assert flat.groups[0].grad_values.count_nonzero() > 20
-    assert all(p.grad is not None and not p.grad.requires_grad for p in flat.parameters)
+    assert not any(p.grad.requires_grad for p in flat.parameters if p.grad is not None)
     assert flat.attach_grads() == 0
 
 
@@ -294,17 +322,16 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 def test_touched_flags_tell_who_had_a_gradient(model: Net) -> None:
     flat = flatten(model)
     touched = flat.groups[0].touched
-    flat.attach_grads()
+    assert not flat.gather()
     assert touched.tolist() == [0, 0, 0, 0, 0]
     model.conv(batch(0)[1]).sum().backward()
-    flat.attach_grads()
+    assert flat.gather()
     assert touched.tolist() == [1, 1, 0, 0, 0]
     model(*batch(0)).backward()
-    flat.attach_grads()
+    assert flat.gather()
     assert touched.tolist() == [1, 1, 1, 0, 1]
     flat.zero_()
-    flat.attach_grads()
-    assert touched.tolist() == [0, 0, 0, 0, 0]
+    assert not flat.gather()
     assert flat.groups[0].grad.count_nonzero() == 0
 
 
@@ -312,7 +339,7 @@ def test_flags_are_summed_with_the_gradients_even_for_many_ranks() -> None:
     model = nn.ModuleList([nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2)])
     flat = flatten(model)
     model[0](torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-    flat.attach_grads()
+    flat.gather()
     (group,) = flat.groups
     total = torch.zeros_like(group.grad)
     for _ in range(256):
@@ -321,30 +348,61 @@ def test_flags_are_summed_with_the_gradients_even_for_many_ranks() -> None:
     assert group.touched.tolist() == [0, 0, 256, 256]
 
 
-def test_parameters_that_nobody_touched_are_hidden_from_the_optimizer(model: Net) -> None:
-    flat = flatten(model)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_that_nobody_touched_are_hidden_from_the_optimizer(
+    model: Net, world_size: int
+) -> None:
+    flat = flatten(model, world_size)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     before = model.unused.detach().clone()
-    model(*batch(0)).backward()
-    flat.attach_grads()
-    flat.groups[0].touched[flat.index_of("scale")] += 1  # another rank's
-    flat.mask_untouched()
+    for _ in range(2):
+        flat.zero_()
+        model(*batch(0)).backward()
+        flat.gather()
+        flat.mask_untouched()
+        optimizer.step()
     assert model.unused.grad is None
-    optimizer.step()
     assert torch.equal(model.unused, before)  # no weight decay on it
     assert model.unused not in optimizer.state
     assert model.scale in optimizer.state
-    assert flat.attach_grads() == 1
-    assert model.unused.grad is not None
 
 
-def test_closing_ends_the_flags(model: Net) -> None:
+def test_a_parameter_that_only_another_rank_touched_is_updated(model: Net) -> None:
+    flat = flatten(model)
+    model.conv(batch(0)[1]).sum().backward()
+    flat.gather()
+    number = flat.index_of("scale")
+    start, _ = flat.groups[0].spans()[number]
+    flat.groups[0].touched[number] += 1  # the sum with the other rank's
+    flat.groups[0].grad[start] = 5.0
+    flat.mask_untouched()
+    assert model.scale.grad == 5
+    assert model.embed.weight.grad is None
+
+
+def test_closing_ends_the_moving(model: Net) -> None:
     flat = flatten(model)
     flat.close()
     flat.close()
     model(*batch(0)).backward()
-    flat.attach_grads()
-    assert flat.groups[0].touched.tolist() == [0, 0, 0, 0, 0]
+    assert model.scale.grad is not None
+    assert not lies_in(model.scale.grad, flat.groups[0].grad)
+
+
+def test_freezing_afterwards_leaves_a_parameter_out_and_unfreezing_needs_notice(model: Net) -> None:
+    flat = flatten(model)
+    model.conv.requires_grad_(False)
+    model(*batch(0)).backward()
+    flat.gather()
+    assert flat.groups[0].touched.tolist() == [0, 0, 1, 0, 1]
+    flat.zero_()
+    model.conv.requires_grad_(True)
+    model(*batch(0)).backward()
+    flat.gather()
+    assert flat.groups[0].touched.tolist() == [1, 1, 1, 0, 1]
+    model.frozen.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"'frozen\.weight' was frozen .* freeze it afterwards"):
+        flat.gather()
 
 
 # ── not finite ───────────────────────────────────────────────────────────────────────────────────
@@ -352,9 +410,14 @@ def test_closing_ends_the_flags(model: Net) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["conv.bias", "conv.weight", "embed.weight", "unused", "scale"])
-def test_the_first_parameter_that_is_not_finite_is_found(model: Net, name: str, bad: float) -> None:
-    flat = flatten(model)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_first_parameter_that_is_not_finite_is_found(
+    model: Net, name: str, bad: float, world_size: int
+) -> None:
+    flat = flatten(model, world_size)
+    model.unused.grad = torch.zeros(5)
     model(*batch(0)).backward()
+    flat.gather()
     assert flat.first_non_finite() is None
     grad = dict(model.named_parameters())[name].grad
     assert grad is not None
@@ -368,8 +431,8 @@ def test_infinities_that_cancel_are_found_and_large_numbers_are_not(dtype: torch
     model = nn.ModuleList([nn.Linear(40, 40, dtype=dtype) for _ in range(3)])
     flat = flatten(model)
     for parameter in flat.parameters:
-        assert parameter.grad is not None
-        parameter.grad.fill_(torch.finfo(dtype).max)
+        parameter.grad = torch.full_like(parameter, torch.finfo(dtype).max)
+    flat.gather()
     assert flat.first_non_finite() is None
     weight = model[1].weight.grad
     assert isinstance(weight, Tensor)
@@ -392,15 +455,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_do_as_they_would_outside(model: Net, kind: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_optimizers_do_as_they_would_outside(model: Net, kind: str, world_size: int) -> None:
     plain = copy.deepcopy(model)
     optimizers = OPTIMIZERS[kind](plain.parameters()), OPTIMIZERS[kind](model.parameters())
-    flat = flatten(model)
+    flat = flatten(model, world_size)
     for step in range(4):
         for m, optimizer in zip((plain, model), optimizers, strict=True):
             m(*batch(step)).backward()
             if m is model:
-                flat.attach_grads()
+                flat.gather()
                 flat.mask_untouched()
             optimizer.step()
             optimizer.zero_grad()
@@ -433,8 +497,7 @@ def test_deep_copies_are_independent(model: Net) -> None:
             parameter.add_(1)
     assert flat.state_hash() == digest
     twin(*batch(0)).backward()
-    flat.attach_grads()
-    assert flat.groups[0].touched.tolist() == [0, 0, 0, 0, 0]
+    assert not flat.gather()
     assert flat.groups[0].grad.count_nonzero() == 0
     assert twin.head.weight is twin.embed.weight
 
@@ -449,7 +512,7 @@ def test_state_dicts_go_out_and_come_back(model: Net) -> None:
     assert flat.state_hash() != digest
     model.load_state_dict(saved)
     assert flat.state_hash() == digest
-    assert flat.attach_grads() == 0
+    assert not flat.gather()
 
 
 def test_safetensors_see_disjoint_tensors(model: Net, tmp_path: Path) -> None:
@@ -494,7 +557,7 @@ def test_assigned_data_is_copied_in(model: Net) -> None:
     before = grad.clone()
     model.conv.weight.data = model.conv.weight.data.clamp(-0.01, 0.01)
     model.scale.data = torch.tensor(3.0)
-    flat.attach_grads()
+    flat.gather()
     assert model.conv.weight.abs().max() <= 0.01
     assert model.scale == 3
     for parameter in flat.parameters:
@@ -509,7 +572,7 @@ def test_another_memory_format_is_followed(model: Net) -> None:
     assert grad is not None
     before = grad.detach().clone()
     model.conv.to(memory_format=torch.contiguous_format)
-    flat.attach_grads()
+    flat.gather()
     assert model.conv.weight.is_contiguous()
     assert torch.equal(model.conv.weight, weight)
     assert model.conv.weight.grad is not None
@@ -524,7 +587,7 @@ def test_data_with_other_strides_keeps_the_gradient(model: Net) -> None:
     assert model.conv.weight.grad is not None
     before = model.conv.weight.grad.detach().clone()
     model.conv.weight.data = model.conv.weight.data.contiguous().clone()
-    flat.attach_grads()
+    flat.gather()
     assert model.conv.weight.grad.stride() == model.conv.weight.stride() == (18, 9, 3, 1)
     assert torch.equal(model.conv.weight.grad, before)
 
@@ -533,14 +596,14 @@ def test_moving_the_model_afterwards_is_refused_by_name(model: Net) -> None:
     flat = flatten(model)
     model.half()
     with pytest.raises(UsageError, match=r"'conv\.bias' was on cpu as torch\.float32.*float16"):
-        flat.attach_grads()
+        flat.gather()
 
 
 def test_another_shape_is_refused_by_name(model: Net) -> None:
     flat = flatten(model)
     model.unused.data = torch.zeros(6)
     with pytest.raises(UsageError, match=r"'unused' had shape \(5,\) .* has \(6,\) now"):
-        flat.attach_grads()
+        flat.gather()
 
 
 def test_user_hooks_see_the_gradient(model: Net) -> None:

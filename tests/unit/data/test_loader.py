@@ -53,7 +53,7 @@ def test_failing_collate_names_the_samples(leaf):
         fetcher.submit(0, [2, 3]).result()
 
 
-def test_inline_leaves_the_generators_of_training_alone():
+def test_the_probe_leaves_the_generators_of_training_alone():
     def draw():
         return random.random(), float(np.random.rand()), float(torch.rand(())), torch.randn(3)
 
@@ -63,13 +63,31 @@ def test_inline_leaves_the_generators_of_training_alone():
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5)
     fetcher = InlineFetcher(Augmented(), masking_collate)
-    fetcher.submit(0, [1, 2]).result()
     fetcher.collate([fetcher.load_once(0, 3)] * 2)
     with pytest.raises(DataError):
-        InlineFetcher(Squares(broken=(1,))).submit(0, [1]).result()
+        InlineFetcher(Squares(broken=(1,))).load_once(0, 1)
     actual = draw()
     assert actual[:3] == expected[:3]
     assert torch.equal(actual[3], expected[3])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
+def test_a_data_set_that_draws_only_now_and_then_is_seeded_all_the_same(draw):
+    reads = []
+
+    class Sometimes:
+        def __getitem__(self, index):
+            reads.append(index)
+            return (index, float(draw()) if index >= 4 else 0.0)
+
+    late, early = InlineFetcher(Sometimes(), seed=1), InlineFetcher(Sometimes(), seed=1)
+    first = [late.submit(0, [k, k + 1]).result()[1] for k in range(0, 10, 2)]
+    assert reads == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9]  # the batch that drew first, twice
+    reads.clear()
+    second = [early.submit(0, [k, k + 1]).result()[1] for k in reversed(range(0, 10, 2))]
+    assert reads == [8, 9, 6, 7, 4, 5, 2, 3, 0, 1]  # seen to draw at once: none twice
+    assert torch.equal(torch.cat(first), torch.cat(second[::-1]))
+    assert len(set(torch.cat(first)[4:].tolist())) == 6
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_only():
