@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from evener.run.environment import DistributedBackend as DistributedBackend
     from evener.run.environment import DistributedRole as DistributedRole
     from evener.run.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.replicas import Replicas as Replicas
     from evener.run.results import WindowResult as WindowResult
     from evener.run.settings import DdpConfig as DdpConfig
 
@@ -57,6 +58,7 @@ _MODULE_OF: Final = {
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "ProtocolError": "evener.errors",
+    "Replicas": "evener.run.replicas",
     "Sink": "evener.observe.events",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",

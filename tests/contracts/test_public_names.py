@@ -31,6 +31,7 @@ PUBLIC = {
     "NonFiniteGradientError",
     "PeerLostError",
     "ProtocolError",
+    "Replicas",
     "Sink",
     "UsageError",
     "UserError",

@@ -1,6 +1,5 @@
 """Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
 
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,10 +34,9 @@ from evener.run.precision import AutocastForward, Precision, choose_precision
 from evener.run.row import payload_length
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
-from evener.run.team import Member, Team, check_alike, describe_self, member_document
+from evener.run.team import Member, Team, check_alike, describe_self, member_document, own_versions
 from evener.run.transfer import transfer_state
 from evener.run.windows import EngineOptions
-from evener.version import __version__
 
 
 @dataclass(slots=True)
@@ -215,12 +213,9 @@ def _introduce(
     device: torch.device,
     slow: float,
 ) -> tuple[Member, ...]:
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "evener": __version__,
-    }
-    own = describe_self(team.rank, environment.local_rank, device, emulated=slow, versions=versions)
+    own = describe_self(
+        team.rank, environment.local_rank, device, emulated=slow, versions=own_versions()
+    )
     shapes = [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()]
     greetings = team.introduce({**member_document(own), "parameters": shapes})
     check_alike(greetings)

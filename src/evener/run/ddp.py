@@ -22,6 +22,7 @@ from evener.run.environment import DistributedTrainConfig
 from evener.run.loop import TeamLoader
 from evener.run.models import Models, Schedulers
 from evener.run.placement import Devices, devices_of_host
+from evener.run.replicas import wrap
 from evener.run.results import Progress, WindowResult
 from evener.run.settings import DdpConfig
 from evener.run.starting import start_all_ranks
@@ -127,6 +128,8 @@ class Ddp:
                 communicator=communicator,
             )
         )
+
+    wrap = staticmethod(wrap)
 
     @property
     def is_main_process(self) -> bool:

@@ -19,6 +19,7 @@ from evener.errors import (
     ConfigError,
     ProtocolError,
 )
+from evener.version import __version__
 
 
 class Meeting(IntEnum):
@@ -185,6 +186,15 @@ def describe_self(
         emulated=emulated,
         versions=versions,
     )
+
+
+def own_versions() -> dict[str, str]:
+    """Versions of Python, torch and evener in this process."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "evener": __version__,
+    }
 
 
 def check_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
