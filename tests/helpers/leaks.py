@@ -32,7 +32,9 @@ MARK = "EVENER_TESTS_PID"
 IGNORED_VARIABLES = frozenset(
     {
         b"PYTEST_CURRENT_TEST",  # pytest changes it itself, between the phases of a test
-        b"TORCHINDUCTOR_CACHE_DIR",  # torch sets it for its own children, when it first compiles
+        # torch sets these for its own children and compiled code, when it first compiles
+        b"TORCHINDUCTOR_CACHE_DIR",
+        b"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
     }
 )
 

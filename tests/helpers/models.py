@@ -1,10 +1,14 @@
 """Small models for tests: the same weights for the same seed, in any dtype, whatever ran before."""
 
+import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+ONE_AT_A_TIME = threading.RLock()
+"""Ranks may be threads, which share torch's random generator."""
 
 
 def seeded(make: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> nn.Module:
@@ -12,7 +16,7 @@ def seeded(make: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> nn.M
 
     Weights are drawn in float32 and converted, so that all dtypes start from the same numbers.
     """
-    with torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make().to(dtype)
 

@@ -5,18 +5,17 @@ one collective moves a whole group and nothing is concatenated per step.
 """
 
 import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
+from evener.comm.trainable import choose_trainable, is_dense, refuse_overlap
 from evener.errors import ConfigError, UsageError
 
 ALIGNMENT_BYTES = 64
@@ -80,6 +79,9 @@ class FlatBuffers:
     ``channels_last``). ``state_dict``, ``copy.deepcopy``, safetensors and optimizers see ordinary,
     disjoint tensors.
 
+    A parameter that was frozen and is made trainable later gets its place in ``attach_grads``, in
+    groups after the others; one that is frozen later keeps its own.
+
     Attributes:
         groups: One for each device and dtype, in the order in which they first occur.
         parameters: Trainable parameters of all groups, in flat order.
@@ -91,7 +93,7 @@ class FlatBuffers:
 
         Args:
             parameters: ``(name, parameter)`` in the model's order, as from ``named_parameters()``;
-                frozen ones are left alone, a parameter that occurs twice (tied) is taken once.
+                frozen ones are left alone for now, one that occurs twice (tied) is taken once.
             world_size: Buffers are padded so that as many ranks can share them in equal parts.
 
         Raises:
@@ -99,36 +101,23 @@ class FlatBuffers:
         """
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
-        chosen = _choose(parameters)
-        _refuse_overlap(chosen)
-        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
-        for name, parameter in reversed(chosen):
-            by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
-        groups: list[FlatGroup] = []
-        for members in by_kind.values():
-            groups.append(_build(members, sum(len(g.parameters) for g in groups), world_size))
-        self.groups = tuple(groups)
-        self.parameters = tuple(p for g in groups for p in g.parameters)
-        self.names = tuple(name for g in groups for name in g.names)
-        trained = {id(p) for p in self.parameters}
-        self._frozen = [(name, p) for name, p in parameters if id(p) not in trained]
-        self._index = {name: i for i, name in enumerate(self.names)}
-        self._group_of = [g for g in groups for _ in g.parameters]
-        self._data_ptrs = [p.data_ptr() for p in self.parameters]
+        self._world_size = world_size
+        self.groups: tuple[FlatGroup, ...] = ()
+        self.parameters: tuple[Parameter, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self._index: dict[str, int] = {}
+        self._group_of: list[FlatGroup] = []
+        self._data_ptrs: list[int] = []
         #: What each parameter has accumulated in this window; None before its first gradient.
-        self._held: list[Tensor | None] = [None] * len(self.parameters)
+        self._held: list[Tensor | None] = []
         #: Places in the buffers; none with one rank.
         self._views: list[Tensor] = []
+        # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
+        # behind a view that is the same Python object as before.
+        self._view_ptrs: list[int] = []
         self._hooks: list[RemovableHandle] = []
-        if world_size > 1:
-            self._views = [self._view(i) for i in range(len(self.parameters))]
-            # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
-            # behind a view that is the same Python object as before.
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(_mover(self._held, self._views, i))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-                for i, p in enumerate(self.parameters)
-            ]
-        self._view_ptrs = [view.data_ptr() for view in self._views]
+        self._frozen = [(name, p) for name, p in parameters if not p.requires_grad]
+        self._add(choose_trainable(parameters))
         self.zero_()
 
     def index_of(self, name: str) -> int:
@@ -154,6 +143,10 @@ class FlatBuffers:
         Raises:
             UsageError: A gradient is sparse.
         """
+        if any(p.requires_grad for _, p in self._frozen):
+            thawed = choose_trainable(self._frozen)
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+            self._add(thawed)
         broken = 0
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
             grad = parameter.grad
@@ -184,18 +177,10 @@ class FlatBuffers:
             Whether this rank had any gradient.
 
         Raises:
-            UsageError: A gradient is sparse, a parameter was moved to another device or dtype, or
-                one that was frozen at first has become trainable.
+            UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
         """
         self.attach_data()
         self.attach_grads()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the team was set up and is trainable now, "
-                    "so its gradient would not be averaged: let it require a gradient in "
-                    "Ddp.setup and freeze it afterwards, until it is to be trained"
-                )
         for group in self.groups if self._views else ():
             touched = [self._held[i] is not None for i in group.indices]
             if not any(touched):
@@ -246,6 +231,32 @@ class FlatBuffers:
             hook.remove()
         self._hooks.clear()
 
+    def _add(self, chosen: Sequence[tuple[str, Parameter]]) -> None:
+        """Gives parameters a place, in groups of their own after those that are there."""
+        refuse_overlap(chosen)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
+        for name, parameter in reversed(chosen):
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+        for members in by_kind.values():
+            group = _build(members, len(self.parameters), self._world_size)
+            self.groups += (group,)
+            self.parameters += group.parameters
+            self.names += group.names
+            for i in group.indices:
+                self._add_place(i, group)
+
+    def _add_place(self, i: int, group: FlatGroup) -> None:
+        parameter = self.parameters[i]
+        self._index[self.names[i]] = i
+        self._group_of.append(group)
+        self._data_ptrs.append(parameter.data_ptr())
+        self._held.append(None)
+        if self._world_size > 1:
+            self._views.append(self._view(i))
+            self._view_ptrs.append(self._views[i].data_ptr())
+            mover = _mover(self._held, self._views, i)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
     def _restore_grad(self, i: int) -> None:
         """Make ``.grad`` the window's gradient again; an assigned one replaces it."""
         parameter, grad, held = self.parameters[i], self.parameters[i].grad, self._held[i]
@@ -288,34 +299,6 @@ class FlatBuffers:
         return _view(group.grad, group.offsets[i - group.first_index], self.parameters[i])
 
 
-def _choose(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-    chosen: dict[int, tuple[str, Parameter]] = {}
-    for name, parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in chosen:
-            if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
-                raise ConfigError(
-                    f"parameter {name!r} has no values yet (it is lazy, or on the meta device): "
-                    "materialise the model, for lazy modules with one batch, before Ddp.setup"
-                )
-            chosen[id(parameter)] = (name, parameter)
-    return list(chosen.values())
-
-
-def _refuse_overlap(chosen: Sequence[tuple[str, Parameter]]) -> None:
-    # Tying by shared memory rather than by one Parameter would come apart here without a word.
-    spans = sorted(
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in chosen
-        if p.numel() and _is_dense(p)
-    )
-    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < stop:
-            raise ConfigError(
-                f"parameters {name!r} and {other!r} share memory without being one Parameter: tie "
-                "them by assigning the same Parameter object to both"
-            )
-
-
 def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int) -> FlatGroup:
     names, parameters = zip(*members, strict=True)
     unit = ALIGNMENT_BYTES // parameters[0].element_size()
@@ -354,20 +337,9 @@ def _move(parameter: Parameter, buffer: Tensor, offset: int) -> None:
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    if _is_dense(like):
+    if is_dense(like):
         return buffer.as_strided(like.shape, like.stride(), offset)
     return buffer[offset : offset + like.numel()].view(like.shape)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill ``numel`` places of memory, each once, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:

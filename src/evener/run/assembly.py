@@ -29,6 +29,7 @@ from evener.run.models import (
     check_schedulers,
     combine_models,
 )
+from evener.run.ownership import OptimizerGuard
 from evener.run.placement import Devices, choose_backend, choose_device, join
 from evener.run.precision import AutocastForward, Precision, choose_precision
 from evener.run.row import payload_length
@@ -57,6 +58,7 @@ class Assembly:
     buffers: BufferAverager
     engine: WindowEngine
     autocast: list[AutocastForward]
+    guard: OptimizerGuard
 
     @property
     def policy(self) -> Policy:
@@ -77,6 +79,7 @@ class Assembly:
         """Gives back hooks and connections; idempotent."""
         self.engine.close_down()
         self.flat.close()
+        self.guard.remove()
         while self.autocast:
             self.autocast.pop().remove()
         self.comm.close()
@@ -138,6 +141,7 @@ def assemble(
         buffers=engine.buffers,
         engine=engine,
         autocast=[AutocastForward(p, device) for p in parts] if resolved == "bf16" else [],
+        guard=OptimizerGuard(optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:
         sys.stderr.write("\n".join(team_lines(assembly)) + "\n")

@@ -19,7 +19,7 @@ from evener.data.cursor import Cursor, Slice
 from evener.run.finite import find_non_finite, overflow
 from evener.run.planning import PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
-from evener.run.row import Note, Row, decode_row, encode_row
+from evener.run.row import Note, Row, decode_row, encode_row, refuse_other_parameters
 from evener.run.share import Share
 from evener.run.team import Meeting, Team
 from evener.run.windows import Engine, EngineOptions
@@ -90,6 +90,7 @@ class WindowEngine(Engine):
     def begin(self, cursor: Cursor, batch_size: int) -> None:
         """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
+        self.flat.attach_data()  # the model may have been given another memory format
         self.plans.begin(cursor, batch_size)
 
     def settle(self) -> None:
@@ -178,6 +179,7 @@ class WindowEngine(Engine):
         self.plans.accept(rows[0].plan)
         reports = [r.report for r in rows]
         refuse_other_work(reports, plan)
+        refuse_other_parameters(rows, self.team.parked)
         bad = find_non_finite(reports, plan, self.flat.names, self.progress.steps + 1)
         if bad is not None and self.options.non_finite == "raise":
             self.flat.zero_()
@@ -279,7 +281,13 @@ class WindowEngine(Engine):
 
     def _note(self, *, park: int | None = None, buffers_changed: bool = False) -> Note:
         wait_s, sync_s = (a.wait_s, a.sync_s) if (a := self._applied) else (0.0, 0.0)
-        return Note(park=park, buffers_changed=buffers_changed, wait_s=wait_s, sync_s=sync_s)
+        return Note(
+            park=park,
+            buffers_changed=buffers_changed,
+            wait_s=wait_s,
+            sync_s=sync_s,
+            trainable=len(self.flat.parameters),
+        )
 
     def _report(self, abandon: bool) -> WindowReport:
         share = self.share
@@ -339,7 +347,7 @@ class WindowEngine(Engine):
             skipped=skipped,
             progress=self.progress.after(plan.size, 0.0 if skipped else total_weight, skipped),
             applied_t=time.time(),
-            ranks=tuple(_record(r) for r in reports),
+            ranks=tuple(RankRecord.of(r) for r in reports),
         )
         return result, sync_s
 
@@ -375,13 +383,3 @@ class WindowEngine(Engine):
         with self.buffers.consensus() if self.options.on_commit else nullcontext():
             for callback in self.options.on_commit:
                 callback(result)
-
-
-def _record(report: WindowReport) -> RankRecord:
-    return RankRecord(
-        samples=report.samples,
-        weight=report.weight,
-        loss_sum=report.loss_sum,
-        micro_batches=report.micro_batches,
-        compute_s=report.compute_s,
-    )

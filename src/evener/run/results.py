@@ -1,6 +1,9 @@
 """What a window came to, and how far the team has got: plain values, the same on every rank."""
 
 from dataclasses import dataclass
+from typing import Self
+
+from evener.cadence.plan import WindowReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,17 @@ class RankRecord:
     compute_s: float
     wait_s: float = 0.0
     sync_s: float = 0.0
+
+    @classmethod
+    def of(cls, report: WindowReport) -> Self:
+        """What the rank reported itself."""
+        return cls(
+            samples=report.samples,
+            weight=report.weight,
+            loss_sum=report.loss_sum,
+            micro_batches=report.micro_batches,
+            compute_s=report.compute_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

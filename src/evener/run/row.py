@@ -1,6 +1,6 @@
 """What a rank says in the meeting that closes a window, as one row of numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from evener.cadence.plan import (
@@ -10,8 +10,9 @@ from evener.cadence.plan import (
     encode_report,
     plan_length,
 )
+from evener.errors import UsageError
 
-_NOTE_LENGTH = 4
+_NOTE_LENGTH = 5
 
 
 def payload_length(world_size: int) -> int:
@@ -28,12 +29,14 @@ class Note:
         buffers_changed: Whether a buffer of its model was written in this window.
         wait_s: How long it waited for others in the window before: known only after it.
         sync_s: How long that window's exchange took.
+        trainable: How many of its parameters are trainable: those that are averaged.
     """
 
     park: int | None = None
     buffers_changed: bool = False
     wait_s: float = 0.0
     sync_s: float = 0.0
+    trainable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +54,34 @@ def encode_row(
     """The row as numbers; a plan of no numbers says nothing about plans."""
     blank = [0.0] * (plan_length(world_size) - len(plan))
     park = 0.0 if note.park is None else note.park + 1.0
-    remarks = (park, float(note.buffers_changed), note.wait_s, note.sync_s)
+    remarks = (park, float(note.buffers_changed), note.wait_s, note.sync_s, float(note.trainable))
     return [*encode_report(report), *plan, *blank, *remarks]
 
 
 def decode_row(numbers: Sequence[float]) -> Row:
     """Undoes ``encode_row``."""
-    park, changed, wait_s, sync_s = numbers[-_NOTE_LENGTH:]
+    park, changed, wait_s, sync_s, trainable = numbers[-_NOTE_LENGTH:]
     note = Note(
         park=int(park) - 1 if park else None,
         buffers_changed=changed > 0,
         wait_s=wait_s,
         sync_s=sync_s,
+        trainable=int(trainable),
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
+
+
+def refuse_other_parameters(rows: Sequence[Row], absent: Collection[int]) -> None:
+    """Checks that every rank trains the same parameters, before they are averaged.
+
+    Raises:
+        UsageError: On every rank, when some have made parameters trainable and others have not.
+    """
+    counts = {rank: row.note.trainable for rank, row in enumerate(rows) if rank not in absent}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+        raise UsageError(
+            f"ranks train different numbers of parameter tensors ({said}): requires_grad_(True) "
+            "was called on some of them only. Call it on every rank, at the beginning of an epoch "
+            "or when ddp.window, which is the same everywhere, reaches a number"
+        )

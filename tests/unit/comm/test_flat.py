@@ -389,7 +389,7 @@ def test_closing_ends_the_moving(model: Net) -> None:
     assert not lies_in(model.scale.grad, flat.groups[0].grad)
 
 
-def test_freezing_afterwards_leaves_a_parameter_out_and_unfreezing_needs_notice(model: Net) -> None:
+def test_freezing_afterwards_leaves_a_parameter_out_and_thawing_takes_it_in(model: Net) -> None:
     flat = flatten(model)
     model.conv.requires_grad_(False)
     model(*batch(0)).backward()
@@ -401,8 +401,18 @@ def test_freezing_afterwards_leaves_a_parameter_out_and_unfreezing_needs_notice(
     flat.gather()
     assert flat.groups[0].touched.tolist() == [1, 1, 1, 0, 1]
     model.frozen.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"'frozen\.weight' was frozen .* freeze it afterwards"):
-        flat.gather()
+    model(*batch(0)).backward()
+    flat.gather()
+    assert flat.names[5:] == ("frozen.bias", "frozen.weight")
+    assert flat.index_of("frozen.weight") == 6
+    _, thawed = flat.groups
+    assert thawed.touched.tolist() == [1, 1]
+    assert lies_in(model.frozen.weight, thawed.data)
+    assert lies_in(model.frozen.weight.grad, thawed.grad)
+    assert thawed.grad_values.count_nonzero() > 4
+    flat.zero_()
+    model(*batch(0)).backward()
+    assert lies_in(model.frozen.weight.grad, thawed.grad)  # its hook has moved it
 
 
 # ── not finite ───────────────────────────────────────────────────────────────────────────────────

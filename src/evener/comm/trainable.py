@@ -1,0 +1,58 @@
+"""Which parameters of a model are trained, and whether flat buffers can hold them."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
+
+from evener.errors import ConfigError
+
+
+def choose_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    """The trainable parameters, each of them once.
+
+    Raises:
+        ConfigError: One has no values yet.
+    """
+    chosen: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad and id(parameter) not in chosen:
+            if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+                raise ConfigError(
+                    f"parameter {name!r} has no values yet (it is lazy, or on the meta device): "
+                    "materialise the model, for lazy modules with one batch, before Ddp.setup"
+                )
+            chosen[id(parameter)] = (name, parameter)
+    return list(chosen.values())
+
+
+def refuse_overlap(chosen: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuses parameters that are tied by shared memory: they would come apart without a word.
+
+    Raises:
+        ConfigError: Names two of them.
+    """
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in chosen
+        if p.numel() and is_dense(p)
+    )
+    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < stop:
+            raise ConfigError(
+                f"parameters {name!r} and {other!r} share memory without being one Parameter: tie "
+                "them by assigning the same Parameter object to both"
+            )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill ``numel`` places of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,289 @@
+"""Copying, saving and loading a model that a team trains: right, and no harm to the training.
+
+As in ``test_compatibility.py``: each script runs plainly and in a team, and must end alike. What it
+copies or saves in the middle is compared, too.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
+
+from evener import Ddp, DdpConfig, DistributedTrainConfig, UsageError
+from evener.comm.base import Communicator, SingleCommunicator
+from helpers.models import mlp, regression_data, transformer
+from helpers.scripts import Begin, assert_trains_alike, state_of
+from helpers.teams import run_team, setup
+
+DOUBLE = torch.float64
+POINTS = regression_data(46, dtype=DOUBLE)
+
+worlds = pytest.mark.parametrize("world_size", [1, 2], ids=["1 rank", "2 ranks 3:1"])
+
+
+def check(
+    world_size: int,
+    act: Callable[[nn.Sequential, int], dict[str, Tensor]],
+    *,
+    make: Callable[[], Any] = lambda: mlp(dtype=DOUBLE),
+) -> None:
+    """Trains an epoch, does ``act(model, rank)``, trains another; what act returns is compared."""
+
+    def script(begin: Begin) -> dict[str, Tensor]:
+        model = make()
+        loop = begin(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        steps, found = 0, {}
+        for x, y in loop.batches():
+            loop.backward(F.mse_loss(model(x), y))
+            if loop.step():
+                steps += 1
+                if steps == 3:
+                    found = act(model, loop.rank)
+        return state_of(model) | {f"found.{name}": t.clone() for name, t in found.items()}
+
+    result = assert_trains_alike(script, world_size, POINTS)
+    assert any(name.startswith("found.") for name in result)
+    assert not torch.equal(result["found.0.weight"], result["0.weight"]), "it trained no more"
+
+
+@worlds
+def test_deep_copies_train_apart(world_size: int) -> None:
+    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
+        twin = copy.deepcopy(model)
+        before = state_of(twin)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=1.0)
+        twin(POINTS[0]).square().mean().backward()
+        optimizer.step()
+        assert not torch.equal(before["0.weight"], state_of(twin)["0.weight"])
+        return before
+
+    check(world_size, act)
+
+
+@worlds
+def test_state_dicts_loaded_into_another_model_and_back(world_size: int) -> None:
+    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
+        other = mlp(seed=9, dtype=DOUBLE)
+        other.load_state_dict(model.state_dict())
+        saved = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(saved)
+        return state_of(other)
+
+    check(world_size, act)
+
+
+@worlds
+def test_loading_other_weights_in_the_middle(world_size: int) -> None:
+    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
+        trained = state_of(model)
+        model.load_state_dict(mlp(seed=9, dtype=DOUBLE).state_dict())
+        return trained
+
+    check(world_size, act)
+
+
+@worlds
+@pytest.mark.parametrize("how", ["torch.save", "pickle"])
+def test_whole_models_and_state_dicts_saved(world_size: int, how: str, tmp_path: Path) -> None:
+    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
+        if how == "pickle":
+            twin = pickle.loads(pickle.dumps(model))
+            assert twin[0].weight.requires_grad
+            return state_of(twin)
+        file = tmp_path / f"model-{rank}.pt"
+        torch.save(model.state_dict(), file)
+        assert file.stat().st_size < 8000  # of 2 kB of numbers: not a whole buffer for each
+        whole = io.BytesIO()
+        torch.save(model, whole)
+        whole.seek(0)
+        twin = torch.load(whole, weights_only=False)
+        state = torch.load(file, weights_only=True)
+        assert all(torch.equal(state[n], t) for n, t in state_of(twin).items())
+        return dict(state)
+
+    check(world_size, act)
+
+
+@worlds
+def test_safetensors(world_size: int, tmp_path: Path) -> None:
+    def act(model: nn.Sequential, rank: int) -> dict[str, Tensor]:
+        save_model(model, str(tmp_path / f"model-{rank}.safetensors"))
+        save_file(model.state_dict(), str(tmp_path / f"file-{rank}.safetensors"))
+        twin = mlp(seed=9, dtype=DOUBLE)
+        load_model(twin, str(tmp_path / f"model-{rank}.safetensors"))
+        # and into the model that trains
+        assert load_model(model, str(tmp_path / f"model-{rank}.safetensors")) == (set(), [])
+        state = load_file(str(tmp_path / f"file-{rank}.safetensors"))
+        assert all(torch.equal(state[n], t) for n, t in state_of(twin).items())
+        return state
+
+    check(world_size, act)
+
+
+def test_safetensors_of_tied_weights(tmp_path: Path) -> None:
+    model = transformer(vocab_size=12, seq_len=6, dim=8, num_layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with setup(SingleCommunicator(), model, optimizer):
+        save_model(model, str(tmp_path / "model.safetensors"))
+        twin = transformer(vocab_size=12, seq_len=6, dim=8, num_layers=1, seed=9)
+        load_model(twin, str(tmp_path / "model.safetensors"))
+        assert torch.equal(twin.head.weight, model.head.weight)
+        assert "head.weight" not in load_file(str(tmp_path / "model.safetensors")) or (
+            "words.weight" not in load_file(str(tmp_path / "model.safetensors"))
+        )
+
+
+@worlds
+def test_save_pretrained(world_size: int, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+
+    def make() -> Any:
+        model = transformers.LlamaForCausalLM(config).to(DOUBLE)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return model
+
+    def script(begin: Begin) -> dict[str, Tensor]:
+        model = make()
+        loop = begin(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        steps, found = 0, {}
+        for (tokens,) in loop.batches(1):
+            loop.backward(model(input_ids=tokens, labels=tokens).loss)
+            if loop.step():
+                steps += 1
+                if steps == 1:
+                    folder = tmp_path / f"{begin.__name__}-{loop.rank}"
+                    model.save_pretrained(folder)
+                    saved = load_file(folder / "model.safetensors")
+                    found = {f"found.{name}": tensor for name, tensor in saved.items()}
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return state_of(model) | found
+
+    # Llama computes its norms and positions in float32, whatever its weights are.
+    tokens = torch.randint(16, (12, 6), generator=torch.Generator().manual_seed(1))
+    assert_trains_alike(
+        script, world_size, (tokens,), batch_size=6, micro_batch_size=2, tolerance=1e-6
+    )
+    for folder in tmp_path.iterdir():  # here: loading changes torch's settings for all threads
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DOUBLE)
+        assert again.lm_head.weight is again.model.embed_tokens.weight
+        saved = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(again.lm_head.weight, saved)
+
+
+# ── under autocast, which wraps the forward ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "compile"])
+def test_models_of_bf16_teams_can_be_copied_and_compiled(how: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 8)
+    with Ddp.setup(
+        model,
+        optimizer,
+        devices="cpu",
+        precision="bf16",
+        communicator=SingleCommunicator(),
+        environment=DistributedTrainConfig(),
+        config=DdpConfig(quiet=True),
+    ):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = mlp()(x).float()
+        if how == "compile":
+            torch._dynamo.reset()
+            model.compile(backend="aot_eager")
+            twin: Any = model
+        else:
+            twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        out = twin(x)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    torch._dynamo.reset()
+    assert twin(x).dtype == torch.float32
+    assert (twin is not model) or "forward" not in vars(model)
+
+
+# ── what is not the team's ───────────────────────────────────────────────────────────────────────
+
+
+def test_gradients_from_before_the_set_up_are_dropped() -> None:
+    def script(begin: Begin) -> dict[str, Tensor]:
+        model = mlp(dtype=DOUBLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(POINTS[0]).sum().backward()  # to look at shapes, or to warm up
+        optimizer.zero_grad()
+        if begin.__name__ == "begin":
+            model(POINTS[0]).sum().backward()
+        loop = begin(model, optimizer)
+        for x, y in loop.batches(1):
+            loop.backward(F.mse_loss(model(x), y))
+            loop.step()
+        return state_of(model)
+
+    assert_trains_alike(script, 1, POINTS)
+
+
+def train(ddp: Ddp, loader: Any, model: nn.Module) -> None:
+    for x, y in loader.epoch(0):
+        ddp.backward(F.mse_loss(model(x), y))
+        ddp.step()
+
+
+@worlds
+def test_an_optimizer_may_not_get_parameters_that_nobody_averages(world_size: int) -> None:
+    def member(communicator: Communicator) -> str:
+        model = mlp(dtype=DOUBLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with setup(communicator, model, optimizer) as ddp:
+            loader = ddp.loader(torch.utils.data.TensorDataset(*POINTS), batch_size=16)
+            head = nn.Linear(4, 4).to(DOUBLE)
+            optimizer.add_param_group({"params": head.parameters()})
+            with pytest.raises(UsageError) as raised:
+                train(ddp, loader, nn.Sequential(model, head))
+            return str(raised.value)
+
+    for message in run_team(world_size, member):
+        assert "shape (4, 4)" in message
+        assert "before Ddp.setup" in message
+
+
+def test_thawing_on_one_rank_alone_is_refused_on_all() -> None:
+    def member(communicator: Communicator) -> str:
+        model = mlp(dtype=DOUBLE)
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with setup(communicator, model, optimizer, shares=(3, 1)) as ddp:
+            loader = ddp.loader(torch.utils.data.TensorDataset(*POINTS), batch_size=16)
+            if ddp.rank == 1:
+                model[0].requires_grad_(True)
+            with pytest.raises(UsageError) as raised:
+                train(ddp, loader, model)
+            return str(raised.value)
+
+    for message in run_team(2, member):
+        assert "2 on rank 0, 4 on rank 1" in message
+        assert "on every rank" in message
