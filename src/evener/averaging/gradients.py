@@ -19,10 +19,16 @@ class GradientAverager:
     that is expected of the whole window, the same on every rank, so that sums neither overflow in
     half precision nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in
     the same pass as clipping, gives the gradient of the mean loss. No other scaling exists.
+
+    Args:
+        flat: The ranks' buffers.
+        comm: The ranks.
+        part: The part of ``flat`` that is averaged; all of it by default.
     """
 
-    def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
+    def __init__(self, flat: FlatBuffers, comm: Communicator, part: int | None = None) -> None:
         self._flat = flat
+        self._part = part
         self.comm = comm
         self._own_norm: float | None = None
 
@@ -32,10 +38,10 @@ class GradientAverager:
         Returns:
             Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
         """
-        had_any = self._flat.gather()
+        had_any = self._flat.gather(self._part)
         # One pass tells both: with one rank this norm is the one that average returns.
         self._own_norm = self._norm() if had_any else 0.0
-        return None if math.isfinite(self._own_norm) else self._flat.first_non_finite()
+        return None if math.isfinite(self._own_norm) else self._flat.first_non_finite(self._part)
 
     def average(
         self, scale: float, total_weight: float, *, what: str, max_norm: float | None = None
@@ -56,7 +62,7 @@ class GradientAverager:
         """
         factor = correction(scale, total_weight)
         if self.comm.world_size > 1:
-            for group in self._flat.groups:
+            for group in self._flat.groups_of(self._part):
                 self.comm.all_reduce(group.grad, what=f"gradients of {what}")
             self._own_norm = None
         norm = factor * (self._norm() if self._own_norm is None else self._own_norm)
@@ -70,7 +76,9 @@ class GradientAverager:
     @torch.no_grad()
     def _norm(self) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
-        tensors = [t for group in self._flat.groups for t in self._flat.gradients(group)]
+        tensors = [
+            t for group in self._flat.groups_of(self._part) for t in self._flat.gradients(group)
+        ]
         norm = _norm(tensors, None)
         return norm if math.isfinite(norm) else _norm(tensors, torch.float64)
 
@@ -78,7 +86,7 @@ class GradientAverager:
     def _multiply(self, factor: float) -> None:
         if factor == 1.0:
             return
-        for group in self._flat.groups:
+        for group in self._flat.groups_of(self._part):
             if tensors := self._flat.gradients(group):
                 torch._foreach_mul_(tensors, factor)
 
@@ -89,7 +97,7 @@ class GradientAverager:
         Unlike devices round an update differently, so that replicas would drift apart. Each rank
         owns an equal part of every buffer and the others copy it.
         """
-        for group in self._flat.groups:
+        for group in self._flat.groups_of(self._part):
             if group.data.numel() % self.comm.world_size == 0:
                 self.comm.all_gather_parts(group.data, what=what)
             else:  # ranks are parked, and the buffer was padded for the whole team

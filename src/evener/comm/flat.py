@@ -5,62 +5,17 @@ one collective moves a whole group and nothing is concatenated per step.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
-from evener.comm.trainable import choose_trainable, is_dense, refuse_overlap
+from evener.comm.layout import FlatGroup, build_group, move_parameter, view_like
+from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
-
-ALIGNMENT_BYTES = 64
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatGroup:
-    """The trainable parameters of one device and dtype.
-
-    Both buffers have one layout: view ``i`` starts at element ``offsets[i]``, a multiple of 64
-    bytes; what lies between views is padding and stays zero.
-
-    Attributes:
-        parameters: In the order of the buffers: last parameter of the model first.
-        names: Their names.
-        first_index: Number of the first of them among all of ``FlatBuffers.parameters``.
-        offsets: Start of each view, in elements.
-        shapes: Shape of each parameter.
-        data: ``(N,)``; the parameters. ``N`` is a multiple of ``world_size``.
-        grad: ``(N + T,)``; what ranks exchange: the gradients, then the ``touched`` flags, then
-            padding to a multiple of ``world_size``. Empty with one rank, which exchanges nothing.
-        grad_values: ``(N,)``; the front of ``grad``: the gradients alone.
-        touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient; after
-            an all_reduce, on how many ranks.
-    """
-
-    parameters: tuple[Parameter, ...]
-    names: tuple[str, ...]
-    first_index: int
-    offsets: tuple[int, ...]
-    shapes: tuple[torch.Size, ...]
-    data: Tensor
-    grad: Tensor
-    grad_values: Tensor
-    touched: Tensor
-
-    @property
-    def indices(self) -> range:
-        """Flat numbers of the parameters."""
-        return range(self.first_index, self.first_index + len(self.parameters))
-
-    def spans(self) -> list[tuple[int, int]]:
-        """First and last-plus-one element of each view."""
-        return [(o, o + p.numel()) for o, p in zip(self.offsets, self.parameters, strict=True)]
 
 
 @final
@@ -88,13 +43,21 @@ class FlatBuffers:
         names: Their names.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, Parameter]], world_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        world_size: int,
+        *,
+        parts: Mapping[int, int] | None = None,
+    ) -> None:
         """Move the trainable ones of ``parameters`` into flat buffers.
 
         Args:
             parameters: ``(name, parameter)`` in the model's order, as from ``named_parameters()``;
                 frozen ones are left alone for now, one that occurs twice (tied) is taken once.
             world_size: Buffers are padded so that as many ranks can share them in equal parts.
+            parts: By ``id`` of a parameter, the part that it belongs to: parts lie in groups of
+                their own and can be exchanged one by one. All belong to part 0 by default.
 
         Raises:
             ConfigError: A parameter has no shape yet, or two of them overlap in memory.
@@ -102,6 +65,7 @@ class FlatBuffers:
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
+        self._parts = dict(parts or {})
         self.groups: tuple[FlatGroup, ...] = ()
         self.parameters: tuple[Parameter, ...] = ()
         self.names: tuple[str, ...] = ()
@@ -124,11 +88,35 @@ class FlatBuffers:
         """Flat number of the parameter ``name``; ``KeyError`` where it is not trainable."""
         return self._index[name]
 
-    def zero_(self) -> None:
-        """Drop all gradients: ``.grad`` is ``None``, as after ``zero_grad()``."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._held[:] = [None] * len(self._held)
+    def groups_of(self, part: int | None) -> tuple[FlatGroup, ...]:
+        """The groups of a part; all for ``None``."""
+        return self.groups if part is None else tuple(g for g in self.groups if g.part == part)
+
+    def zero_(self, part: int | None = None) -> None:
+        """Drop the gradients (of a part): ``.grad`` is ``None``, as after ``zero_grad()``."""
+        for group in self.groups_of(part):
+            for i in group.indices:
+                self._held[i] = self.parameters[i].grad = None
+
+    def stamps(self) -> list[int]:
+        """A number for each parameter that changes when its accumulated gradient is written."""
+        return [-1 if held is None else held._version for held in self._held]
+
+    def find_write(self, stamps: Sequence[int]) -> int | None:
+        """Flat number of a parameter whose ``.grad`` was written or assigned since ``stamps``.
+
+        A ``.grad`` that was dropped does not count: ``attach_grads`` puts it back.
+
+        Args:
+            stamps: As ``stamps()`` gave them; empty for those after ``zero_()``.
+        """
+        for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
+            if parameter.grad is not None and parameter.grad is not held:
+                return i
+            before = stamps[i] if i < len(stamps) else -1
+            if (-1 if held is None else held._version) != before:
+                return i
+        return None
 
     def attach_grads(self) -> int:
         """Undo what the user did to ``.grad`` since the last backward of this window.
@@ -168,10 +156,13 @@ class FlatBuffers:
             if parameter.data_ptr() != self._data_ptrs[i]:
                 self._restore_data(i)
 
-    def gather(self) -> bool:
+    def gather(self, part: int | None = None) -> bool:
         """Put this rank's gradients and flags into the buffers, ready to be exchanged.
 
         To be called after the last backward of a window, also on a rank that had none.
+
+        Args:
+            part: Only what belongs to this part.
 
         Returns:
             Whether this rank had any gradient.
@@ -181,7 +172,8 @@ class FlatBuffers:
         """
         self.attach_data()
         self.attach_grads()
-        for group in self.groups if self._views else ():
+        groups = self.groups_of(part)
+        for group in groups if self._views else ():
             touched = [self._held[i] is not None for i in group.indices]
             if not any(touched):
                 group.grad.zero_()
@@ -190,14 +182,14 @@ class FlatBuffers:
                 if self._held[i] is None:
                     self._views[i].zero_()
             group.touched.copy_(torch.tensor(touched))
-        return any(held is not None for held in self._held)
+        return any(self._held[i] is not None for group in groups for i in group.indices)
 
-    def mask_untouched(self) -> None:
+    def mask_untouched(self, part: int | None = None) -> None:
         """Show optimizers the gradients that some rank had, and ``.grad = None`` where none had.
 
         To be called after the exchange and before ``optimizer.step()``.
         """
-        for group in self.groups if self._views else ():
+        for group in self.groups_of(part) if self._views else ():
             for i, count in zip(group.indices, group.touched.tolist(), strict=True):
                 self._held[i] = self.parameters[i].grad = self._views[i] if count else None
 
@@ -207,9 +199,10 @@ class FlatBuffers:
             return [group.grad_values]
         return [held for i in group.indices if (held := self._held[i]) is not None]
 
-    def first_non_finite(self) -> int | None:
+    def first_non_finite(self, part: int | None = None) -> int | None:
         """Flat number of the first parameter whose gradient holds an inf or a NaN, if any."""
-        for i, held in enumerate(self._held):
+        for i in (i for group in self.groups_of(part) for i in group.indices):
+            held = self._held[i]
             if held is not None and not bool(torch.isfinite(held).all()):
                 return i
         return None
@@ -234,11 +227,12 @@ class FlatBuffers:
     def _add(self, chosen: Sequence[tuple[str, Parameter]]) -> None:
         """Gives parameters a place, in groups of their own after those that are there."""
         refuse_overlap(chosen)
-        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
+        by_kind: dict[tuple[int, torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
         for name, parameter in reversed(chosen):
-            by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
-        for members in by_kind.values():
-            group = _build(members, len(self.parameters), self._world_size)
+            kind = (self._parts.get(id(parameter), 0), parameter.device, parameter.dtype)
+            by_kind.setdefault(kind, []).append((name, parameter))
+        for (part, *_), members in by_kind.items():
+            group = build_group(members, part, len(self.parameters), self._world_size)
             self.groups += (group,)
             self.parameters += group.parameters
             self.names += group.names
@@ -288,7 +282,7 @@ class FlatBuffers:
                 f"parameter {name!r} had shape {tuple(before)} when the team was set up and has "
                 f"{tuple(now.shape)} now: change the model before Ddp.setup"
             )
-        _move(parameter, buffer, group.offsets[i - group.first_index])
+        move_parameter(parameter, buffer, group.offsets[i - group.first_index])
         if self._views:  # their strides follow the parameter's
             grad, self._views[i] = parameter.grad, self._view(i)
             if grad is not None:
@@ -296,50 +290,7 @@ class FlatBuffers:
 
     def _view(self, i: int) -> Tensor:
         group = self._group_of[i]
-        return _view(group.grad, group.offsets[i - group.first_index], self.parameters[i])
-
-
-def _build(members: Sequence[tuple[str, Parameter]], first: int, world_size: int) -> FlatGroup:
-    names, parameters = zip(*members, strict=True)
-    unit = ALIGNMENT_BYTES // parameters[0].element_size()
-    offsets, end = [], 0
-    for parameter in parameters:
-        offsets.append(end)
-        end = _round_up(end + parameter.numel(), unit)
-    size = _round_up(end, world_size)
-    total = _round_up(size + len(parameters), world_size)
-    kind = {"dtype": parameters[0].dtype, "device": parameters[0].device}
-    data = torch.zeros(size, **kind)
-    grad = torch.zeros(total if world_size > 1 else 0, **kind)
-    for offset, parameter in zip(offsets, parameters, strict=True):
-        _move(parameter, data, offset)
-    return FlatGroup(
-        parameters=parameters,
-        names=names,
-        first_index=first,
-        offsets=tuple(offsets),
-        shapes=tuple(p.shape for p in parameters),
-        data=data,
-        grad=grad,
-        grad_values=grad[:size],
-        touched=grad[size : size + len(parameters)],
-    )
-
-
-def _move(parameter: Parameter, buffer: Tensor, offset: int) -> None:
-    """Copy a parameter into the buffer, and let it live there."""
-    # Through DLPack it gets a storage object of its own over its part of the buffer. With that of
-    # the whole buffer, safetensors.save_model refuses it and torch.save writes all of the buffer.
-    part = from_dlpack(buffer[offset : offset + parameter.numel()])
-    view = _view(part, 0, parameter)
-    view.copy_(parameter.data)
-    parameter.data = view
-
-
-def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    if is_dense(like):
-        return buffer.as_strided(like.shape, like.stride(), offset)
-    return buffer[offset : offset + like.numel()].view(like.shape)
+        return view_like(group.grad, group.offsets[i - group.first_index], self.parameters[i])
 
 
 def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:
@@ -364,7 +315,3 @@ def _move_grad(grad: Tensor, view: Tensor) -> Tensor:
         aliased = grad.data_ptr() == view.data_ptr()  # the view with other strides
         view.copy_(grad.detach().clone() if aliased else grad.detach())
     return view
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

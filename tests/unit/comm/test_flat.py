@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evener.comm.flat import ALIGNMENT_BYTES, FlatBuffers
+from evener.comm.flat import FlatBuffers
+from evener.comm.layout import ALIGNMENT_BYTES
 from evener.errors import ConfigError, UsageError
 
 
