@@ -1,5 +1,6 @@
 """The connection that all ``Replicas`` of a process share."""
 
+import atexit
 from typing import ClassVar, Self, final
 
 import torch
@@ -68,6 +69,8 @@ class Line:
             line = cls(join(environment, chosen, timeout_s), reason, backend)
         line._environment = environment
         cls._lines.setdefault(environment, []).append(line)
+        # Many scripts never close. Process groups that live on when the interpreter ends abort it.
+        atexit.register(line.release)
         return line
 
     def release(self) -> None:
@@ -78,6 +81,7 @@ class Line:
         if self._environment is None:
             self.comm.close()
             return
+        atexit.unregister(self.release)
         users = self._lines[self._environment]
         users.remove(self)
         if not users:
