@@ -18,7 +18,7 @@ from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import CheckpointError, ConfigError
 from evener.run.child import apply_threads
-from evener.run.emulate import Slowdown, compute_clock
+from evener.run.emulate import Slowdown, compute_clock, patient_sleep
 from evener.run.engine import WindowEngine
 from evener.run.environment import DistributedTrainConfig
 from evener.run.models import (
@@ -162,6 +162,7 @@ def _engine(
             team.comm, model, flat, optimizers, schedule, counters, receives=receives
         )
 
+    stop_requested = config.stop_when or _never
     alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
     return WindowEngine(
         team=team,
@@ -177,8 +178,9 @@ def _engine(
             slowdown=Slowdown(
                 config.emulate_slow.get(team.rank, 1.0),
                 clock=compute_clock(members[team.rank].device),
+                sleep=patient_sleep(stop_requested),
             ),
-            stop_requested=config.stop_when or _never,
+            stop_requested=stop_requested,
             before_update=schedule.before_update,
             after_update=schedule.after_update,
             transfer_state=bring_up_to_date,

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 
 from evener.errors import ConfigError
 
+#: Longest time that a rank which is emulated slower does not look whether it was told to stop.
+SLICE_S = 0.1
+
 
 def parse_emulation(specs: Sequence[str], world_size: int) -> dict[int, float]:
     """Reads ``--emulate-slow RANK:FACTOR`` options.
@@ -61,6 +64,21 @@ def _parse_one(spec: str) -> tuple[int, float]:
 def compute_clock(device: str) -> Callable[[], float]:
     """The clock that measures compute on a torch device, such as ``cpu`` or ``cuda:0``."""
     return time.thread_time if device.startswith("cpu") else time.perf_counter
+
+
+def patient_sleep(stop_requested: Callable[[], bool]) -> Callable[[float], None]:
+    """A sleep that ends within ``SLICE_S`` of a request to stop, however long it was to be.
+
+    Args:
+        stop_requested: Whether this rank was told to stop; a signal's handler may make it true.
+    """
+
+    def sleep(seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0 and not stop_requested():
+            time.sleep(min(left_s, SLICE_S))
+
+    return sleep
 
 
 class Slowdown:

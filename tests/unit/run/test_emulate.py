@@ -3,7 +3,8 @@ import time
 import pytest
 
 from evener.errors import ConfigError
-from evener.run.emulate import Slowdown, compute_clock, parse_emulation
+from evener.run import emulate
+from evener.run.emulate import Slowdown, compute_clock, parse_emulation, patient_sleep
 
 
 def test_factors_per_rank():
@@ -69,3 +70,16 @@ def test_factor_1_never_sleeps():
 def test_impossible_factors_are_refused(factor):
     with pytest.raises(ConfigError, match="slow-down factor"):
         Slowdown(factor)
+
+
+def test_a_long_sleep_ends_when_a_stop_is_requested(monkeypatch):
+    slept = []
+    monkeypatch.setattr(emulate.time, "sleep", slept.append)
+    patient_sleep(lambda: len(slept) == 3)(1e6)
+    assert slept == [emulate.SLICE_S] * 3
+
+
+def test_without_a_stop_it_sleeps_as_long_as_asked():
+    started_s = time.monotonic()
+    patient_sleep(lambda: False)(0.15)
+    assert time.monotonic() - started_s >= 0.15
