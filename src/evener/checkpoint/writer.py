@@ -77,8 +77,9 @@ class CheckpointWriter:
     """Writes snapshots one after another in the background; one per folder and team.
 
     A write that fails leaves the previous checkpoint in use and never raises into training: ask
-    ``poll_error``. The thread lives only while there is something to write and is no daemon, so a
-    write that has begun ends even if the interpreter exits without ``close``.
+    ``poll_error``. A folder that has gone is made anew, with a warning there. The thread lives only
+    while there is something to write and is no daemon, so a write that has begun ends even if the
+    interpreter exits without ``close``.
     """
 
     def __init__(
@@ -230,7 +231,9 @@ class CheckpointWriter:
     def _try_write(self, job: _Job) -> CheckpointError | None:
         step = job.snapshot.step
         start_s = time.perf_counter()
+        was_lost = not self._folder.exists()
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             manifest = self._write(job)
         except Exception as error:  # whatever it was, training goes on
             return self._failure(step, error)
@@ -240,6 +243,11 @@ class CheckpointWriter:
             self._last_path = path
             self._written.append(
                 WrittenCheckpoint(step, path, num_bytes, time.perf_counter() - start_s)
+            )
+        if was_lost:
+            return CheckpointError(
+                f"{self._folder} had gone, and earlier checkpoints with it: made it anew for "
+                f"step-{step}; find out what removes it, or choose another folder"
             )
         try:
             self._reach("retention")

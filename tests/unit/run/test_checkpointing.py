@@ -1,5 +1,7 @@
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,12 @@ def checkpointer_of(
         on_written=(written if written is not None else []).append,
         on_failure=on_failure or pytest.fail,
     )
+
+
+def block(folder: Path) -> None:
+    """Nothing can be written to it any more, nor can it be made anew."""
+    shutil.rmtree(folder)
+    folder.touch()
 
 
 def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
@@ -82,11 +90,12 @@ def test_training_goes_on_after_a_write_that_failed(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     with team_of(SingleCommunicator()) as ddp:
         checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
-        shutil.rmtree(folder)
+        block(folder)
         checkpointer.save(CURSOR)
         with pytest.raises(CheckpointError, match="step-0 could not be written"):
             checkpointer.finish()
         assert len(failures) == 1
+        folder.unlink()
         folder.mkdir()
         checkpointer.save(CURSOR)  # the same step, once more
         assert checkpointer.finish() == folder / "step-0"
@@ -101,7 +110,7 @@ def test_a_failed_write_at_the_end_is_an_error_on_every_rank(tmp_path: Path) -> 
         with team_of(comm) as ddp:
             checkpointer = checkpointer_of(ddp, tmp_path / "c", on_failure=failures.append)
             if comm.rank == 0:
-                shutil.rmtree(tmp_path / "c")
+                block(tmp_path / "c")
             checkpointer.save(CURSOR)
             while comm.rank == 0 and not failures:
                 checkpointer.report()
@@ -130,3 +139,53 @@ def test_what_only_could_not_be_tidied_is_a_warning(
         checkpointer.close()
     assert len(failures) == 1
     assert "older checkpoints" in failures[0]
+
+
+def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path) -> None:
+    failures: list[str] = []
+    folder = tmp_path / "run" / "checkpoints"
+    with team_of(SingleCommunicator()) as ddp:
+        checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
+        shutil.rmtree(tmp_path / "run")
+        checkpointer.save(CURSOR)
+        assert checkpointer.finish() == folder / "step-0"
+        checkpointer.close()
+    assert find_newest(folder) is not None
+    (failure,) = failures
+    assert f"{folder} had gone, and earlier checkpoints with it: made it anew for step-0" in failure
+
+
+@contextmanager
+def files_at_most(num_bytes: int) -> Iterator[None]:
+    """Larger files cannot be written by this process, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_in_use(tmp_path: Path) -> None:
+    failures: list[str] = []
+    model = nn.Linear(200, 200)
+    ddp = setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with ddp:
+        checkpointer = checkpointer_of(ddp, tmp_path, on_failure=failures.append)
+        checkpointer.save(CURSOR)
+        checkpointer.finish()
+        with files_at_most(50_000):
+            ddp.assembly.engine.progress = Progress(window=1)
+            checkpointer.save(CURSOR)
+            with pytest.raises(CheckpointError, match="step-1 could not be written"):
+                checkpointer.finish()
+        (failure,) = failures
+        assert "step-0 stays in use and training goes on; free disk space" in failure
+        assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+        newest = find_newest(tmp_path)
+        assert newest is not None
+        assert newest.step == 0
+        checkpointer.save(CURSOR)  # there is room again
+        assert checkpointer.finish() == tmp_path / "step-1"
+        checkpointer.close()
+    assert len(failures) == 1
