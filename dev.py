@@ -58,7 +58,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
-EXTRAS = "hf,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,tensorboard,dashboard,dev"
 
 # These start processes that want the cores for themselves; the other tests run side by side.
 SERIAL_TESTS = ("conformance", "processes", "numerics", "recipes")
