@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from evener.run.replicas import Replicas as Replicas
     from evener.run.results import WindowResult as WindowResult
     from evener.run.settings import DdpConfig as DdpConfig
+    from evener.tasks.pretraining import PretrainResult as PretrainResult
+    from evener.tasks.pretraining import pretrain as pretrain
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
@@ -57,12 +59,14 @@ _MODULE_OF: Final = {
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
+    "PretrainResult": "evener.tasks.pretraining",
     "ProtocolError": "evener.errors",
     "Replicas": "evener.run.replicas",
     "Sink": "evener.observe.events",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
     "WindowResult": "evener.run.results",
+    "pretrain": "evener.tasks.pretraining",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

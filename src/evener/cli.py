@@ -89,6 +89,12 @@ def pretrain(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
     ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT", help="Resume although it differs: data, precision; may be repeated."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")
     ] = None,
@@ -110,6 +116,7 @@ def pretrain(
         emulate_slow=tuple(emulate_slow or ()),
         overrides=tuple(overrides or ()),
         resume=resume,
+        allow=tuple(allow or ()),  # type: ignore[arg-type]
         out=out,
         name=name,
         port=port,
@@ -147,7 +154,7 @@ def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
     # On its way out Python would look through all of torch for garbage: up to three seconds, of the
     # five that a rank has when it is told to stop.
     atexit.register(gc.freeze)
-    from evener.tasks.causal_lm import run_pretraining
+    from evener.tasks.pretraining import run_pretraining
 
     return run_pretraining(_with_demo_team(options, place.world_size))
 

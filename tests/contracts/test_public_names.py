@@ -30,6 +30,7 @@ PUBLIC = {
     "LaunchError",
     "NonFiniteGradientError",
     "PeerLostError",
+    "PretrainResult",
     "ProtocolError",
     "Replicas",
     "Sink",
@@ -37,6 +38,7 @@ PUBLIC = {
     "UserError",
     "WindowResult",
     "__version__",
+    "pretrain",
 }
 
 

@@ -1,6 +1,7 @@
 """What a configuration can ask for: precision, models, tokenizers, TensorBoard, an early end."""
 
 import json
+import shutil
 
 import pytest
 
@@ -93,13 +94,50 @@ def load_tokenizer(rank: Rank, checkpoint: str) -> tuple[int, list[int], str]:
 
 
 def test_a_tokenizer_folder_is_used_and_saved_with_the_model(lab):
-    size = in_a_rank(train_tokenizer, lab.folder / "corpus", lab.folder / "bpe")
-    _, run = start(lab, "bpe", "data.tokenizer=bpe", "data.seq_len=16", "max_steps=4", nproc=2)
+    size = in_a_rank(train_tokenizer, lab.folder / "corpus", lab.folder / "words")
+    _, run = start(lab, "words", "data.tokenizer=words", "data.seq_len=16", "max_steps=4", nproc=2)
     rows, ids, text = in_a_rank(load_tokenizer, run.checkpoints[-1])
     assert rows == size != 257
     assert text == "alpha beta"
     assert 2 <= len(ids) < len("alpha beta")
     assert run.of_type("run_started")[0]["num_samples"] < NUM_SAMPLES
+
+
+def test_a_tokenizer_is_trained_on_the_corpus_saved_with_the_model_and_used_on_resume(lab):
+    settings = ["data.tokenizer=bpe", "data.vocab_size=300", "data.seq_len=16", "eval.every=0"]
+    finished, run = start(lab, "trained", *settings, "max_steps=4", nproc=2)
+    assert "note: trained a tokenizer of " in finished.said
+    rows, ids, text = in_a_rank(load_tokenizer, run.checkpoints[-1])
+    assert rows == 300
+    assert text == "alpha beta"
+    assert 2 <= len(ids) < len("alpha beta")
+    # Neither the cache nor the text that it was trained on is needed to go on with it.
+    shutil.rmtree(lab.folder / "runs" / ".cache")
+    again = [part for setting in settings for part in ("--set", setting)]
+    resume = lab.run("run.yaml", "--name", "trained", *again, "--resume", "--set", "max_steps=6")
+    assert "trained a tokenizer" not in resume.said
+    assert [event["window"] for event in run.of_type("window")] == list(range(6))
+
+
+def test_json_lines_with_broken_ones_left_out(lab):
+    lines = [
+        json.dumps({"body": path.read_text()}) for path in sorted((lab.folder / "corpus").iterdir())
+    ]
+    lines[3:3] = ["{", json.dumps({"title": "no body"})]
+    (lab.folder / "web.jsonl").write_text("\n".join(lines) + "\n")
+    data = "data={path: web.jsonl, text_key: body, seq_len: 32, heldout_fraction: 0.2%s}"
+    arguments = ["run.yaml", "--name", "lines", "--set", "max_steps=3", "--set"]
+    refused = lab.run(*arguments, data % "", nproc=2, expected=None)
+    assert refused.codes[0] == 1
+    assert "web.jsonl:4: not JSON: " in refused.said.splitlines()[-1]
+    assert refused.said.splitlines()[-1].endswith("with data.on_error: skip")
+    assert not (lab.folder / "runs" / "lines").exists()  # nothing began, so it is given back
+    finished = lab.run(*arguments, data % ", on_error: skip", nproc=2)
+    run = lab.path_of("lines")
+    assert run.of_type("run_started")[0]["skipped_records"] == 2
+    assert run.summary["skipped_records"] == 2
+    assert run.summary["first_skipped_record"].startswith("web.jsonl:4: not JSON")
+    assert "left out 2 lines or rows of the data that hold no text; the first is " in finished.said
 
 
 def test_tensorboard_files(lab):

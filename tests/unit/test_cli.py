@@ -44,9 +44,9 @@ def launched(monkeypatch):
 def trained(monkeypatch):
     """Options that reached the task; no task runs."""
     calls = []
-    task = ModuleType("evener.tasks.causal_lm")
+    task = ModuleType("evener.tasks.pretraining")
     task.run_pretraining = lambda options: calls.append(options) or 0
-    monkeypatch.setitem(sys.modules, "evener.tasks.causal_lm", task)
+    monkeypatch.setitem(sys.modules, "evener.tasks.pretraining", task)
     monkeypatch.setattr(cli, "apply_threads", lambda place: 1)
     return calls
 

@@ -1,13 +1,9 @@
 """Text tokenised once into a memory-mapped file, and split by document."""
 
-import json
-import os
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,34 +11,24 @@ from numpy.typing import NDArray
 from evener.data.corpus_cache import (
     FORMAT,
     Build,
-    Note,
-    Progress,
     TextTokenizer,
+    corpus_folder,
     digest,
+    mark_used,
     read_manifest,
 )
 from evener.data.cursor import derive_seed
-from evener.data.packing import PackedDocuments
-from evener.data.sources import (
-    DEFAULT_SUFFIXES,
-    SourceFile,
-    content_hash,
-    find_files,
-    stdlib_sources,
+from evener.data.documents import (
+    DocumentSource,
+    Note,
+    OnError,
+    Progress,
+    Rejects,
+    ignore,
+    rejected,
 )
+from evener.data.packing import PackedDocuments
 from evener.errors import ConfigError, DataError
-
-__all__ = [
-    "DEFAULT_SUFFIXES",
-    "Corpus",
-    "CorpusSplits",
-    "TextTokenizer",
-    "prepare_corpus",
-    "stdlib_sources",
-]
-
-_SETTLED_S: Final = 2.0
-"""A file modified less than this before it was hashed may change again with the same time."""
 
 
 class CorpusSplits(NamedTuple):
@@ -62,6 +48,8 @@ class Corpus:
         num_documents: Documents of both sides.
         num_bytes: Size of their text.
         num_tokens: Tokens, one end-of-text per document included.
+        num_rejected: Records that held no text and were left out.
+        first_rejected: Where the first of them is, and what is wrong with it.
         dtype: Of the token file, ``"<u2"`` or ``"<u4"``.
         eos_id: End-of-text token.
         heldout_fraction: Chance of a document to be held out.
@@ -73,6 +61,8 @@ class Corpus:
     num_documents: int
     num_bytes: int
     num_tokens: int
+    num_rejected: int
+    first_rejected: str
     dtype: str
     eos_id: int
     heldout_fraction: float
@@ -113,78 +103,88 @@ class Corpus:
 
 
 def prepare_corpus(
-    sources: Sequence[Path],
+    source: DocumentSource,
     tokenizer: TextTokenizer,
     cache_dir: Path,
     *,
-    suffixes: Sequence[str] | None = None,
-    exclude: Sequence[str] = (),
     heldout_fraction: float = 0.05,
     seed: int = 0,
-    progress: Progress | None = None,
-    on_note: Note | None = None,
+    on_error: OnError = "stop",
+    progress: Progress = ignore,
+    on_note: Note = ignore,
 ) -> Corpus:
-    """Tokenises text files once, or finds that it has been done.
-
-    One file is one document; a file that stands alone or is larger than 4 MiB is cut into
-    documents at paragraph boundaries. ``find_files`` says which files are taken. Files that hold
-    nothing but white space, and files whose content was met before, give no document. Text is
-    UTF-8; a binary file is skipped if every file was asked for (suffix ``""``) and else an error.
+    """Tokenises a source once, or finds that it has been done.
 
     Several processes may call this at once with one ``cache_dir``, for different text or the same.
-    Memory holds one document at a time. Old corpora stay in the cache until they are removed.
+    Memory holds one document at a time. A corpus that nobody has used for 30 days is removed from
+    the cache when another one is made there.
 
     Args:
-        sources: Files and folders.
+        source: Gives the documents.
         tokenizer: Turns text into ids.
         cache_dir: Folder for the result; made if missing.
-        suffixes: File endings to take from folders; None is ``DEFAULT_SUFFIXES``.
-        exclude: Globs of what to leave out, see ``find_files``.
         heldout_fraction: Chance of a document to be held out, between 0 and 1.
         seed: Chooses which documents are held out.
-        progress: Told (bytes done, bytes in all), from 0 again for each of two passes: hashing
-            what is new, then tokenising.
+        on_error: What a record without a text is: ``"stop"`` an error, ``"skip"`` counted.
+        progress: Told of the tokenising.
         on_note: Told, in a sentence, of what was skipped and of a damaged cache that is rebuilt.
 
     Raises:
-        DataError: A source is missing, unreadable or not text; nothing matches or all is empty;
-            there is one document only; or the cache cannot be written.
+        DataError: The source cannot be read, or holds no text or one document only; the cache
+            cannot be written.
         ConfigError: ``heldout_fraction`` is out of range.
     """
     if not 0 < heldout_fraction < 1:
         raise ConfigError(f"heldout_fraction={heldout_fraction}: must be between 0 and 1")
-    files = find_files(sources, suffixes, exclude)
-    hashes = _hash_files(files, cache_dir, progress or _ignore)
     identity = [FORMAT, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.vocab_size]
-    rows = [[file.label, file.size, hashed] for file, hashed in zip(files, hashes, strict=True)]
-    signature = digest([*identity, rows])
-    folder = cache_dir / f"corpus-{signature}"
-    note = on_note or _ignore
-    manifest = read_manifest(folder, note)
+    signature = digest([*identity, source.identity])
+    folder = corpus_folder(cache_dir, signature)
+    manifest = read_manifest(folder, on_note)
     if manifest is None:
-        skip_binary = suffixes is not None and "" in suffixes
-        build = Build(cache_dir, tokenizer, note, progress or _ignore, skip_binary=skip_binary)
-        manifest = build.run(files, hashes, folder)
+        build = Build(cache_dir, tokenizer, on_note, progress)
+        manifest = build.run(source, Rejects(on_error), folder)
+    if manifest["num_rejected"] and on_error == "stop":
+        raise rejected(manifest["first_rejected"])
     if manifest["num_documents"] < 2:
         raise DataError(
-            f"{files[0].path} makes one document only, so that none can be held out: give more "
+            f"{source.name} makes one document only, so that none can be held out: give more "
             f"text, or several files"
         )
+    return _corpus(folder, signature, manifest, heldout_fraction, seed)
+
+
+def open_corpus(
+    cache_dir: Path, signature: str, *, heldout_fraction: float, seed: int
+) -> Corpus | None:
+    """Opens a corpus that another process has just prepared.
+
+    Returns:
+        ``None`` when it is not in this cache, or damaged.
+    """
+    folder = corpus_folder(cache_dir, signature)
+    manifest = read_manifest(folder, ignore)
+    if manifest is None:
+        return None
+    return _corpus(folder, signature, manifest, heldout_fraction, seed)
+
+
+def _corpus(
+    folder: Path, signature: str, manifest: Mapping[str, Any], heldout_fraction: float, seed: int
+) -> Corpus:
+    mark_used(folder)
     return Corpus(
         folder=folder,
         signature=signature,
         num_documents=manifest["num_documents"],
         num_bytes=manifest["num_bytes"],
         num_tokens=manifest["num_tokens"],
+        num_rejected=manifest["num_rejected"],
+        first_rejected=manifest["first_rejected"],
         dtype=manifest["dtype"],
-        eos_id=tokenizer.eos_id,
+        eos_id=manifest["eos_id"],
         heldout_fraction=heldout_fraction,
         seed=seed,
     )
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 def _choose(label_hashes: NDArray[np.uint64], fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -198,39 +198,3 @@ def _choose(label_hashes: NDArray[np.uint64], fraction: float, seed: int) -> NDA
     chosen[mixed.argmin()] = True
     chosen[mixed.argmax()] = False
     return chosen
-
-
-# ── recognising what is there ────────────────────────────────────────────────────────────────────
-
-
-def _hash_files(files: Sequence[SourceFile], cache_dir: Path, progress: Progress) -> list[str]:
-    """Hashes the contents, those that look untouched from the stamps of last time."""
-    key = digest([str(file.path.absolute()) for file in files])
-    stamps_path = cache_dir / f"stamps-{key}.json"
-    # label -> size, modification time, change time, content hash
-    try:
-        stamps = {str(k): [*row] for k, row in json.loads(stamps_path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        stamps = {}
-    started_ns = time.time_ns()
-    fresh: dict[str, list[Any]] = {}
-    hashes = []
-    known = [stamps.get(f.label, [])[:3] == [f.size, *f.stamp] for f in files]
-    todo, done = sum(f.size for f, is_known in zip(files, known, strict=True) if not is_known), 0
-    for file, is_known in zip(files, known, strict=True):
-        row = stamps.get(file.label, [])
-        if not is_known:
-            row = [file.size, *file.stamp, content_hash(file)]
-            done += file.size
-            progress(done, todo)
-        hashes.append(row[3])
-        if started_ns - max(file.stamp) > _SETTLED_S * 1e9:
-            fresh[file.label] = row
-    if fresh != stamps:
-        # Without them the next look takes longer, and no more: a read-only cache may be used.
-        with suppress(OSError):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            scratch = cache_dir / f".{stamps_path.name}-{os.getpid()}-{time.monotonic_ns()}"
-            scratch.write_text(json.dumps(fresh))
-            scratch.replace(stamps_path)
-    return hashes

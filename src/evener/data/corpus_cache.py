@@ -5,12 +5,13 @@ A prepared corpus is a folder of the cache, named by what it was made of::
     corpus-<signature>/
       tokens.bin      little-endian uint16 or uint32: the documents, each followed by end-of-text
       documents.bin   little-endian uint64, per document: start, stop, hash of its label
-      sources.json    the files: label, size, content hash
+      sources.json    what the source is: files with label, size, content hash
       manifest.json   counts, and size and hash of the others; written last
 
-The signature covers the files' labels and contents, the tokenizer and the format. So that an
-unchanged corpus is recognised without reading it, ``stamps-<hash of the paths>.json`` remembers the
-content hash of each file with the times at which it was last modified.
+The signature covers the documents' labels and contents, the tokenizer and the format. The manifest
+says how many records held no document. So that an unchanged corpus is recognised without reading
+it, ``stamps-<hash of the paths>.json`` remembers the content hash of each file with the times at
+which it was last modified.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -27,16 +28,16 @@ from typing import Any, Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.data.sources import SourceFile, read_documents
+from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects
 from evener.errors import DataError
 
-Progress = Callable[[int, int], None]
-Note = Callable[[str], None]
-
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Raised when the same files would give other tokens or another layout."""
 
 _MAX_UINT16_VOCABULARY: Final = 65536
+
+UNUSED_DAYS: Final = 30
+"""What has not been used for so long is removed when something new is made."""
 
 _ABANDONED_S: Final = 3600.0
 """A build that has written nothing for so long was killed."""
@@ -68,6 +69,42 @@ class TextTokenizer(Protocol):
 def digest(value: Any) -> str:
     """Hashes what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def corpus_folder(cache_dir: Path, signature: str) -> Path:
+    """Where a prepared corpus lies."""
+    return cache_dir / f"corpus-{signature}"
+
+
+def mark_used(folder: Path) -> None:
+    """Notes in a folder's time that it is in use; a read-only cache may be used as well."""
+    with suppress(OSError):
+        os.utime(folder)
+
+
+def remove_unused(cache_dir: Path, patterns: Sequence[str], note: Note) -> None:
+    """Removes what nobody has marked as used for ``UNUSED_DAYS``.
+
+    Args:
+        cache_dir: The cache.
+        patterns: Globs of what is looked at; links never are.
+        note: Told what was removed.
+    """
+    removed = []
+    for path in [path for pattern in patterns for path in cache_dir.glob(pattern)]:
+        with suppress(OSError):  # another process may be removing it
+            if path.is_symlink() or time.time() - path.stat().st_mtime < UNUSED_DAYS * 86_400:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            removed.append(path.name)
+    if removed:
+        note(
+            f"removed from {cache_dir}, where nobody has used it for {UNUSED_DAYS} days: "
+            f"{', '.join(sorted(removed))}"
+        )
 
 
 def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
@@ -104,35 +141,27 @@ class Build:
     """
 
     def __init__(
-        self,
-        cache_dir: Path,
-        tokenizer: TextTokenizer,
-        note: Note,
-        progress: Progress,
-        *,
-        skip_binary: bool,
+        self, cache_dir: Path, tokenizer: TextTokenizer, note: Note, progress: Progress
     ) -> None:
         self._cache_dir = cache_dir
         self._tokenizer = tokenizer
         self._note = note
         self._progress = progress
-        self._skip_binary = skip_binary
         self._dtype = "<u2" if tokenizer.vocab_size <= _MAX_UINT16_VOCABULARY else "<u4"
 
-    def run(
-        self, files: Sequence[SourceFile], hashes: Sequence[str], folder: Path
-    ) -> dict[str, Any]:
-        """Tokenises ``files`` into ``folder`` and returns the manifest.
+    def run(self, source: DocumentSource, rejects: Rejects, folder: Path) -> dict[str, Any]:
+        """Tokenises ``source`` into ``folder`` and returns the manifest.
 
         Raises:
-            DataError: A file is unreadable, all are empty, or the cache cannot be written.
+            DataError: The source is unreadable, it holds no text, or the cache cannot be written.
         """
         scratch = self._cache_dir / f"building-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self._cache_dir.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
+            remove_unused(self._cache_dir, ("corpus-*", "stamps-*.json"), self._note)
             scratch.mkdir()
-            manifest = self._write(files, hashes, scratch)
+            manifest = self._write(source, rejects, scratch)
             self._install(scratch, folder)
         except OSError as error:
             raise DataError(
@@ -143,31 +172,25 @@ class Build:
             shutil.rmtree(scratch, ignore_errors=True)
         return manifest
 
-    def _write(
-        self, files: Sequence[SourceFile], hashes: Sequence[str], scratch: Path
-    ) -> dict[str, Any]:
+    def _write(self, source: DocumentSource, rejects: Rejects, scratch: Path) -> dict[str, Any]:
         counts = {"num_documents": 0, "num_bytes": 0, "num_tokens": 0}
-        rows = [[file.label, file.size, h] for file, h in zip(files, hashes, strict=True)]
         with (
             _HashedFile(scratch / "tokens.bin") as tokens,
             _HashedFile(scratch / "documents.bin") as documents,
             _HashedFile(scratch / "sources.json") as sources,
         ):
-            for label, num_bytes, ids in self._documents(files, hashes):
+            for document in source.documents(rejects, note=self._note, progress=self._progress):
+                ids = self._encode(document.text)
                 tokens.write(ids.tobytes())
                 start, counts["num_tokens"] = counts["num_tokens"], counts["num_tokens"] + len(ids)
-                name = label.encode("utf-8", "surrogateescape")
-                label_hash = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-                row = np.array([start, counts["num_tokens"], label_hash], "<u8")
+                row = np.array([start, counts["num_tokens"], _label_hash(document)], "<u8")
                 documents.write(row.tobytes())
                 counts["num_documents"] += 1
-                counts["num_bytes"] += num_bytes
+                counts["num_bytes"] += document.text_bytes
             if not counts["num_documents"]:
-                raise DataError(
-                    f"{files[0].path}{' and the other files' if len(files) > 1 else ''}: there is "
-                    f"no text in them. Name files that hold text"
-                )
-            sources.write(json.dumps(rows).encode())
+                what = f" (the first of {rejects.count}: {rejects.first})" if rejects.count else ""
+                raise DataError(f"{source.name}: there is no text in it{what}. Give some text")
+            sources.write(json.dumps(source.identity).encode())
         manifest = {
             "format": FORMAT,
             "tokenizer": self._tokenizer.fingerprint,
@@ -175,48 +198,13 @@ class Build:
             "eos_id": self._tokenizer.eos_id,
             "dtype": self._dtype,
             **counts,
+            "num_rejected": rejects.count,
+            "first_rejected": rejects.first,
             "files": {file.path.name: file.description for file in (tokens, documents, sources)},
         }
         with _HashedFile(scratch / "manifest.json") as last:
             last.write(json.dumps(manifest, indent=1).encode())
         return manifest
-
-    def _documents(
-        self, files: Sequence[SourceFile], hashes: Sequence[str]
-    ) -> Iterator[tuple[str, int, NDArray[Any]]]:
-        """Yields (label, bytes of text, ids with end-of-text) of all that hold text."""
-        total, done = sum(file.size for file in files), 0
-        skipped: dict[str, list[str]] = {"empty": [], "the same as another": [], "binary": []}
-
-        def on_binary(file: SourceFile) -> None:
-            skipped["binary"].append(file.label)
-
-        seen: set[str] = set()
-        for file, hashed in zip(files, hashes, strict=True):
-            if hashed in seen:
-                skipped["the same as another"].append(file.label)
-                done += file.size
-                continue
-            seen.add(hashed)
-            has_text, before = False, done
-            for document in read_documents(
-                file,
-                hashed,
-                alone=len(files) == 1,
-                on_binary=on_binary if self._skip_binary else None,
-            ):
-                if document.text and not document.text.isspace():
-                    has_text = True
-                    yield document.label, document.num_bytes, self._encode(document.text)
-                done += document.num_bytes
-                self._progress(done, total)
-            if not has_text and file.label not in skipped["binary"]:
-                skipped["empty"].append(file.label)
-            done = before + file.size
-        self._progress(total, total)
-        for what, labels in skipped.items():
-            if labels:
-                self._note(f"left out because {what}: {len(labels)} files, {', '.join(labels[:3])}")
 
     def _encode(self, text: str) -> NDArray[Any]:
         ids = self._tokenizer.encode(text)
@@ -257,6 +245,11 @@ class Build:
                 newest = max(part.stat().st_mtime for part in (path, *path.iterdir()))
                 if time.time() - newest > _ABANDONED_S:
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _label_hash(document: Document) -> int:
+    name = document.label.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
 def _hasher() -> "hashlib.blake2b":

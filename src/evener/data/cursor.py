@@ -274,6 +274,10 @@ class Cursor:
             "committed": self._committed.to_list(),
         }
 
+    def is_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` is of a data set of this size, with this seed."""
+        return state.get("num_samples") == self.num_samples and state.get("seed") == self.seed
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``; outstanding leases are dropped.
 
@@ -286,7 +290,8 @@ class Cursor:
                 raise CheckpointError(
                     f"the checkpoint's data cursor has {name}={theirs!r}, this run has "
                     f"{name}={mine!r}: going on would repeat or miss samples. Use the data set "
-                    "and the seed of that run, or start a new run"
+                    "and the seed of that run, start a new run, or begin this data anew with "
+                    'ddp.load(path, allow=("data",))'
                 )
         try:
             epoch, committed = int(state["epoch"]), RangeSet.from_list(state["committed"])
@@ -299,6 +304,10 @@ class Cursor:
                 "checkpoint"
             ) from error
         self._restore(epoch, committed)
+
+    def restart(self) -> None:
+        """Begin with the first epoch anew; outstanding leases are dropped."""
+        self._restore(0, RangeSet())
 
     def _restore(self, epoch: int, committed: RangeSet) -> None:
         _require_within(committed, self.num_samples)

@@ -1,16 +1,10 @@
-"""Which files a corpus is made of, and how a file becomes documents.
-
-One file is one document. A file that stands alone, or that is larger than 4 MiB, is cut into
-documents at paragraph boundaries: a single text file then has a held-out part as well, and memory
-stays bounded.
-"""
+"""Which files a corpus is made of."""
 
 import hashlib
 import os
-import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,26 +14,19 @@ from typing import BinaryIO, Final
 
 from evener.errors import DataError
 
+RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
+"""File endings of files that hold a document per line or row."""
+
 DEFAULT_SUFFIXES: Final = (
     *(".txt", ".text", ".md", ".rst", ".tex"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt"),
     *(".js", ".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".scala", ".swift"),
     *(".sh", ".sql"),
+    *RECORD_SUFFIXES,
 )
-"""File endings that are taken from folders: prose and program sources."""
+"""File endings that are taken from folders: prose, program sources, records."""
 
-LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
-"""A file above this size is cut into documents."""
-
-PIECE_BYTES: Final = 64 * 1024
-"""About the size of the documents that a file is cut into."""
-
-_MIN_PIECE_BYTES: Final = 1024
-_WANTED_PIECES: Final = 20
-_BINARY_PROBE_BYTES: Final = 8192
 _READ_BYTES: Final = 1024 * 1024
-_BLANK_LINES: Final = re.compile(rb"\n(?:[ \t\r]*\n)+")
-_BOM: Final = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,129 +177,15 @@ def content_hash(file: SourceFile) -> str:
         DataError: The file cannot be read.
     """
     hasher = hashlib.blake2b(digest_size=16)
-    with _reading(file) as stream:
+    with reading(file) as stream:
         while chunk := stream.read(_READ_BYTES):
             hasher.update(chunk)
     return hasher.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document: its label (unique in the corpus), its text, and its size in bytes."""
-
-    label: str
-    text: str
-    num_bytes: int
-
-
-def read_documents(
-    file: SourceFile,
-    expected_hash: str,
-    *,
-    alone: bool,
-    on_binary: Callable[[SourceFile], None] | None,
-) -> Iterator[Document]:
-    """Reads a file's documents in order; text is UTF-8, a byte order mark is dropped.
-
-    Args:
-        file: What to read.
-        expected_hash: ``content_hash`` of the file.
-        alone: The corpus has no other file, so that this one is cut into documents.
-        on_binary: Told of a file with a NUL byte near its start, which then has no documents;
-            None makes that an error.
-
-    Raises:
-        DataError: The file cannot be read, is not UTF-8 (named with the offset), is binary, or
-            has changed since it was hashed.
-    """
-    hasher = hashlib.blake2b(digest_size=16)
-    with _reading(file) as stream:
-
-        def read(num_bytes: int) -> bytes:
-            chunk = stream.read(num_bytes)
-            hasher.update(chunk)
-            return chunk
-
-        is_cut = alone or file.size > LARGE_FILE_BYTES
-        pieces = cut_pieces(read, _piece_bytes(file.size)) if is_cut else iter([(0, read(-1))])
-        for number, (offset, piece) in enumerate(pieces):
-            if offset == 0 and (nul := piece.find(b"\0", 0, _BINARY_PROBE_BYTES)) >= 0:
-                if on_binary is None or file.named:
-                    raise DataError(
-                        f"{file.path} is not text: NUL at byte {nul}. Exclude it, or convert it to "
-                        f"UTF-8 if it is UTF-16"
-                    )
-                on_binary(file)
-                return
-            label = f"{file.label}#{number}" if is_cut else file.label
-            yield Document(label, _decode(file, offset, piece), len(piece))
-    if hasher.hexdigest() != expected_hash:
-        raise DataError(
-            f"{file.path} has changed while it was read: start again when nothing writes to it"
-        )
-
-
-def cut_pieces(read: Callable[[int], bytes], target_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Cuts a stream of UTF-8 into pieces that are about ``target_bytes`` long.
-
-    A piece ends with the first blank line after ``target_bytes``; where there is none before twice
-    that, with the first line end after it, or at the last possible character. Pieces are never
-    longer than twice ``target_bytes``, and their concatenation is the stream.
-
-    Args:
-        read: Returns up to so many bytes, and none at the end.
-        target_bytes: Wanted size, at least 4.
-
-    Yields:
-        (offset in the stream, bytes).
-    """
-    buffer, offset, is_open = b"", 0, True
-    while True:
-        # One byte more than is looked at, which tells whether a cut would split a character.
-        while is_open and len(buffer) <= 2 * target_bytes:
-            chunk = read(2 * target_bytes)
-            is_open = bool(chunk)
-            buffer += chunk
-        if not buffer:
-            return
-        # What would be a stub stays with the last piece.
-        is_last = not is_open and len(buffer) <= target_bytes + target_bytes // 2
-        cut = len(buffer) if is_last else _find_cut(buffer, target_bytes)
-        yield offset, buffer[:cut]
-        buffer, offset = buffer[cut:], offset + cut
-
-
-def _find_cut(buffer: bytes, target_bytes: int) -> int:
-    limit = min(2 * target_bytes, len(buffer))
-    if paragraph := _BLANK_LINES.search(buffer, target_bytes - 1, limit):
-        return paragraph.end()
-    if (line := buffer.find(b"\n", target_bytes, limit)) >= 0:
-        return line + 1
-    cut = limit
-    while cut > limit - 4 and cut < len(buffer) and buffer[cut] & 0xC0 == 0x80:
-        cut -= 1  # inside a character
-    return cut
-
-
-def _piece_bytes(size: int) -> int:
-    """A short file is cut finer, so that a twentieth of it can be held out."""
-    return min(PIECE_BYTES, max(_MIN_PIECE_BYTES, size // _WANTED_PIECES))
-
-
-def _decode(file: SourceFile, offset: int, piece: bytes) -> str:
-    if offset == 0:
-        piece, offset = piece.removeprefix(_BOM), len(_BOM) if piece.startswith(_BOM) else 0
-    try:
-        return piece.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file.path} is not UTF-8: {error.reason} {piece[error.start]:#04x} at byte "
-            f"{offset + error.start}. Convert it (iconv -t UTF-8) or exclude it"
-        ) from error
-
-
 @contextmanager
-def _reading(file: SourceFile) -> Iterator[BinaryIO]:
+def reading(file: SourceFile) -> Iterator[BinaryIO]:
+    """Opens a file; what the system refuses is a ``DataError``."""
     try:
         with file.path.open("rb") as stream:
             yield stream
@@ -320,3 +193,10 @@ def _reading(file: SourceFile) -> Iterator[BinaryIO]:
         raise DataError(
             f"{file.path} cannot be read: {error.strerror}. Check its permissions, or exclude it"
         ) from error
+
+
+def changed(file: SourceFile) -> DataError:
+    """The error about a file that is not as it was when it was hashed."""
+    return DataError(
+        f"{file.path} has changed while it was read: start again when nothing writes to it"
+    )

@@ -273,9 +273,18 @@ def healed_event(
     }
 
 
-def run_resumed_event(*, t: float, window: int, path: str | None) -> dict[str, Any]:
-    """The run goes on with ``window``; earlier events of it and of later windows are void."""
-    return {"t": t, "type": "run_resumed", "window": window, "path": path}
+def run_resumed_event(
+    *, t: float, window: int, path: str | None, new_data: bool = False
+) -> dict[str, Any]:
+    """The run goes on with ``window``; earlier events of it and of later windows are void.
+
+    Args:
+        t: Unix seconds.
+        window: The first window of this session.
+        path: The checkpoint.
+        new_data: It goes on with other data, from its epoch 0 on.
+    """
+    return {"t": t, "type": "run_resumed", "window": window, "path": path, "new_data": new_data}
 
 
 def reformed_event(

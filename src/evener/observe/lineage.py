@@ -30,6 +30,8 @@ def effective_events(events: Iterable[Event]) -> list[Event]:
 def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:
     """Return the committed ranges in the lineage of the final parameters.
 
+    Of a run that was resumed with other data: those of the last data.
+
     Returns:
         For each epoch the positions of its permutation as ``(start, stop)``, sorted, neighbours
         merged. What is committed twice shows in :func:`check_exactly_once`, not here.
@@ -52,7 +54,8 @@ def check_exactly_once(
     """Say what is wrong with the data that a run has seen.
 
     Args:
-        events: All events of a run, in the order they were written.
+        events: All events of a run, in the order they were written; ranges are checked from the
+            last resume with other data on.
         num_samples: Samples of one epoch.
         whole_epochs: So many epochs, from epoch 0, must be whole. By default all but the last one
             that was begun, in which a run may have been stopped.
@@ -61,9 +64,9 @@ def check_exactly_once(
         One sentence per problem: samples committed twice, never, or that do not exist; windows
         that are missing or there twice. Empty when every sample was seen exactly once.
     """
-    windows = [event for event in effective_events(events) if event["type"] == "window"]
-    problems = _window_problems([event["window"] for event in windows])
-    by_epoch = _ranges_by_epoch(windows)
+    effective = effective_events(events)
+    problems = _window_problems([e["window"] for e in effective if e["type"] == "window"])
+    by_epoch = _ranges_by_epoch(effective)
     if whole_epochs is None:
         whole_epochs = max(by_epoch, default=0)
     for epoch in sorted({*by_epoch, *range(whole_epochs)}):
@@ -73,9 +76,11 @@ def check_exactly_once(
 
 
 def _ranges_by_epoch(events: Iterable[Event]) -> dict[int, list[tuple[int, int, int]]]:
-    """Return ``(start, stop, window)`` by epoch."""
+    """Return ``(start, stop, window)`` by epoch of the last data."""
     by_epoch: dict[int, list[tuple[int, int, int]]] = {}
     for event in events:
+        if event.get("new_data"):
+            by_epoch.clear()
         if event["type"] == "window":
             ranges = by_epoch.setdefault(event["epoch"], [])
             ranges += [(start, stop, event["window"]) for start, stop in event["committed"]]

@@ -63,6 +63,8 @@ class RunSummary:
         ranks: One row per rank, by rank.
         emulated: Ranks that are slowed down on purpose, and the factor.
         parked: Ranks that got no share, since the team is faster without them.
+        skipped_records: Lines or rows of the data that held no text and were left out.
+        first_skipped_record: Where the first of them is, and what is wrong with it.
         machine: Facts about the machine (JSON).
         versions: Versions of what took part, by name.
     """
@@ -85,6 +87,8 @@ class RunSummary:
     ranks: tuple[RankSummary, ...] = ()
     emulated: Mapping[int, float] = field(default_factory=dict)
     parked: tuple[int, ...] = ()
+    skipped_records: int = 0
+    first_skipped_record: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -206,6 +210,11 @@ def verdict(summary: RunSummary) -> list[str]:
             for rank, factor in sorted(summary.emulated.items())
         )
         lines.append(f"({emulated})")
+    if summary.skipped_records:
+        lines.append(
+            f"left out {summary.skipped_records:,} lines or rows of the data that hold no text; "
+            f"the first is {summary.first_skipped_record}"
+        )
     lines.append(f"run folder: {summary.run_folder}")
     return lines
 

@@ -28,6 +28,8 @@ def summarise(
     speeds: Speeds | None,
     checkpoint: Path | None,
     elapsed_s: float,
+    skipped_records: int = 0,
+    first_skipped_record: str = "",
 ) -> RunSummary:
     """Builds the summary of a run from its events; on rank 0.
 
@@ -42,6 +44,8 @@ def summarise(
         speeds: What was measured; else solo speeds come from the speed model.
         checkpoint: The newest one.
         elapsed_s: Seconds of training, over all sessions of a resumed run.
+        skipped_records: Records of the data that held no text and were left out.
+        first_skipped_record: Where the first of them is, and what is wrong with it.
     """
     tally = recorder.tally
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
@@ -76,6 +80,8 @@ def summarise(
         run_folder=str(folder),
         elapsed_s=elapsed_s,
         unit=unit,
+        skipped_records=skipped_records,
+        first_skipped_record=first_skipped_record or None,
         ranks=tuple(ranks),
         parked=recorder.parked,
         emulated={m.rank: m.emulated for m in ddp.members if m.emulated != 1},

@@ -35,6 +35,10 @@ Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
 
 
+BPE = "bpe"
+"""The tokenizer that is trained on the corpus; a folder of that name is ``./bpe``."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
@@ -49,8 +53,17 @@ class DataConfig(_Section):
         description="text file, folder, or a list of them; the standard library's sources",
     )
     seq_len: Annotated[Whole, Field(ge=2)] = Field(default=256, description="tokens of one sample")
+    text_key: Annotated[str, Field(min_length=1)] = Field(
+        default="text", description="key or column of the text in JSON Lines and parquet"
+    )
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop", description="what a line or row without a text is: an error, or counted"
+    )
     tokenizer: str | None = Field(
-        default=None, description="tokenizer folder; byte-level without one"
+        default=None, description="tokenizer folder, or bpe: trained here; byte-level without one"
+    )
+    vocab_size: Annotated[Whole, Field(ge=257)] = Field(
+        default=4096, description="ids of a tokenizer that is trained here (bpe)"
     )
     suffixes: list[str] | None = Field(default=None, description="file endings taken from folders")
     exclude: list[str] = Field(default_factory=list, description="globs of files to leave out")
@@ -66,6 +79,15 @@ class DataConfig(_Section):
         if value is None or (paths and all(isinstance(path, str) and path for path in paths)):
             return value
         raise ValueError("give the path of a text file or folder, or a list of them")
+
+    @model_validator(mode="after")
+    def _vocabulary_of_what_is_trained(self) -> "DataConfig":
+        if "vocab_size" in self.model_fields_set and self.tokenizer != BPE:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, but the tokenizer is not trained here, so that "
+                f"it has a size of its own; leave the key out, or set tokenizer to {BPE!r}"
+            )
+        return self
 
     @property
     def paths(self) -> list[str]:

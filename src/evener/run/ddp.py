@@ -1,6 +1,6 @@
 """``Ddp``: data-parallel training in the user's own loop, on devices of unequal speed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from evener.run.assembly import Assembly, assemble
 from evener.run.environment import DistributedTrainConfig
 from evener.run.loop import TeamLoader
 from evener.run.models import Models, Schedulers
+from evener.run.options import Allowed
 from evener.run.placement import Devices, devices_of_host
 from evener.run.replicas import wrap
 from evener.run.results import Progress, WindowResult
@@ -48,6 +49,7 @@ class Ddp:
         self._engine = assembly.engine
         self._loaders: list[TeamLoader] = []
         self._restored: Mapping[str, Any] | None = None
+        self._allows_new_data = False
         self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
         self.device = assembly.device
@@ -186,8 +188,7 @@ class Ddp:
         micro = equal_share if micro_batch_size == "auto" else micro_batch_size
         cursor = Cursor(num_samples, seed)
         self.assembly.set_micro_batch_size(micro)
-        if self._restored is not None:
-            cursor.load_state_dict(self._restored["cursor"])
+        self._restore_position(cursor)
         loader = TeamLoader(
             self._engine,
             make_fetcher(dataset, collate_fn, seed, num_workers, prefetch),
@@ -279,15 +280,22 @@ class Ddp:
                 failure = save_state(self.assembly, self._cursor_state(), Path(path))
         self.assembly.agree_on_failure(failure)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
         """Restores a checkpoint, on any number of ranks; all ranks call it together.
 
         Call it after ``setup``, before or after ``loader``, and before the first epoch.
 
+        Args:
+            path: The checkpoint, or a folder of which the newest complete one is taken.
+            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
+                first epoch on; model, optimizer and progress are kept.
+
         Raises:
-            CheckpointError: Missing, damaged, of another model, or not the same on every rank.
+            CheckpointError: Missing, damaged, of another model or data set, or not the same on
+                every rank.
         """
         self._restored = load_state(self.assembly, Path(path))
+        self._allows_new_data = "data" in allow
         windows = self.assembly.team.introduce({"window": self.window})
         for rank, other in enumerate(windows):
             if other != windows[0]:
@@ -296,7 +304,7 @@ class Ddp:
                     f"0 that of window {windows[0]['window']}; use storage that every rank sees"
                 )
         for loader in self._loaders:
-            loader.cursor.load_state_dict(self._restored["cursor"])
+            self._restore_position(loader.cursor)
             loader.skip_timing()
 
     def wants_stop(self) -> bool:
@@ -346,6 +354,15 @@ class Ddp:
         )
         self._engine.stopping |= leaving > 0
         return rows
+
+    def _restore_position(self, cursor: Cursor) -> None:
+        if self._restored is None:
+            return
+        state = self._restored["cursor"]
+        if self._allows_new_data and not cursor.is_of(state):
+            cursor.restart()
+        else:
+            cursor.load_state_dict(state)
 
     def _cursor_state(self) -> dict[str, Any]:
         if not self._loaders:

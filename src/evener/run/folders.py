@@ -1,6 +1,7 @@
 """Where a run's files go: one folder, the same for all ranks. No torch here."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,21 +27,8 @@ def check_name(name: str) -> None:
         )
 
 
-def new_run(parent: Path, name: str) -> Path:
-    """The folder of a new run: its name, with a number behind it where that is taken."""
-    folder, number = parent.absolute() / name, 2
-    while _holds_run(folder):
-        folder = folder.with_name(f"{name}-{number}")
-        number += 1
-    return folder
-
-
-def newest_run(parent: Path, name: str) -> Path:
-    """The folder of the run that ``--resume`` goes on with: the last one of that name.
-
-    Raises:
-        CheckpointError: There is no run, or it has no checkpoint.
-    """
+def runs_of(parent: Path, name: str) -> list[Path]:
+    """The folders of all runs of a name, the newest first."""
     parent = parent.absolute()
     numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
     runs = [
@@ -48,40 +36,78 @@ def newest_run(parent: Path, name: str) -> Path:
         for folder in (parent.iterdir() if parent.is_dir() else ())
         if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
     ]
-    folder = max(runs)[1] if runs else parent / name
-    if not (folder / CHECKPOINTS).is_dir():
+    return [folder for _, folder in sorted(runs, reverse=True)]
+
+
+def check_resumable(parent: Path, name: str) -> None:
+    """Refuses a resume where no run of that name has a checkpoint, whole or damaged.
+
+    Raises:
+        CheckpointError: Names the folder in which one was looked for.
+    """
+    runs = runs_of(parent, name)
+    if not any(path for folder in runs for path in (folder / CHECKPOINTS).glob("step-*")):
+        folder = runs[0] if runs else parent.absolute() / name
         raise CheckpointError(
             f"{folder} is no run to resume: it has no checkpoints; check --out and --name, or "
             "start without --resume"
         )
-    return folder
 
 
-def agree_on_folder(team: "Team", parent: Path, name: str, *, resume: bool) -> Path:
-    """Chooses the run folder; all ranks call it together.
+def claim_folder(parent: Path, name: str) -> Path:
+    """Makes the folder of a new run: its name, with a number behind it where that is taken.
+
+    Its event file is made with it, which only one process can: of two runs that start at the same
+    time, each gets a folder of its own.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+    """
+    folder, number = parent.absolute() / name, 2
+    while True:
+        try:
+            if not _holds_run(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / EVENTS).touch(exist_ok=False)
+                return folder
+        except FileExistsError:
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"the run folder {folder} cannot be made: there is a file of that name; choose "
+                    "another with --out or --name"
+                ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {folder} cannot be made: {error}; choose another with --out"
+            ) from None
+        folder = folder.with_name(f"{name}-{number}")
+        number += 1
+
+
+def release_folder(folder: Path) -> None:
+    """Gives back a folder in which no run has begun; what else is in it stays."""
+    with suppress(OSError):
+        if (folder / EVENTS).stat().st_size == 0 and not (folder / CHECKPOINTS).exists():
+            (folder / EVENTS).unlink()
+            folder.rmdir()
+
+
+def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
+    """Makes the folder of a new run; all ranks call it together.
 
     Args:
         team: The ranks.
         parent: Folder of runs.
         name: The run's name.
-        resume: Take the newest run of that name instead of a new one.
 
     Returns:
-        Rank 0's choice, made if missing.
+        Rank 0's choice, which it has made.
 
     Raises:
-        CheckpointError: There is no run to resume.
         ConfigError: The folder cannot be made.
     """
-    folder = newest_run(parent, name) if resume else new_run(parent, name)
-    if team.rank == 0 and not resume:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the run folder {folder} cannot be made: {error}; choose another with --out"
-            ) from None
-    return Path(team.introduce({"folder": str(folder)})[0]["folder"])
+    folder = str(claim_folder(parent, name)) if team.rank == 0 else ""
+    return Path(team.introduce({"folder": folder})[0]["folder"])
 
 
 def _holds_run(folder: Path) -> bool:

@@ -1,7 +1,14 @@
 """What the command line hands to a task, as plain values."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
+
+Allowed = Literal["data", "precision"]
+"""What a resume may change when the user says so."""
+
+ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +20,9 @@ class PretrainOptions:
         nproc: Local ranks asked for; ``None`` when the user did not say.
         emulate_slow: ``RANK:FACTOR`` texts; ``evener.run.emulate.parse_emulation`` reads them.
         overrides: ``key=value`` texts of ``--set``, in order; the last one wins.
+        keys: Keys of the run where there is no file.
         resume: Go on from the newest complete checkpoint.
+        allow: What may differ from that checkpoint's run: ``data``, ``precision``.
         out: Folder that runs go to; ``None`` for the configuration's.
         name: Name of the run; ``None`` for the configuration's.
         port: Port of the store; only the launcher reads it.
@@ -25,7 +34,9 @@ class PretrainOptions:
     nproc: int | None = None
     emulate_slow: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    keys: Mapping[str, Any] | None = None
     resume: bool = False
+    allow: tuple[Allowed, ...] = ()
     out: Path | None = None
     name: str | None = None
     port: int | None = None

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigError, DataError
-from evener.run.config import RunConfig, load_run_config
-from evener.run.folders import check_name, newest_run
-from evener.run.options import PretrainOptions
+from evener.run.config import BPE, RunConfig, load_run_config
+from evener.run.folders import check_name, check_resumable
+from evener.run.options import ALLOWED, PretrainOptions
 
 #: Ranks of the demo, and how much slower the second one is.
 DEMO_NPROC = 2
@@ -37,7 +37,8 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
         The configuration, its name chosen: ``--name``, else the key, else that of the file.
 
     Raises:
-        ConfigError: See ``load_run_config``; a file together with ``--demo``; a bad name.
+        ConfigError: See ``load_run_config``; a file together with ``--demo``; a bad name;
+            ``--allow`` without ``--resume``.
         DataError: Something that the configuration points to does not exist.
         CheckpointError: There is no run to resume.
     """
@@ -46,14 +47,22 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
             f"--demo brings its own configuration, so it takes no file (got {options.config}); "
             "leave one of them out"
         )
-    base = DEMO if options.demo else None
+    base = DEMO if options.demo else options.keys
     config = load_run_config(options.config, options.overrides, base=base)
+    for what in options.allow:
+        if what not in ALLOWED:
+            raise ConfigError(f"--allow {what}: choose from {', '.join(ALLOWED)}")
+    if options.allow and not options.resume:
+        raise ConfigError(
+            f"--allow {options.allow[0]} says what may differ from the checkpoint, but nothing is "
+            "resumed; add --resume, or leave it out"
+        )
     stem = options.config.stem if options.config is not None else "pretrain"
     name = config.name or stem if options.name is None else options.name
     check_name(name)
     _check_surroundings(config)
     if options.resume:
-        newest_run(run_parent(options), name)
+        check_resumable(run_parent(options), name)
     return config.model_copy(update={"name": name})
 
 
@@ -64,7 +73,14 @@ def run_parent(options: PretrainOptions) -> Path:
 
 def _check_surroundings(config: RunConfig) -> None:
     places: list[tuple[str, str | None]] = [("data.path", path) for path in config.data.paths]
-    places += [("data.tokenizer", config.data.tokenizer), ("model.path", config.model.path)]
+    if config.data.tokenizer == BPE and Path(BPE).is_dir():
+        raise ConfigError(
+            f"data.tokenizer is {BPE!r}, which trains a tokenizer, but there is a folder of that "
+            f"name as well; write ./{BPE} for the folder, or rename it"
+        )
+    if config.data.tokenizer != BPE:
+        places.append(("data.tokenizer", config.data.tokenizer))
+    places.append(("model.path", config.model.path))
     for key, path in places:
         if path is not None and not Path(path).expanduser().exists():
             raise DataError(

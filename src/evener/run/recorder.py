@@ -78,6 +78,8 @@ class RunRecorder:
         num_samples: int,
         total_windows: int,
         resumed_from: Path | None,
+        new_data: bool = False,
+        **details: Any,
     ) -> None:
         """Says who is there and what will be done; at a resume, which events are void.
 
@@ -88,7 +90,9 @@ class RunRecorder:
         self._has_started = True
         now, ddp = time.time(), self._ddp
         if resumed_from is not None:
-            event = run_resumed_event(t=now, window=ddp.window, path=str(resumed_from))
+            event = run_resumed_event(
+                t=now, window=ddp.window, path=str(resumed_from), new_data=new_data
+            )
             self.tally = EventTally.of(effective_events([*read_events(self._path), event])[:-1])
             self.emit(event)
         self.emit(
@@ -103,6 +107,7 @@ class RunRecorder:
                 total_windows=total_windows,
                 window=ddp.window,
                 emulated={str(m.rank): m.emulated for m in ddp.members if m.emulated != 1},
+                **details,
             )
         )
         for m in ddp.members:

@@ -1,99 +1,51 @@
-"""``evener pretrain``: pretrains a causal language model on the whole team."""
+"""A pretraining run, from data to the closing table: what every rank does."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from evener.checkpoint import Checkpoint
+from evener.errors import EvenerError
 from evener.observe.progress import ProgressSink
 from evener.observe.tensorboard import TensorBoardSink
 from evener.run.checkpointing import Checkpointer
 from evener.run.closing import show, summarise
 from evener.run.config import RunConfig
 from evener.run.ddp import Ddp
-from evener.run.emulate import parse_emulation
-from evener.run.environment import DistributedTrainConfig
-from evener.run.folders import agree_on_folder
+from evener.run.folders import agree_on_folder, release_folder
 from evener.run.loop import TeamLoader
 from evener.run.options import PretrainOptions
-from evener.run.presets import resolve_config, run_parent
+from evener.run.presets import run_parent
 from evener.run.recorder import RunRecorder
 from evener.run.rehearsal import Rehearsal, Speeds
 from evener.run.results import WindowResult
-from evener.run.settings import DdpConfig
-from evener.run.signals import StopSignals
 from evener.run.terminal import say
 from evener.tasks.heldout import heldout_loss
-from evener.tasks.language_model import (
-    build_model,
-    config_json,
-    count_tokens,
-    mean_loss,
-    printable,
-    vocabulary_size,
-    write_text,
+from evener.tasks.language_model import config_json, count_tokens, mean_loss, printable, write_text
+from evener.tasks.optimization import TokenSchedule, apply_settings
+from evener.tasks.pretraining import PretrainResult
+from evener.tasks.resuming import (
+    CONFIG,
+    RUN,
+    Beginning,
+    beginning_of_data,
+    check_changes,
+    choose_checkpoint,
+    describe_run,
+    is_finished,
 )
-from evener.tasks.optimization import TokenSchedule, apply_settings, make_optimizer
-from evener.tasks.resuming import RUN, check_same_data, describe_run, is_finished, newest_checkpoint
 from evener.tasks.text_data import collate, prepare_text
-from evener.tasks.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
+from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 
 REHEARSAL_ROUNDS = 3
 
 
-def run_pretraining(options: PretrainOptions) -> int:
-    """Runs this rank's part of a pretraining run.
-
-    Args:
-        options: From the command line; the rank's place comes from the environment.
-
-    Returns:
-        The exit code: 0, or 128 + the number of the signal that stopped the run.
-
-    Raises:
-        UserError: An input is wrong; the message names value, cause and remedy.
-    """
-    config = resolve_config(options)
-    environment = DistributedTrainConfig.from_env()
-    with StopSignals() as signals:
-        slow = parse_emulation(options.emulate_slow, environment.world_size)
-        torch.manual_seed(config.seed)
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        model = build_model(
-            config.model,
-            vocab_size=tokenizer.vocab_size,
-            seq_len=config.data.seq_len,
-            eos_id=tokenizer.eos_id,
-        )
-        check_vocabulary(tokenizer, vocabulary_size(model))
-        schedule = TokenSchedule(config.optimizer)
-        ddp = Ddp.setup(
-            model,
-            make_optimizer(model, config.optimizer),
-            schedule,
-            policy=config.policy,
-            backend=config.backend,
-            devices=config.devices,
-            precision=config.precision,
-            config=DdpConfig(
-                max_grad_norm=config.optimizer.max_grad_norm,
-                non_finite=config.non_finite,
-                timeout_s=config.timeout_s,
-                emulate_slow=slow,
-                stop_when=lambda: signals.requested is not None,
-                quiet=options.quiet,
-            ),
-            environment=environment,
-        )
-        with ddp:
-            _Run(config, options, ddp, model, tokenizer, schedule).go()
-        return signals.exit_code
-
-
-class _Run:
+class PretrainingRun:
     """One rank's part of a run, from data to the closing table."""
 
     recorder: RunRecorder
@@ -105,7 +57,8 @@ class _Run:
         options: PretrainOptions,
         ddp: Ddp,
         model: torch.nn.Module,
-        tokenizer: CausalTokenizer,
+        tokenizer: CausalTokenizer | None,
+        records: Iterable[Any] | None,
         schedule: TokenSchedule,
     ) -> None:
         self.config = config
@@ -113,48 +66,77 @@ class _Run:
         self.ddp = ddp
         self.team = ddp.assembly.team
         self.model = model
-        self.tokenizer = tokenizer
-        self.folder = agree_on_folder(
-            self.team, run_parent(options), str(config.name), resume=options.resume
-        )
-        self.data = prepare_text(
-            self.team,
-            config,
-            tokenizer,
-            cache=self.folder.parent / ".cache",
-            prepares=ddp.assembly.environment.local_rank == 0,
-            quiet=options.quiet,
-        )
-        self.description = describe_run(config, self.data, tokenizer)
         self.heldout_loss: float | None = None
         self.shares = [1] * ddp.world_size
-        self.loader = self._make_loader()
-        self.num_windows = config.max_steps or config.epochs * len(self.loader)
-        # For the schedule: an epoch's tokens, in proportion.
-        schedule.total_tokens = self.data.train.num_tokens * self.num_windows / len(self.loader)
+        self.resumed: Checkpoint | None = None
+        if options.resume:
+            self.folder, self.resumed = choose_checkpoint(
+                self.team, run_parent(options), str(config.name), say=self._warn
+            )
+        else:
+            self.folder = agree_on_folder(self.team, run_parent(options), str(config.name))
+        try:
+            self._prepare(tokenizer, records, schedule)
+        except BaseException:
+            if ddp.is_main_process:
+                release_folder(self.folder)
+            raise
 
-    def go(self) -> None:
+    def _prepare(
+        self,
+        tokenizer: CausalTokenizer | None,
+        records: Iterable[Any] | None,
+        schedule: TokenSchedule,
+    ) -> None:
+        """Opens the data and puts a checkpoint's state where it belongs."""
+        if tokenizer is None and self.resumed is not None:
+            tokenizer = load_tokenizer(self.resumed.path)
+        self.text = prepare_text(
+            self.team,
+            self.config,
+            tokenizer,
+            records=records,
+            cache=self.folder.parent / ".cache",
+            prepares=self.ddp.assembly.environment.local_rank == 0,
+            quiet=self.options.quiet,
+        )
+        self.data, self.tokenizer = self.text.splits, self.text.tokenizer
+        self.description = describe_run(self.config, self.data, self.tokenizer)
+        self.loader = self._make_loader()
+        self.new_data = False
+        begun = self._resume(self.resumed) if self.resumed is not None else Beginning()
+        self.description["beginning"] = {"window": begun.window, "weight": begun.weight}
+        per_epoch = len(self.loader)
+        self.num_windows = self.config.max_steps or begun.window + self.config.epochs * per_epoch
+        # For the schedule: an epoch's tokens, in proportion.
+        epochs = (self.num_windows - begun.window) / per_epoch
+        schedule.total_tokens = max(1.0, begun.weight + self.data.train.num_tokens * epochs)
+
+    def go(self) -> PretrainResult:
         """Does all that is left to do of the run."""
-        resumed = self._resume() if self.options.resume else None
-        if resumed and self._has_ended and is_finished(self.team, self.folder, self.ddp.window):
+        if (
+            self.resumed is not None
+            and self._has_ended
+            and is_finished(self.team, self.folder, self.ddp.window)
+        ):
             self._say(
                 f"{self.folder} has been completed ({self.ddp.window} steps): nothing to do. Raise "
                 "epochs or max_steps to train on, or start a new run without --resume"
             )
-            return
+            return self._result(self.resumed.path)
         with ExitStack() as stack:
             self.recorder = stack.enter_context(closing(RunRecorder(self.ddp, self.folder)))
             self.checkpointer = stack.enter_context(closing(self._make_checkpointer()))
             try:
-                self._start(resumed)
-                self._train()
+                self._start()
+                return self._train()
             except Exception as error:
                 self.recorder.finish(self.ddp.window, "failed", f"{type(error).__name__}: {error}")
                 raise
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
 
-    def _start(self, resumed: Path | None) -> None:
+    def _start(self) -> None:
         if self.ddp.is_main_process and not self.options.quiet:
             self.recorder.add_sink(ProgressSink(sys.stderr))
         if self.ddp.is_main_process and self.config.tensorboard:
@@ -165,11 +147,13 @@ class _Run:
             unit="tokens",
             num_samples=len(self.data.train),
             total_windows=self.num_windows,
-            resumed_from=resumed,
+            resumed_from=self.resumed.path if self.resumed is not None else None,
+            new_data=self.new_data,
+            skipped_records=self.text.num_rejected,
         )
         self.ddp.on_commit(self._on_commit)
 
-    def _train(self) -> None:
+    def _train(self) -> PretrainResult:
         """Trains to the end or to a stop, saves, measures, and says what came of it."""
         while not self._has_ended and not self.ddp.stopping:
             for batch in self.loader.epoch(self.loader.cursor.epoch):
@@ -185,8 +169,13 @@ class _Run:
         checkpoint = self.checkpointer.finish()
         elapsed_s = self.recorder.tally.elapsed_s
         speeds = self._measure() if self.config.measure and not stopped else None
-        if not self.ddp.is_main_process:
-            return
+        if self.ddp.is_main_process:
+            self._sum_up(speeds, checkpoint, elapsed_s, stopped=stopped)
+        return self._result(checkpoint, stopped=stopped)
+
+    def _sum_up(
+        self, speeds: Speeds | None, checkpoint: Path | None, elapsed_s: float, *, stopped: bool
+    ) -> None:
         summary = summarise(
             self.ddp,
             self.recorder,
@@ -198,8 +187,13 @@ class _Run:
             speeds=speeds,
             checkpoint=checkpoint,
             elapsed_s=elapsed_s,
+            skipped_records=self.text.num_rejected,
+            first_skipped_record=self.text.first_rejected,
         )
-        summary.write(self.folder / "summary.json")
+        try:
+            summary.write(self.folder / "summary.json")
+        except EvenerError as error:  # the model is safe; that is what counts
+            self._warn(f"warning: {error}")
         if stopped:
             self.recorder.finish(self.ddp.window, "stopped", "go on from there with --resume")
         else:
@@ -207,6 +201,16 @@ class _Run:
             self._show_text()
         if not self.options.quiet:
             show(summary)
+
+    def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> PretrainResult:
+        """All ranks call it together; rank 0 knows the checkpoint."""
+        path = self.team.introduce({"checkpoint": str(checkpoint)})[0]["checkpoint"]
+        return PretrainResult(
+            run_folder=self.folder,
+            checkpoint=Path(path),
+            heldout_loss=self.heldout_loss,
+            stopped=stopped,
+        )
 
     @property
     def _has_ended(self) -> bool:
@@ -277,7 +281,10 @@ class _Run:
                 device=self.ddp.device,
             )
         text = sample.prompt + self.tokenizer.decode(ids)
-        (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        try:
+            (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            self._warn(f"warning: {self.folder / 'sample.txt'} cannot be written: {error}")
         self._say(f"the model writes:\n{printable(text)}\n")
 
     def _say(self, text: str) -> None:
@@ -306,17 +313,27 @@ class _Run:
             self.ddp,
             self.folder / "checkpoints",
             keep_last=self.config.checkpoint.keep_last,
-            assets={"config.json": config_json(self.model), **self.tokenizer.files()},
+            assets={CONFIG: config_json(self.model), **self.tokenizer.files()},
             documents={RUN: self.description},
             on_written=lambda written: self.recorder.checkpoint(written),
             on_failure=lambda failure: self._warn(f"warning: {failure}"),
         )
 
-    def _resume(self) -> Path:
-        checkpoint = newest_checkpoint(self.team, self.folder / "checkpoints", say=self._warn)
-        if changed := check_same_data(checkpoint, self.description):
-            self._say(f"changed since {checkpoint.path.name}: {'; '.join(changed)}")
-        self.ddp.load(checkpoint.path)
+    def _resume(self, checkpoint: Checkpoint) -> Beginning:
+        changes = check_changes(
+            checkpoint,
+            self.description,
+            model_config=config_json(self.model),
+            allow=self.options.allow,
+        )
+        if changes.harmless:
+            self._say(f"changed since {checkpoint.path.name}: {'; '.join(changes.harmless)}")
+        self.ddp.load(checkpoint.path, allow=self.options.allow)
         for optimizer in self.ddp.assembly.optimizers:
             apply_settings(optimizer, self.config.optimizer)
-        return checkpoint.path
+        if not changes.new_data:
+            return beginning_of_data(checkpoint)
+        self.new_data = True
+        self.loader.cursor.restart()
+        self._say("going on with other data, from its first epoch on")
+        return Beginning(self.ddp.window, self.ddp.progress.weight)

@@ -1,6 +1,8 @@
-"""Going on from a checkpoint: is it of this run, what has changed since, is there anything left."""
+"""Going on from a checkpoint: which one, is it of this run, what has changed, is anything left."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,51 @@ from evener.data.corpus import CorpusSplits
 from evener.errors import CheckpointError
 from evener.observe.jsonl import read_events
 from evener.run.config import RunConfig
+from evener.run.folders import CHECKPOINTS, runs_of
+from evener.run.options import Allowed
 from evener.run.team import Team
 from evener.tasks.tokenizer import CausalTokenizer
 
 RUN = "run.json"
 """Document of a checkpoint that says what it was trained on, and how."""
 
+CONFIG = "config.json"
+"""Asset of a checkpoint: the model's configuration, as transformers writes it."""
+
 # Where things lie decides nothing; the same text may have moved.
-_SAYS_NOTHING = frozenset({"name", "data.path", "data.cache"})
+_SAYS_NOTHING = frozenset({"name", "data.path", "data.cache", "data.on_error"})
 _OF_THE_DATA = ("data.", "seed")
+# Keys of a model's configuration that do not change what its weights mean. How long a sequence may
+# be follows data.seq_len; where it decides shapes, these differ.
+_NOT_OF_THE_MODEL = frozenset(
+    {"_name_or_path", "dtype", "max_position_embeddings", "torch_dtype", "transformers_version"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where the present data began, in a run that may have had other data before.
+
+    Attributes:
+        window: Windows that the run had then.
+        weight: Tokens that it had committed then.
+    """
+
+    window: int = 0
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How a run differs from the one that wrote a checkpoint.
+
+    Attributes:
+        harmless: Settings that may change, such as ``"optimizer.lr 0.001 -> 0.0003"``.
+        new_data: The data is another one, which was allowed: its first epoch begins anew.
+    """
+
+    harmless: list[str]
+    new_data: bool
 
 
 def describe_run(
@@ -34,66 +72,149 @@ def describe_run(
     }
 
 
-def newest_checkpoint(team: Team, folder: Path, *, say: Callable[[str], None]) -> Checkpoint:
-    """Finds the newest complete checkpoint; all ranks call it together.
+def choose_checkpoint(
+    team: Team, parent: Path, name: str, *, say: Callable[[str], None]
+) -> tuple[Path, Checkpoint]:
+    """Finds the newest run that has a complete checkpoint; all ranks call it together.
 
     Args:
         team: The ranks.
-        folder: Holds the checkpoints.
-        say: Told, in a sentence, of each newer one that cannot be used.
+        parent: Folder of runs.
+        name: The run's name.
+        say: Told, in a sentence, of each newer run or checkpoint that cannot be used.
+
+    Returns:
+        The run's folder, and its newest complete checkpoint.
 
     Raises:
         CheckpointError: There is none, or ranks see different ones.
     """
-    checkpoint = find_newest(folder, lambda path, why: say(f"skipped checkpoint {path}: {why}"))
-    newest = None if checkpoint is None else checkpoint.path.name
-    names = team.introduce({"path": newest})
-    for rank, other in enumerate(names):
-        if other["path"] != newest:
-            raise CheckpointError(
-                f"rank {rank} finds {other['path']} as newest checkpoint, rank {team.rank} "
-                f"{newest}; put {folder} on storage that every rank sees"
-            )
-    if checkpoint is None:
+    own = _newest_of_any(runs_of(parent, name), say) if team.rank == 0 else None
+    found = {"folder": str(own[0]), "path": own[1].path.name} if own else None
+    theirs = team.introduce({"found": found})[0]["found"]
+    if theirs is None:
         raise CheckpointError(
-            f"{folder} holds no complete checkpoint to resume from; start without --resume"
+            f"no run {name!r} in {parent.absolute()} holds a complete checkpoint to resume from; "
+            "start without --resume"
         )
-    return checkpoint
+    folder = Path(theirs["folder"])
+    checkpoint = own[1] if own else find_newest(folder / CHECKPOINTS)
+    newest = None if checkpoint is None else checkpoint.path.name
+    for rank, other in enumerate(team.introduce({"path": newest})):
+        if other["path"] != theirs["path"]:
+            raise CheckpointError(
+                f"rank {rank} finds {other['path']} as newest checkpoint, rank 0 "
+                f"{theirs['path']}; put {folder / CHECKPOINTS} on storage that every rank sees"
+            )
+    assert checkpoint is not None
+    return folder, checkpoint
 
 
-def check_same_data(checkpoint: Checkpoint, now: Mapping[str, Any]) -> list[str]:
-    """Refuses a checkpoint of other data, and names the settings that have changed since.
+def _newest_of_any(
+    folders: Iterable[Path], say: Callable[[str], None]
+) -> tuple[Path, Checkpoint] | None:
+    passed_over: list[str] = []
+    for folder in folders:
+        checkpoint = find_newest(
+            folder / CHECKPOINTS, lambda path, why: say(f"skipped checkpoint {path}: {why}")
+        )
+        if checkpoint is not None:
+            if passed_over:
+                say(
+                    f"going on with {folder}: there is no complete checkpoint in "
+                    f"{', '.join(passed_over)}"
+                )
+            return folder, checkpoint
+        passed_over.append(folder.name)
+    return None
+
+
+def check_changes(
+    checkpoint: Checkpoint,
+    now: Mapping[str, Any],
+    *,
+    model_config: bytes,
+    allow: Iterable[Allowed],
+) -> Changes:
+    """Refuses a checkpoint of another model, tokenizer, precision or data, but for what is allowed.
 
     Args:
         checkpoint: Holds ``describe_run`` of the run that wrote it.
         now: ``describe_run`` of the present run.
-
-    Returns:
-        Changed settings that do no harm, such as ``"optimizer.lr 0.001 -> 0.0003"``.
+        model_config: The present model's ``config.json``.
+        allow: ``data``: go on with other data, from its first epoch on. ``precision``: go on in
+            another precision. Another model or tokenizer is never allowed: the weights would mean
+            nothing in it.
 
     Raises:
-        CheckpointError: Its samples are not this run's; says what differs.
+        CheckpointError: Says what differs, and what to do.
     """
     saved = checkpoint.document(RUN)
     changes = _changes(saved["config"], now["config"])
-    if saved["data"] == now["data"]:
-        return [text for key, text in changes.items() if key not in _SAYS_NOTHING]
-    causes = [
-        text
-        for key, text in changes.items()
-        if key.startswith(_OF_THE_DATA) and key != "data.cache"
+    _check_model(checkpoint, saved, now, model_config)
+    allowed = set(allow)
+    if "precision" in changes and "precision" not in allowed:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained in another precision: {changes['precision']}. Put that "
+            "back, or go on in the other one with --allow precision"
+        )
+    new_data = saved["data"] != now["data"]
+    if new_data and "data" not in allowed:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on other data; what differs: "
+            f"{'; '.join(_differences_of_data(saved, now, changes))}. Put that back, start without "
+            "--resume, or go on with this data from its beginning with --allow data"
+        )
+    harmless = [text for key, text in changes.items() if key not in _SAYS_NOTHING]
+    if new_data:
+        of_data = [text for key, text in changes.items() if key.startswith(_OF_THE_DATA)]
+        others = [text for text in harmless if text not in of_data]
+        harmless = [*_differences_of_data(saved, now, changes), *others]
+    return Changes(harmless, new_data)
+
+
+def _check_model(
+    checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any], model_config: bytes
+) -> None:
+    try:
+        before = _flat(json.loads(checkpoint.asset(CONFIG)))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path / CONFIG} is no JSON: {error}") from error
+    after = _flat(json.loads(model_config))
+    # Another version of transformers may know other keys; what both know must be the same.
+    differences = [
+        f"{key} {before[key]} -> {after[key]}"
+        for key in after
+        if key in before and key not in _NOT_OF_THE_MODEL and before[key] != after[key]
     ]
     if saved["tokenizer"] != now["tokenizer"]:
-        causes.append("another tokenizer")
-    if not causes:
-        causes.append(
+        differences.append("the tokenizer, and so what the ids mean")
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model; what differs: {'; '.join(differences)}. Put "
+            "that back, or start without --resume"
+        )
+
+
+def _differences_of_data(
+    saved: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]
+) -> list[str]:
+    differences = [
+        text
+        for key, text in changes.items()
+        if key.startswith(_OF_THE_DATA) and key not in ("data.cache", "data.on_error")
+    ]
+    if not differences:
+        differences.append(
             f"the files: {_size(saved)} for training when the checkpoint was written, "
             f"{_size(now)} now"
         )
-    raise CheckpointError(
-        f"{checkpoint.path} was trained on other data; what differs: {'; '.join(causes)}. Put that "
-        "back, or start without --resume"
-    )
+    return differences
+
+
+def beginning_of_data(checkpoint: Checkpoint) -> Beginning:
+    """Where the data of the run that wrote a checkpoint began."""
+    return Beginning(**checkpoint.document(RUN).get("beginning", {}))
 
 
 def is_finished(team: Team, folder: Path, window: int) -> bool:

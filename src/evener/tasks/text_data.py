@@ -2,39 +2,87 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from evener.data.corpus import Corpus, CorpusSplits, prepare_corpus
+from evener.data.corpus import Corpus, CorpusSplits, open_corpus, prepare_corpus
+from evener.data.documents import DocumentSource, IterableSource
+from evener.data.file_source import FileSource
 from evener.data.sources import stdlib_sources
 from evener.errors import DataError
-from evener.run.config import RunConfig
+from evener.run.config import BPE, DataConfig, RunConfig
 from evener.run.team import Team
 from evener.run.terminal import say
-from evener.tasks.tokenizer import CausalTokenizer
+from evener.tasks.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
 PREPARE_TIMEOUT_S = 6 * 3600.0
 
 
+class Text(NamedTuple):
+    """What a run trains on.
+
+    Attributes:
+        splits: Training and held-out side.
+        tokenizer: Made the ids.
+        num_rejected: Records of the data that held no text and were left out.
+        first_rejected: Where the first of them is, and what is wrong with it.
+    """
+
+    splits: CorpusSplits
+    tokenizer: CausalTokenizer
+    num_rejected: int
+    first_rejected: str
+
+
+class Vocabulary(NamedTuple):
+    """What a model has to know before its tokenizer may exist.
+
+    Attributes:
+        size: The most ids there will be.
+        eos_id: The end-of-text token.
+        tokenizer: The tokenizer; ``None`` while it is still to be trained.
+    """
+
+    size: int
+    eos_id: int
+    tokenizer: CausalTokenizer | None
+
+
+def choose_vocabulary(data: DataConfig) -> Vocabulary:
+    """Loads the tokenizer of a configuration, or says what one that is to be trained will be like.
+
+    Raises:
+        DataError: See ``load_tokenizer``.
+    """
+    if data.tokenizer == BPE:
+        return Vocabulary(data.vocab_size, EOS_ID, None)
+    tokenizer = load_tokenizer(data.tokenizer)
+    return Vocabulary(tokenizer.vocab_size, tokenizer.eos_id, tokenizer)
+
+
 def prepare_text(
     team: Team,
     config: RunConfig,
-    tokenizer: CausalTokenizer,
+    tokenizer: CausalTokenizer | None,
     *,
+    records: Iterable[object] | None,
     cache: Path,
     prepares: bool,
     quiet: bool,
-) -> CorpusSplits:
+) -> Text:
     """Opens training and held-out text; all ranks call it together.
 
     Args:
         team: The ranks.
         config: Says where the text is and how it is cut.
-        tokenizer: Turns text into ids.
+        tokenizer: Turns text into ids; ``None`` trains one.
+        records: Texts, or mappings with the text under ``data.text_key``, instead of files.
         cache: Folder of tokenised text where the configuration names none.
         prepares: Whether this rank tokenises for its host; the others wait for it.
         quiet: Show no progress.
@@ -42,9 +90,19 @@ def prepare_text(
     Raises:
         DataError: The text is missing, unfit, too short, or not the same on all ranks.
     """
-    corpus = _open(config, tokenizer, cache, quiet=quiet) if prepares else None
-    team.introduce({}, timeout_s=PREPARE_TIMEOUT_S)
-    splits = (corpus or _open(config, tokenizer, cache, quiet=True)).split(config.data.seq_len)
+    if config.data.cache is not None:
+        cache = Path(config.data.cache).expanduser()
+    preparation = _Preparation(config, cache, records, quiet=quiet)
+    corpus, place = None, {"signature": "", "tokenizer": ""}
+    if prepares:
+        corpus, tokenizer, place = preparation.run(tokenizer)
+    places = team.introduce(place, timeout_s=PREPARE_TIMEOUT_S)
+    if corpus is None:
+        # The nearest rank before this one that prepares is on this host, as ranks are numbered.
+        before = [answer for answer in places[: team.rank] if answer["signature"]] or places
+        corpus, tokenizer = preparation.join(tokenizer, before[-1])
+    assert tokenizer is not None
+    splits = corpus.split(config.data.seq_len)
     answers = team.introduce({"data": splits.train.signature})
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
@@ -54,7 +112,7 @@ def prepare_text(
                 "same files and tokenizer"
             )
     splits.train.require_windows(config.batch_size)
-    return splits
+    return Text(splits, tokenizer, corpus.num_rejected, corpus.first_rejected)
 
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -62,43 +120,107 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
 
 
-def _open(config: RunConfig, tokenizer: CausalTokenizer, cache: Path, *, quiet: bool) -> Corpus:
-    data = config.data
-    exclude = list(data.exclude)
-    sources = [Path(p).expanduser() for p in data.paths]
-    if not sources:
-        root, globs = stdlib_sources()
-        sources, exclude = [root], [*exclude, *globs]
-    return prepare_corpus(
-        sources,
-        tokenizer,
-        Path(data.cache).expanduser() if data.cache else cache,
-        suffixes=data.suffixes,
-        exclude=exclude,
-        heldout_fraction=data.heldout_fraction,
-        seed=config.seed,
-        progress=None if quiet else _ProgressLine(),
-        on_note=None if quiet else _note,
-    )
+class _Preparation:
+    """Opens the source, trains a tokenizer if one is wanted, tokenises."""
+
+    def __init__(
+        self, config: RunConfig, cache: Path, records: Iterable[object] | None, *, quiet: bool
+    ) -> None:
+        self._config = config
+        self._data = config.data
+        self._cache = cache
+        self._records = records
+        self._quiet = quiet
+
+    def run(
+        self, tokenizer: CausalTokenizer | None
+    ) -> tuple[Corpus, CausalTokenizer, dict[str, str]]:
+        """Does it all; returns also what other ranks of this host need to find it."""
+        source, trained = self._source(), ""
+        if tokenizer is None:
+            folder = trained_tokenizer(
+                source,
+                self._data.vocab_size,
+                self._cache,
+                on_error=self._data.on_error,
+                progress=self._progress("training a tokenizer on"),
+                on_note=self._note,
+            )
+            tokenizer, trained = load_tokenizer(folder), str(folder.absolute())
+        corpus = prepare_corpus(
+            source,
+            tokenizer,
+            self._cache,
+            heldout_fraction=self._data.heldout_fraction,
+            seed=self._config.seed,
+            on_error=self._data.on_error,
+            progress=self._progress("preparing"),
+            on_note=self._note,
+        )
+        return corpus, tokenizer, {"signature": corpus.signature, "tokenizer": trained}
+
+    def join(
+        self, tokenizer: CausalTokenizer | None, place: dict[str, str]
+    ) -> tuple[Corpus, CausalTokenizer]:
+        """Opens what another rank of this host has made; makes it where that is not to be found."""
+        if tokenizer is None and Path(place["tokenizer"]).is_dir():
+            tokenizer = load_tokenizer(place["tokenizer"])
+        if tokenizer is not None:
+            corpus = open_corpus(
+                self._cache,
+                place["signature"],
+                heldout_fraction=self._data.heldout_fraction,
+                seed=self._config.seed,
+            )
+            if corpus is not None:
+                return corpus, tokenizer
+        self._quiet = True
+        return self.run(tokenizer)[:2]
+
+    def _source(self) -> DocumentSource:
+        data = self._data
+        if self._records is not None:
+            return IterableSource(self._records, data.text_key, progress=self._progress("reading"))
+        exclude = list(data.exclude)
+        paths = [Path(p).expanduser() for p in data.paths]
+        if not paths:
+            root, globs = stdlib_sources()
+            paths, exclude = [root], [*exclude, *globs]
+        return FileSource(
+            paths,
+            self._cache,
+            suffixes=data.suffixes,
+            exclude=exclude,
+            text_key=data.text_key,
+            progress=self._progress("reading"),
+        )
+
+    def _progress(self, deed: str) -> "_ProgressLine":
+        return _ProgressLine(deed, quiet=self._quiet)
+
+    def _note(self, text: str) -> None:
+        if not self._quiet:
+            say(f"note: {text}")
 
 
 class _ProgressLine:
     """Progress on stderr: at most five times a second on a terminal, else every five seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, deed: str, *, quiet: bool) -> None:
+        self._deed = deed
+        self._quiet = quiet
         self._live = sys.stderr.isatty()
         self._last_s = time.monotonic()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()
-        finished = done_bytes >= total_bytes
-        if now_s - self._last_s < (0.2 if self._live else 5.0) and not (finished and self._live):
+        finished = 0 < total_bytes <= done_bytes
+        pause_s = 0.2 if self._live else 5.0
+        if self._quiet or (now_s - self._last_s < pause_s and not (finished and self._live)):
             return
         self._last_s = now_s
-        percent = 100 * done_bytes // max(1, total_bytes)
-        end = "\r" if self._live and not finished else "\n"
-        say(f"preparing {total_bytes / 1e6:.1f} MB of text: {percent} %", end=end)
-
-
-def _note(text: str) -> None:
-    say(f"note: {text}")
+        if total_bytes:
+            text = f"{total_bytes / 1e6:.1f} MB of text: {100 * done_bytes // total_bytes} %"
+        else:
+            text = f"{done_bytes / 1e6:.1f} MB of text"
+        say(f"{self._deed} {text}", end="\r" if self._live and not finished else "\n")

@@ -170,6 +170,8 @@ class FolderTokenizer(CausalTokenizer):
             # tokenizer.json may hold both, as saved after a fine-tuning; a document is never cut.
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
+            # Whether `<|endoftext|>` in a text is that text, or the end of it.
+            tokenizer.backend_tokenizer.encode_special_tokens = bool(tokenizer.split_special_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -231,21 +233,21 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
     return ByteTokenizer() if _is_byte_level(folder) else FolderTokenizer(folder)
 
 
-def check_vocabulary(tokenizer: CausalTokenizer, model_vocab_size: int) -> None:
+def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
     """Checks that the model has an embedding for every id of the tokenizer.
 
     Args:
-        tokenizer: Gives the ids.
+        vocab_size: Ids of the tokenizer.
         model_vocab_size: Rows of the model's token embedding; more than needed are fine.
 
     Raises:
         ConfigError: There are too few.
     """
-    if tokenizer.vocab_size > model_vocab_size:
+    if vocab_size > model_vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model_vocab_size} "
+            f"the tokenizer has {vocab_size} ids, the model only {model_vocab_size} "
             f"embeddings: use the tokenizer that the model was made with, or set the model's "
-            f"vocab_size to {tokenizer.vocab_size} when it starts from scratch"
+            f"vocab_size to {vocab_size} when it starts from scratch"
         )
 
 

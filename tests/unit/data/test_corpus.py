@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.data import corpus as corpus_module
-from evener.data import corpus_cache
-from evener.data.corpus import Corpus, prepare_corpus, stdlib_sources
-from evener.data.sources import LARGE_FILE_BYTES, cut_pieces, find_files
+from evener.data import corpus, corpus_cache, file_source
+from evener.data.corpus import Corpus
+from evener.data.documents import ignore
+from evener.data.file_source import FileSource
+from evener.data.sources import find_files, stdlib_sources
+from evener.data.text_files import LARGE_FILE_BYTES, cut_pieces
 from evener.errors import ConfigError, DataError
 
 
@@ -30,6 +32,16 @@ class Letters:
     def encode(self, text):
         self.texts.append(text)
         return np.frombuffer(text.encode(), np.uint8)
+
+
+def prepare_corpus(paths, tokenizer, cache, *, progress=ignore, on_note=ignore, **options):
+    """A corpus of files."""
+    names = ("suffixes", "exclude", "text_key")
+    of_files = {name: options.pop(name) for name in names if name in options}
+    source = FileSource(paths, cache, progress=progress, **of_files)
+    return corpus.prepare_corpus(
+        source, tokenizer, cache, progress=progress, on_note=on_note, **options
+    )
 
 
 def write(root, files):
@@ -290,7 +302,7 @@ def test_one_document_cannot_be_split(tmp_path, cache, files):
 
 def test_all_empty_is_an_error(tmp_path, cache):
     root = write(tmp_path / "r", {"a.txt": "", "b.txt": "\n"})
-    with pytest.raises(DataError, match="no text in them"):
+    with pytest.raises(DataError, match=r"a\.txt and 1 other file: there is no text in it\. Give"):
         prepare_corpus([root], Letters(), cache)
 
 
@@ -372,7 +384,7 @@ def test_unchanged_files_are_neither_read_nor_tokenised_again(text, cache, monke
     later = time.time_ns() + 10**10
     monkeypatch.setattr(time, "time_ns", lambda: later)
     prepare_corpus([text], Letters(), cache)
-    monkeypatch.setattr(corpus_module, "content_hash", lambda file: pytest.fail(f"read {file}"))
+    monkeypatch.setattr(file_source, "content_hash", lambda file: pytest.fail(f"read {file}"))
     tokenizer = Letters()
     assert prepare_corpus([text], tokenizer, cache) == first
     assert tokenizer.texts == []
@@ -540,8 +552,10 @@ def test_sources_are_listed_beside_the_tokens(text, cache):
 def test_two_processes_at_once_do_no_harm(text, cache):
     script = (
         "import sys; from pathlib import Path; from evener.data.corpus import prepare_corpus;"
+        "from evener.data.file_source import FileSource; cache = Path(sys.argv[2]);"
         "from evener.tasks.tokenizer import load_tokenizer;"
-        "c = prepare_corpus([Path(sys.argv[1])], load_tokenizer(None), Path(sys.argv[2]));"
+        "source = FileSource([Path(sys.argv[1])], cache);"
+        "c = prepare_corpus(source, load_tokenizer(None), cache);"
         "print(c.signature, c.num_tokens, len(c.split(16).train))"
     )
     source = str(Path(__file__).parents[3] / "src")

@@ -27,7 +27,7 @@ FIELDS = {
     "worker_lost": {"rank", "member", "window", "reason"},
     "worker_joined": {"rank", "member", "window", "generation"},
     "healed": {"rank", "member", "window", "donor", "num_bytes", "elapsed_s"},
-    "run_resumed": {"window", "path"},
+    "run_resumed": {"window", "path", "new_data"},
     "reformed": {"window", "generation", "members"},
     "straggler": {"rank", "member", "window", "compute_s", "expected_s"},
     "run_finished": {"window", "reason", "message"},

@@ -1,10 +1,17 @@
+import threading
 from pathlib import Path
 
 import pytest
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CheckpointError, ConfigError
-from evener.run.folders import agree_on_folder, new_run, newest_run
+from evener.run.folders import (
+    agree_on_folder,
+    check_resumable,
+    claim_folder,
+    release_folder,
+    runs_of,
+)
 from evener.run.team import Team
 from helpers.teams import run_team
 
@@ -13,16 +20,16 @@ def make_run(folder: Path, *, checkpoints: bool = True) -> None:
     folder.mkdir(parents=True)
     (folder / "events.jsonl").touch()
     if checkpoints:
-        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "step-3").mkdir(parents=True)
 
 
-def agree(parent: Path, name: str, *, resume: bool = False) -> Path:
-    team = Team(SingleCommunicator(), payload_length=1)
-    return agree_on_folder(team, parent, name, resume=resume)
+def agree(parent: Path, name: str) -> Path:
+    return agree_on_folder(Team(SingleCommunicator(), payload_length=1), parent, name)
 
 
 def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
     assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x"
+    assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x-2"
     make_run(tmp_path / "y")
     make_run(tmp_path / "y-2", checkpoints=False)
     assert agree(tmp_path, "y") == tmp_path / "y-3"
@@ -32,37 +39,66 @@ def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_in_it_is_used(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "notes.txt").touch()
-    assert new_run(tmp_path, "x") == tmp_path / "x"
+    assert claim_folder(tmp_path, "x") == tmp_path / "x"
 
 
-def test_resume_takes_the_run_with_the_highest_number(tmp_path: Path) -> None:
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+    number = 16
+    together = threading.Barrier(number)
+    folders: list[Path] = []
+
+    def start() -> None:
+        together.wait(30)
+        folders.append(claim_folder(tmp_path / "runs", "x"))
+
+    threads = [threading.Thread(target=start) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    names = {"x", *(f"x-{k}" for k in range(2, number + 1))}
+    assert {folder.name for folder in folders} == names
+
+
+def test_a_folder_in_which_no_run_began_is_given_back(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, "x")
+    release_folder(folder)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    assert claim_folder(tmp_path, "x") == folder
+    release_folder(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    make_run(tmp_path / "y")
+    release_folder(tmp_path / "y")
+    assert (tmp_path / "y" / "events.jsonl").exists()
+
+
+def test_runs_of_a_name_from_the_newest_on(tmp_path: Path) -> None:
     for name in ("x", "x-2", "x-10", "x-y", "x-1", "x-03", "xx-20"):
         make_run(tmp_path / name)
     (tmp_path / "x-99").mkdir()  # no run
-    assert newest_run(tmp_path, "x") == tmp_path / "x-10"
-    assert newest_run(tmp_path, "x-2") == tmp_path / "x-2"
-    assert agree(tmp_path, "x", resume=True) == tmp_path / "x-10"
+    assert [folder.name for folder in runs_of(tmp_path, "x")] == ["x-10", "x-2", "x"]
+    assert runs_of(tmp_path, "x-2") == [tmp_path / "x-2"]
 
 
 def test_names_are_no_patterns(tmp_path: Path) -> None:
     make_run(tmp_path / "a+b")
     make_run(tmp_path / "aab-2")
-    assert newest_run(tmp_path, "a+b") == tmp_path / "a+b"
+    assert runs_of(tmp_path, "a+b") == [tmp_path / "a+b"]
 
 
-@pytest.mark.parametrize("checkpoints", [None, False])
-def test_without_a_checkpoint_there_is_nothing_to_resume(
-    tmp_path: Path, checkpoints: bool | None
-) -> None:
-    make_run(tmp_path / "x")
-    if checkpoints is not None:
-        make_run(tmp_path / "x-2", checkpoints=checkpoints)
-    name = "z" if checkpoints is None else "x"
-    missing = "z" if checkpoints is None else "x-2"
-    with pytest.raises(CheckpointError, match=f"{tmp_path / missing} is no run to resume: it has"):
-        newest_run(tmp_path, name)
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", checkpoints=False)
+    make_run(tmp_path / "x-2", checkpoints=False)
+    for name, missing in (("x", "x-2"), ("z", "z")):
+        with pytest.raises(CheckpointError, match=f"{tmp_path / missing} is no run to resume: it"):
+            check_resumable(tmp_path, name)
     with pytest.raises(CheckpointError, match="is no run to resume"):
-        newest_run(tmp_path / "absent", name)
+        check_resumable(tmp_path / "absent", "x")
+    make_run(tmp_path / "y")
+    make_run(tmp_path / "y-2", checkpoints=False)
+    check_resumable(tmp_path, "y")
 
 
 def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
@@ -71,7 +107,7 @@ def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
     def body(comm: Communicator) -> Path:
         # Another host may see another folder of runs.
         parent = tmp_path if comm.rank == 0 else tmp_path / "elsewhere"
-        return agree_on_folder(Team(comm, payload_length=1), parent, "x", resume=False)
+        return agree_on_folder(Team(comm, payload_length=1), parent, "x")
 
     assert run_team(3, body) == [tmp_path / "x-2"] * 3
     assert not (tmp_path / "elsewhere").exists()
@@ -79,5 +115,6 @@ def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/x cannot be made: .*; choose another with --out"):
-        agree(tmp_path / "file", "x")
+    for parent, name in ((tmp_path / "file", "x"), (tmp_path, "file")):
+        with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --out"):
+            agree(parent, name)

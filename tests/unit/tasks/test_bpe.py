@@ -1,0 +1,121 @@
+"""A tokenizer trained on a corpus: exact, deterministic, cached, what AutoTokenizer loads."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evener.data.documents import IterableSource
+from evener.data.file_source import FileSource
+from evener.errors import DataError
+from evener.tasks import bpe
+from evener.tasks.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.tokenizer import load_tokenizer
+
+TEXTS = [f"the quick brown fox number {k} jumps over the lazy dog\n" for k in range(40)]
+TRICKY = [
+    "",
+    " a  b\n\n\tc ",
+    "\u00e9\u65e5\u672c\U0001f600",
+    "\0\r\n\x7f\ufeff",
+    "a<|endoftext|>b",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = tmp_path_factory.mktemp("cache")
+    return trained_tokenizer(IterableSource(TEXTS, "text"), 300, cache, on_error="stop")
+
+
+def test_texts_come_back_exactly_in_fewer_ids(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_id == EOS_ID
+    assert 257 < tokenizer.vocab_size <= 300
+    for text in [*TEXTS, *TRICKY]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        # The end of a text is never inside it, whatever it says.
+        assert EOS_ID not in ids
+    assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_transformers_gives_the_same_ids_from_what_a_checkpoint_holds(
+    folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(folder)
+    tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert theirs.eos_token_id == EOS_ID
+    for text in [*TEXTS[:3], *TRICKY]:
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert np.array_equal(tokenizer.encode(text), np.array(expected, np.uint32))
+    assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_the_same_text_gives_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
+    again = trained_tokenizer(IterableSource(TEXTS, "text"), 300, tmp_path, on_error="stop")
+    assert again.name == folder.name
+    assert load_tokenizer(again).fingerprint == load_tokenizer(folder).fingerprint
+
+
+def test_it_is_trained_once_for_each_text_and_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+
+    def train(size: int, texts: list[str] = TEXTS) -> Path:
+        source = IterableSource(texts, "text")
+        return trained_tokenizer(source, size, tmp_path, on_error="stop", on_note=notes.append)
+
+    first = train(270)
+    assert notes == ["trained a tokenizer of 270 ids on the data set (list)"]
+    assert len({first, train(271), train(270, TEXTS[1:])}) == 3
+    monkeypatch.setattr(bpe, "_train", lambda *_: pytest.fail("trains again"))
+    assert train(270) == first
+    monkeypatch.undo()
+    (first / "tokenizer.json").unlink()
+    assert train(270) == first
+    assert load_tokenizer(first).vocab_size == 270
+
+
+def test_of_a_large_corpus_a_part_is_read_that_is_the_same_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = IterableSource(TEXTS, "text")
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", source.num_bytes // 4)
+    taken: list[list[str]] = []
+    monkeypatch.setattr(bpe, "_train", lambda texts, _: taken.append(list(texts)) or 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            trained_tokenizer(source, 300, tmp_path, on_error="stop")
+    assert taken[0] == taken[1]
+    assert 3 <= len(taken[0]) <= 20
+
+
+def test_progress_and_broken_lines(tmp_path: Path) -> None:
+    path = tmp_path / "web.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{")
+    source = FileSource([path], tmp_path / "cache")
+    with pytest.raises(DataError, match=r"web\.jsonl:41: not JSON"):
+        trained_tokenizer(source, 300, tmp_path / "cache", on_error="stop")
+    calls: list[tuple[int, int]] = []
+    trained_tokenizer(
+        source,
+        300,
+        tmp_path / "cache",
+        on_error="skip",
+        progress=lambda *call: calls.append(call),
+    )
+    assert calls[-1] == (source.num_bytes, source.num_bytes)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"tokenizer cannot be written to .*file/cache: "):
+        trained_tokenizer(
+            IterableSource(TEXTS, "text"), 300, tmp_path / "file/cache", on_error="stop"
+        )
