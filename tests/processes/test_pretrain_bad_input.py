@@ -62,6 +62,21 @@ FOUND_AT_ONCE = {
     ),
     "the demo of a file": (["run.yaml", "--demo"], 2, ["--demo", "run.yaml", "leave one"]),
     "a name that is a path": (["run.yaml", "--name", "a/b"], 2, ["'a/b'", "--out"]),
+    "something else allowed": (
+        ["run.yaml", "--resume", "--allow", "model"],
+        2,
+        ["--allow model", "data, precision"],
+    ),
+    "allowed without a resume": (
+        ["run.yaml", "--allow", "data"],
+        2,
+        ["--allow data", "add --resume"],
+    ),
+    "a size of a tokenizer that is not trained": (
+        ["run.yaml", "--set", "data={path: corpus, vocab_size: 300}"],
+        2,
+        ["vocab_size is 300", "'bpe'"],
+    ),
     "another policy": (["run.yaml", "--set", "policy=nearly"], 2, ["policy", "'nearly'", "sync"]),
 }
 
@@ -238,6 +253,60 @@ def test_resuming_on_changed_files_is_refused_with_their_size(lab, stopped, tmp_
 def test_resuming_another_model_is_refused_with_the_difference(lab, stopped):
     config = json.dumps({**TINY["model"]["config"], "intermediate_size": 48})
     before = stopped.contents()
-    error = refused(lab, *resume(f"model.config={config}"))
-    assert "step-6 is of another model; what differs: intermediate_size 64 -> 48. " in error
+    for allowed in ([], ["--allow", "data", "--allow", "precision"]):
+        error = refused(lab, *resume(f"model.config={config}"), *allowed)
+        assert "step-6 is of another model; what differs: intermediate_size 64 -> 48. " in error
     assert stopped.contents() == before
+
+
+def test_resuming_in_another_precision_is_refused_unless_allowed(lab, stopped):
+    before = stopped.contents()
+    error = refused(lab, *resume("precision=bf16"))
+    assert "step-6 was trained in another precision: precision auto -> bf16. Put that" in error
+    assert "--allow precision" in error
+    assert stopped.contents() == before
+    finished = lab.run(*resume("precision=bf16", "max_steps=8"), "--allow", "precision")
+    assert "changed since step-6: " in finished.said
+    assert "precision auto -> bf16" in finished.said
+    assert stopped.summary["steps"] == 8
+
+
+def test_other_data_can_be_allowed_and_begins_anew(lab, stopped, tmp_path):
+    write_corpus(tmp_path / "corpus", num_files=9, seed=2)
+    changes = (f"data.path={tmp_path / 'corpus'}", "epochs=1")
+    finished = lab.run(*resume(*changes), "--allow", "data", nproc=2)
+    assert "changed since step-6: data.path corpus -> " in finished.said
+    assert "going on with other data, from its first epoch on" in finished.said
+    (resumed,) = stopped.of_type("run_resumed")
+    assert (resumed["window"], resumed["new_data"]) == (6, True)
+    num_samples = stopped.of_type("run_started")[-1]["num_samples"]
+    assert num_samples != NUM_SAMPLES
+    assert check_exactly_once(stopped.events, num_samples, whole_epochs=1) == []
+    steps = 6 + -(-num_samples // TINY["batch_size"])
+    assert stopped.summary["steps"] == steps
+    assert stopped.of_type("run_started")[-1]["total_windows"] == steps
+    # From then on that is its data; with what was before, the checkpoint is foreign.
+    more = lab.run(*resume(changes[0], "epochs=2"))
+    assert "going on with other data" not in more.said
+    assert check_exactly_once(stopped.events, num_samples, whole_epochs=2) == []
+    assert stopped.summary["steps"] == 6 + 2 * (steps - 6)
+    assert "was trained on other data" in refused(lab, *resume())
+
+
+def test_a_newer_run_without_a_checkpoint_does_not_stand_in_the_way(lab, stopped):
+    newer = lab.folder / "runs" / "part-2"
+    (newer / "checkpoints" / "step-3").mkdir(parents=True)
+    (newer / "events.jsonl").touch()
+    (lab.folder / "runs" / "part-3").mkdir()
+    (lab.folder / "runs" / "part-3" / "events.jsonl").touch()
+    try:
+        finished = lab.run(*resume("max_steps=7"), nproc=2)
+    finally:
+        shutil.rmtree(newer)
+        shutil.rmtree(lab.folder / "runs" / "part-3")
+    assert f"skipped checkpoint {newer}/checkpoints/step-3: manifest.json is miss" in finished.said
+    assert (
+        f"going on with {stopped.path}: there is no complete checkpoint in part-3, part-2"
+        in finished.said
+    )
+    assert stopped.summary["steps"] == 7
