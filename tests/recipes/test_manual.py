@@ -1,29 +1,10 @@
 """The recipes that average by hand print what their plain twins print."""
 
-import contextlib
-import io
 import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
-from helpers.ranks import Rank, run_ranks
-
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-
-
-def output(path: Path, *arguments: str) -> str:
-    """What a script prints, run in this process."""
-    before, sys.argv = sys.argv, [path.name, "--smoke", *arguments]
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(path), run_name="__main__")
-    finally:
-        sys.argv = before
-    return printed.getvalue()
+from helpers.recipes import RECIPES, output, output_of_ranks
 
 
 def numbers(text: str) -> list[float]:
@@ -39,11 +20,7 @@ def numbers(text: str) -> list[float]:
 )
 def test_two_processes_print_what_plain_pytorch_prints(name, arguments, num_lines):
     plain = output(RECIPES / "plain" / name)
-
-    def run(_: Rank) -> str:
-        return output(RECIPES / name, *arguments)
-
-    texts = run_ranks(run, 2)
+    texts = output_of_ranks(RECIPES / name, *arguments)
     assert plain.count("\n") == texts[0].count("\n") == num_lines
     assert texts[1] == ""
     # Four digits are printed; Adam amplifies the last bits of the first steps a little.

@@ -1,0 +1,130 @@
+"""Every recipe runs on two ranks, is short, and needs nothing but evener and torch."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.recipes import RECIPES, new_lines, output, output_of_ranks
+from helpers.source import ROOT, tracked_files
+
+ALL = [path for path in tracked_files() if path.is_relative_to(RECIPES) and path.suffix == ".py"]
+MAX_LINES = 250
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# ── all of them ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("path", ALL, ids=relative)
+def test_a_recipe_is_short_and_stands_alone(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    tree = ast.parse(text)
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add((node.module or "").partition(".")[0])
+            assert node.module is None or not node.module.startswith("evener."), "private"
+    assert imported <= {"evener", "torch"} | sys.stdlib_module_names
+    assert ("evener" in imported) == (path.parent == RECIPES)
+    assert "--smoke" in text
+    assert relative(path) in (ast.get_docstring(tree) or ""), "how to start it"
+
+
+@pytest.mark.parametrize("path", [p for p in ALL if p.parent == RECIPES], ids=relative)
+def test_a_recipe_is_run_by_a_test(path: Path) -> None:
+    tests = "".join(p.read_text() for p in (ROOT / "tests" / "recipes").glob("*.py"))
+    assert path.name in tests
+
+
+def test_a_plain_twin_has_a_recipe() -> None:
+    for path in ALL:
+        assert (RECIPES / path.name).exists(), path
+
+
+# ── one by one ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_quickstart_learns_as_its_plain_twin_does() -> None:
+    plain = output(RECIPES / "plain" / "quickstart.py")
+    texts = output_of_ranks(RECIPES / "quickstart.py")
+    assert texts[1] == ""
+    for text in (plain, texts[0]):
+        (accuracy,) = re.findall(r"epoch 0: accuracy ([\d.]+)%", text)
+        assert float(accuracy) > 30  # of ten classes, after 24 steps
+
+
+def test_uneven_devices_compares_three_ways_to_the_same_loss() -> None:
+    texts = output_of_ranks(RECIPES / "uneven_devices.py")
+    assert texts[1] == ""
+    lines = texts[0].splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["equal shares", "measured", "with a hint"]
+    speeds = [float(re.findall(r"([\d,]+) samples/s", line)[0].replace(",", "")) for line in lines]
+    assert max(speeds[1:]) > speeds[0]  # the last rank is three times slower
+    first_shares = [int(re.findall(r"rank 0 does (\d+)%", line)[0]) for line in lines]
+    assert first_shares[0] == 50
+    assert min(first_shares[1:]) > 50
+    losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
+
+
+def test_log_to_your_tracker_writes_what_every_rank_did(tmp_path: Path) -> None:
+    out = tmp_path / "logs" / "rings.jsonl"
+    script = RECIPES / "log_to_your_tracker.py"
+    launch = [sys.executable, "-m", "evener", "launch", "--nproc", "2"]
+    done = subprocess.run(
+        [*launch, str(script), "--smoke", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (accuracy,) = re.findall(rf"48 windows logged to {out}, accuracy ([\d.]+)%", done.stdout)
+    assert float(accuracy) > 60
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    windows = [line for line in lines if "loss" in line]
+    assert len(windows) == 48
+    assert [line["step"] for line in windows] == [256 * k for k in range(1, 49)]
+    assert all(line["rank_0/samples"] + line["rank_1/samples"] == 256 for line in windows)
+    assert windows[-1]["loss"] < windows[0]["loss"] / 2
+    assert len([line for line in lines if "accuracy" in line]) == 3
+
+
+# ── the ruler ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_new_lines_counts_code_that_was_added_or_changed() -> None:
+    before = '"""Doc."""\nimport a\n\nx = 1\nfor i in x:\n    f(i)\n    g(i)\n'
+    after = '"""Other."""\nimport a\nimport b\n# why\nx = 1  # one\nif b:\n    for i in x:\n'
+    after += "        f(i)\n"
+    assert new_lines(before, after) == ["import b", "if b:"]
+    assert new_lines("f(1)\n", "f(2)\n") == ["f(2)"]
+
+
+def test_porting_the_quickstart_takes_a_handful_of_lines() -> None:
+    plain = (RECIPES / "plain" / "quickstart.py").read_text()
+    ported = (RECIPES / "quickstart.py").read_text()
+    assert new_lines(plain, ported) == [
+        "from torch.utils.data import TensorDataset",
+        "from evener import Ddp",
+        'ddp = Ddp.setup(model, optimizer, devices=["cpu", "cpu"] if args.smoke else "auto")',
+        "device = ddp.device",
+        "loader = ddp.loader(dataset, batch_size=64)",
+        "for images, labels in loader.epoch(epoch):",
+        "ddp.backward(loss)",
+        "ddp.step()",
+        "if ddp.is_main_process:",
+        "ddp.close()",
+    ]
