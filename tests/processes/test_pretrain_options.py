@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
-from helpers.pretraining import NEEDED, NUM_SAMPLES, Lab, relative_difference
+from helpers.pretraining import NEEDED, NUM_SAMPLES, TINY, Lab, relative_difference
 from helpers.ranks import Rank, run_ranks
 
 pytestmark = pytest.mark.timeout(200)
@@ -238,3 +241,43 @@ def test_what_the_model_writes_cannot_command_a_terminal(lab):
     written = (run.path / "sample.txt").read_bytes()
     assert any(byte < 32 and byte not in b"\n\t" for byte in written)  # it did write some
     assert {c for c in finished.said if not c.isprintable()} <= {"\n", "\t"}
+
+
+# ── from Python ──────────────────────────────────────────────────────────────────────────────────
+
+
+def pretrain_in_a_script(rank: Rank, folder: str) -> list[dict[str, Any]]:
+    import os
+
+    from datasets import Dataset
+
+    import evener
+
+    os.chdir(folder)
+    texts = [path.read_text() for path in sorted(Path("corpus").iterdir())]
+    dataset = Dataset.from_dict({"body": texts, "length": [len(text) for text in texts]})
+    data = {"seq_len": 32, "heldout_fraction": 0.2, "text_key": "body"}
+    keys = {**TINY, "name": "script", "data": data, "max_steps": 3, "sample": {"num_tokens": 0}}
+    results = [evener.pretrain(keys, dataset, quiet=True)]
+    keys["max_steps"] = 5
+    results.append(evener.pretrain(keys, dataset, resume=True, quiet=True))
+    with pytest.raises(evener.CheckpointError, match="was trained on other data"):
+        evener.pretrain(keys, texts[1:], resume=True, quiet=True)
+    with pytest.raises(evener.ConfigError, match="'corpus', but a data set is given"):
+        evener.pretrain({"data": {"path": "corpus"}}, dataset, quiet=True)
+    return [asdict(result) for result in results]
+
+
+def test_a_script_pretrains_on_a_hugging_face_dataset(lab):
+    Zygote.get().preload(*NEEDED)
+    first, second = run_ranks(pretrain_in_a_script, 2, str(lab.folder))
+    assert first == second
+    run = lab.path_of("script")
+    assert [result["checkpoint"] for result in first] == [
+        run.path / "checkpoints" / "step-3",
+        run.path / "checkpoints" / "step-5",
+    ]
+    assert {result["run_folder"] for result in first} == {run.path}
+    assert first[1]["heldout_loss"] == run.of_type("eval")[-1]["loss"]
+    assert not any(result["stopped"] for result in first)
+    assert [event["window"] for event in run.of_type("window")] == list(range(5))

@@ -294,7 +294,7 @@ def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.Monkey
 def test_a_run_to_resume_must_be_there() -> None:
     with pytest.raises(CheckpointError, match="runs/pretrain is no run to resume"):
         resolve_config(PretrainOptions(resume=True))
-    Path("runs/pretrain/checkpoints").mkdir(parents=True)
+    Path("runs/pretrain/checkpoints/step-3").mkdir(parents=True)
     resolve_config(PretrainOptions(resume=True))
     with pytest.raises(CheckpointError, match="elsewhere/pretrain is no run to resume"):
         resolve_config(PretrainOptions(resume=True, out=Path("elsewhere")))
