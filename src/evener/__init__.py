@@ -26,15 +26,21 @@ if TYPE_CHECKING:
     from evener.errors import ProtocolError as ProtocolError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
+    from evener.errors import WorkerError as WorkerError
     from evener.observe.events import Sink as Sink
+    from evener.run.builder import DdpBuilder as DdpBuilder
     from evener.run.ddp import Ddp as Ddp
     from evener.run.environment import AverageBackend as AverageBackend
     from evener.run.environment import DistributedBackend as DistributedBackend
     from evener.run.environment import DistributedRole as DistributedRole
     from evener.run.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.handle import DdpHandle as DdpHandle
+    from evener.run.metrics import EpochMetrics as EpochMetrics
+    from evener.run.metrics import record_scalar as record_scalar
     from evener.run.replicas import Replicas as Replicas
     from evener.run.results import WindowResult as WindowResult
     from evener.run.settings import DdpConfig as DdpConfig
+    from evener.run.trained import TrainedState as TrainedState
     from evener.tasks.pretraining import PretrainResult as PretrainResult
     from evener.tasks.pretraining import pretrain as pretrain
 
@@ -51,10 +57,13 @@ _MODULE_OF: Final = {
     "DataError": "evener.errors",
     "Ddp": "evener.run.ddp",
     "DdpConfig": "evener.run.settings",
+    "DdpBuilder": "evener.run.builder",
+    "DdpHandle": "evener.run.handle",
     "DistributedBackend": "evener.run.environment",
     "DistributedRole": "evener.run.environment",
     "DistributedTrainConfig": "evener.run.environment",
     "ElChe": "evener.cadence.elche",
+    "EpochMetrics": "evener.run.metrics",
     "EvenerError": "evener.errors",
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",
@@ -63,10 +72,13 @@ _MODULE_OF: Final = {
     "ProtocolError": "evener.errors",
     "Replicas": "evener.run.replicas",
     "Sink": "evener.observe.events",
+    "TrainedState": "evener.run.trained",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
     "WindowResult": "evener.run.results",
     "pretrain": "evener.tasks.pretraining",
+    "WorkerError": "evener.errors",
+    "record_scalar": "evener.run.metrics",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -75,3 +75,20 @@ class CollectiveTimeoutError(CollectiveError):
 
 class CollectiveMismatchError(CollectiveError, UserError):
     """Ranks joined different collectives, such as an evaluation on a local step counter."""
+
+
+class WorkerError(EvenerError):
+    """A worker of a managed run failed; its cause shows the worker's own traceback.
+
+    Attributes:
+        rank: The rank that failed first.
+        kind: Class name of what it raised; ``None`` when its process ended without a word.
+        state: The model as the surviving ranks hold it, a ``TrainedState``; ``None`` when no rank
+            survived, or none had got so far as to have one.
+    """
+
+    def __init__(self, message: str, *, rank: int, kind: str | None, state: object) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind
+        self.state = state

@@ -18,6 +18,7 @@ from evener.data.cursor import Cursor
 from evener.data.loader import make_fetcher
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.assembly import Assembly, assemble
+from evener.run.builder import DdpBuilder
 from evener.run.environment import DistributedTrainConfig
 from evener.run.loop import TeamLoader
 from evener.run.models import Models, Schedulers
@@ -132,6 +133,8 @@ class Ddp:
         )
 
     wrap = staticmethod(wrap)
+    #: ``Ddp.builder(model_fn, optim_fn, train_fn)``: evener owns the loop; see ``DdpBuilder``.
+    builder = DdpBuilder
 
     @property
     def is_main_process(self) -> bool:

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -55,6 +56,47 @@ class StopSignals:
         # cannot wait presses Ctrl-C again, and the launcher kills.
         if self.requested is None:
             self.requested = signal.Signals(signum)
+
+
+class OneInterrupt:
+    """Turns the first Ctrl-C into a request, so that it breaks off no optimizer step.
+
+    The second one raises ``KeyboardInterrupt`` at once, as does the first where a program has a
+    handler of its own, and outside the main thread.
+
+    Args:
+        request: Called by the handler of the first one.
+
+    Attributes:
+        came: Whether it came.
+    """
+
+    def __init__(self, request: Callable[[], object]) -> None:
+        self.came = False
+        self._request = request
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.came:
+            signal.default_int_handler(signum, frame)
+        self.came = True
+        self._request()
 
 
 class SignalQueue:

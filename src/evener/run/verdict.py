@@ -95,7 +95,7 @@ def explain(outcomes: Sequence[Outcome], stop_signal: int | None) -> str:
         head = "" if alone else f"rank {first.rank} (pid {first.pid}) failed:\n"
         text = head + first.report.traceback
     else:
-        text = f"error: {_silent_end(first)}\n"
+        text = f"error: {silent_end(first)}\n"
     if others:
         text += "also ended: " + ", ".join(_in_short(o) for o in others) + "\n"
     return text
@@ -109,7 +109,8 @@ def _shown_failure(outcomes: Sequence[Outcome], stop_signal: int | None) -> Outc
     return first
 
 
-def _silent_end(outcome: Outcome) -> str:
+def silent_end(outcome: Outcome) -> str:
+    """Words for the end of a rank that left no report."""
     who = f"rank {outcome.rank} (pid {outcome.pid})"
     if outcome.code >= 0:
         return f"{who} ended with exit code {outcome.code}; its output above may say why"

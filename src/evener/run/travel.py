@@ -1,0 +1,185 @@
+"""Carries the user's functions and data into evener's own child processes, by value.
+
+cloudpickle takes lambdas, closures and what is defined in ``__main__`` or in a notebook cell, so a
+child never runs the user's script again. This is the one place where evener unpickles: bytes that
+this very process, or its parent, has pickled.
+"""
+
+import os
+import pickle
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+import cloudpickle
+
+from evener.errors import ConfigError, LaunchError
+
+_REMEDY = (
+    "create it inside the function or in model_fn, which run in each worker; a data set may be "
+    "given as a function that makes it"
+)
+
+
+def pack(parts: Mapping[str, Any]) -> IO[bytes]:
+    """Pickles values into a file without a name, which child processes can inherit.
+
+    All at once, so that functions which share variables still share them.
+
+    Args:
+        parts: Values by the name of the option that they were given as.
+
+    Raises:
+        ConfigError: Names the option, and what in it cannot travel.
+    """
+    file = _anonymous_file()
+    try:
+        cloudpickle.dump(dict(parts), file)
+        file.flush()
+    except Exception as error:  # whatever a user's __reduce__ raises
+        file.close()
+        raise ConfigError(_diagnose(parts, error)) from error
+    return file
+
+
+def unpack(fd: int) -> dict[str, Any]:
+    """Reads in the child what ``pack`` has written, without moving the shared file's position.
+
+    Raises:
+        LaunchError: Something is not there in this process, such as a module.
+    """
+    size = os.fstat(fd).st_size
+    data = bytearray(size)
+    view, at = memoryview(data), 0
+    while at < size:
+        at += os.preadv(fd, [view[at:]], at)
+    try:
+        parts: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from the process that started us
+    except Exception as error:  # whatever importing a user's module raises
+        raise LaunchError(
+            f"the functions and data could not be loaded in the worker process: "
+            f"{type(error).__name__}: {error}. Modules must be importable there: put them on "
+            f"PYTHONPATH or install them (sys.path is {sys.path})"
+        ) from error
+    return parts
+
+
+class Carried:
+    """A value that pickles by value; for worker processes of loaders, which pickle by name."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hands the value to cloudpickle."""
+        return _restore, (type(self), cloudpickle.dumps(self.value))
+
+
+class CarriedFunction(Carried):
+    """A function that pickles by value."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls it."""
+        return self.value(*args)
+
+
+class CarriedDataset(Carried):
+    """A map-style data set that pickles by value."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.value)
+
+    def __getitem__(self, index: int) -> Any:
+        """Loads a sample."""
+        return self.value[index]
+
+
+def _restore(kind: type[Carried], data: bytes) -> Carried:
+    return kind(pickle.loads(data))  # noqa: S301 - pickled by the process that started us
+
+
+def _anonymous_file() -> IO[bytes]:
+    try:
+        return os.fdopen(os.memfd_create("evener-job"), "w+b")
+    except AttributeError:  # not on this system
+        return tempfile.TemporaryFile()
+
+
+# ── saying what cannot travel ────────────────────────────────────────────────────────────────────
+
+
+def _diagnose(parts: Mapping[str, Any], error: Exception) -> str:
+    for option, value in parts.items():
+        reason = _refusal(value)
+        if reason is None:
+            continue
+        for path, inner in _inside(option, value):
+            inner_reason = _refusal(inner)
+            if inner_reason is not None:
+                return (
+                    f"{path} (a {_type_name(inner)}) cannot travel to the worker processes: "
+                    f"{inner_reason}; {_REMEDY}"
+                )
+        return f"{option} cannot travel to the worker processes: {reason}; {_REMEDY}"
+    return f"the options cannot travel to the worker processes: {error}; {_REMEDY}"
+
+
+def _refusal(value: Any) -> str | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:  # whatever a user's __reduce__ raises
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _inside(option: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a value captures, with words for where; functions that it calls are looked into."""
+    seen: set[int] = set()
+    queue = [(option, value)]
+    while queue:
+        path, owner = queue.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        for name, inner in _captured(owner):
+            where = f"{name} in {path}"
+            if isinstance(inner, types.FunctionType | types.MethodType | type):
+                queue.append((where, inner))
+            else:
+                yield where, inner
+
+
+def _captured(owner: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(owner, types.MethodType):
+        yield "self", owner.__self__
+        owner = owner.__func__
+    if isinstance(owner, types.FunctionType):
+        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
+            try:
+                yield repr(name), cell.cell_contents
+            except ValueError:
+                continue  # not assigned yet
+        for name in owner.__code__.co_names:
+            if name in owner.__globals__:
+                yield repr(name), owner.__globals__[name]
+        for default in [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]:
+            yield "a default value", default
+        return
+    try:
+        attributes = vars(owner)
+    except TypeError:
+        return
+    for name, inner in attributes.items():
+        yield repr(name), inner
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -1,0 +1,225 @@
+"""Managed runs on several devices: real worker processes, their failures and their ends."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.errors import UsageError, WorkerError
+from evener.run.metrics import EpochMetrics
+from helpers.launched import Sandbox, wait_until_gone
+from helpers.managed import (
+    SAMPLES,
+    assert_same,
+    describe_job,
+    make_model,
+    train_plainly,
+    train_step,
+)
+
+TWO = {"devices": ["cpu", "cpu"], "partition_ratios": [1.0, 0.3]}
+
+
+def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capfd):
+    told: list[tuple[int, str]] = []
+
+    def publish(metrics: EpochMetrics) -> None:
+        told.append((metrics.epoch, threading.current_thread().name))
+        with pytest.raises(UsageError, match="metrics_fn waits for the run that it is called by"):
+            handle.join()
+        landed.set()
+
+    landed = threading.Event()
+    captured = {"calls": 0}
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        captured["calls"] += 1
+        print("hello from", os.environ["RANK"])
+        return train_step(model, batch)
+
+    handle = describe_job(
+        devices=3,
+        partition_ratios=[1.0, 0.2, 0.5],
+        train_fn=train,
+        metrics_fn=publish,
+        eval_fn=lambda model: float(model[0].weight.sum()),
+        quiet=False,
+    ).run()
+    assert landed.wait(50)
+    state = handle.join()
+    model, losses = train_plainly(6)
+    assert_same(state.state_dict(), model)
+    make_model(torch.device("cpu")).load_state_dict(state.state_dict())
+    assert told == [(0, "evener-workers"), (1, "evener-workers")]
+    metrics = handle.poll_metrics()
+    assert [(m.epoch, m.complete, m.samples) for m in metrics] == [(0, True, 46), (1, True, 46)]
+    expected = sum(n * x for n, x in zip([16, 16, 14], losses, strict=False)) / SAMPLES
+    assert metrics[0].avg_loss == pytest.approx(expected, rel=1e-12)
+    assert metrics[1].eval["eval"] == pytest.approx(float(model[0].weight.detach().sum()))
+    assert metrics[0].devices == ("cpu", "cpu", "cpu")
+    assert handle.done
+    assert captured["calls"] == 0, "workers have copies"
+    out, err = capfd.readouterr()
+    assert "hello from 0" in out
+    assert "[rank 1] hello from 1" in out
+    assert "team of 3" in err
+
+
+def test_an_exception_on_one_rank_surfaces_and_the_others_keep_the_model():
+    def spill(count: int) -> None:
+        raise ValueError(f"spilled {count}")
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(None)
+        if os.environ["RANK"] == "1" and len(calls) == 3:
+            spill(len(calls))
+        return train_step(model, batch)
+
+    calls: list[None] = []
+    handle = describe_job(**TWO, train_fn=train, num_epochs=1000).run()
+    pids = handle._run.pids
+    with pytest.raises(WorkerError, match=r"rank 1 \(cpu, pid \d+\) failed: ValueError: spilled 3"):
+        list(handle.metrics())
+    with pytest.raises(WorkerError) as caught:
+        handle.join()
+    error = caught.value
+    assert (error.rank, error.kind) == (1, "ValueError")
+    assert "in spill" in str(error.__cause__)
+    assert str(Path(__file__).name) in str(error.__cause__)
+    assert error.state is handle.state
+    assert "handle.state holds the model after step 2" in str(error)
+    assert_same(handle.state.state_dict(), train_plainly(2)[0])
+    assert all(wait_until_gone(pid) for pid in pids)
+
+
+def test_an_exception_before_the_team_has_formed_ends_it_soon():
+    def model(device: torch.device) -> nn.Module:
+        if os.environ["RANK"] == "1":
+            raise MemoryError("too large")
+        return make_model(device)
+
+    started = time.monotonic()
+    handle = describe_job(**TWO, model_fn=model).run()
+    with pytest.raises(WorkerError, match="MemoryError: too large") as caught:
+        handle.join()
+    assert caught.value.state is None
+    assert handle.state is None
+    assert time.monotonic() - started < 40, "the others do not wait for it for minutes"
+
+
+def test_a_killed_worker_is_named_and_the_others_keep_the_model():
+    handle = describe_job(**TWO, num_epochs=10**6).run()
+    assert next(handle.metrics()).epoch == 0
+    pids = handle._run.pids
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=rf"rank 0 \(pid {pids[0]}\) was killed by SIGKILL"):
+        handle.join()
+    assert handle.state.progress.steps >= 3
+    assert all(torch.isfinite(p).all() for p in handle.state.params.values())
+    assert all(wait_until_gone(pid) for pid in pids)
+
+
+def test_stop_ctrl_c_and_leaving_the_block_end_a_run_within_seconds(monkeypatch):
+    def leave() -> None:
+        with describe_job(**TWO, num_epochs=10**6).run() as stopped:
+            next(stopped.metrics())
+        assert stopped.state.progress.steps >= 3
+        with pytest.raises(TimeoutError, match="has not ended within"):
+            interrupted.join(timeout_s=0.01)
+        # A Ctrl-C while it waits.
+        monkeypatch.setattr(interrupted._run._team, "wait", interrupt)
+        interrupted.join()
+
+    def interrupt(timeout_s: float | None) -> bool:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    interrupted = describe_job(**TWO, num_epochs=10**6).run()
+    next(interrupted.metrics())
+    pids = interrupted._run.pids
+    with pytest.raises(KeyboardInterrupt):
+        leave()
+    steps = interrupted.state.progress.steps
+    assert steps >= 3
+    assert interrupted.done
+    assert interrupted.join() is interrupted.state
+    assert all(wait_until_gone(pid) for pid in pids)
+
+
+def test_a_worker_that_leaves_without_a_report_is_an_error_and_its_last_words_are_shown(capfd):
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if os.environ["RANK"] == "1":
+            print("last words", flush=True)
+            os._exit(0)
+        return train_step(model, batch)
+
+    with pytest.raises(WorkerError, match=r"rank 1 \(pid \d+\) ended with exit code 0"):
+        describe_job(**TWO, train_fn=train).run().join()
+    assert "[rank 1] last words" in capfd.readouterr().out
+
+
+# ── scripts, as users write them ─────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+from evener import Ddp, record_scalar
+tell("script runs")
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, i): return torch.tensor([i / 32.0]), torch.tensor([i * i / 1024.0])
+rate = 0.1
+def collate(samples):
+    return tuple(torch.stack(part) for part in zip(*samples))
+def train(model, batch):
+    x, y = batch
+    record_scalar("x", x.mean())
+    return (model(x) - y).square().mean()
+def optimizer(params):
+    return torch.optim.SGD(params, lr=rate)
+builder = Ddp.builder(lambda device: nn.Linear(1, 1), optimizer, train, devices=["cpu", "cpu"],
+    dataset=Squares(), batch_size=8, collate_fn=collate, num_epochs=int(sys.argv[1]),
+    num_workers=int(sys.argv[2]), quiet=True)
+handle = builder.run()
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    box = Sandbox(tmp_path)
+    yield box
+    box.close()
+
+
+def test_an_unguarded_script_runs_once_and_its_classes_reach_loading_processes(sandbox):
+    script = sandbox.script(
+        SCRIPT + "state = handle.join()\n(m,) = handle.poll_metrics()\n"
+        "print('x', m.scalars['x'], 'steps', state.progress.steps)\n"
+    )
+    ended = sandbox.start(sys.executable, script, 1, 1).end()
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["x", "0.484375", "steps", "4"]
+    assert sandbox.mailbox.rest() == ["0 script runs"]
+
+
+def test_workers_end_with_a_script_however_it_ends(sandbox):
+    script = sandbox.script(
+        SCRIPT + "next(handle.metrics())\ntell('pids %s %s' % handle._run.pids)\n"
+        "if sys.argv[3] == 'wait':\n    wait_forever()\n"
+    )
+    forgetful = sandbox.start(sys.executable, script, 10**6, 0, "end")
+    killed = sandbox.start(sys.executable, script, 10**6, 0, "wait")
+    lines = sandbox.mailbox.read(4)
+    pids = [int(word) for line in lines if "pids" in line for word in line.split()[2:]]
+    assert len(pids) == 4
+    os.kill(killed.process.pid, signal.SIGKILL)
+    assert forgetful.end().code == 0
+    assert "a managed run was not joined" in forgetful.end().err
+    assert all(wait_until_gone(pid) for pid in pids)
