@@ -73,7 +73,6 @@ class GradientAverager:
             self._multiply(factor)
         return norm
 
-    @torch.no_grad()
     def _norm(self) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
         tensors = [

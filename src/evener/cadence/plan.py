@@ -9,7 +9,7 @@ stopping.
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evener.errors import ProtocolError
@@ -188,10 +188,7 @@ def decode_plan(floats: Sequence[float], world_size: int) -> WindowPlan | None:
         )
     if all(value == -1.0 for value in floats):
         return None
-    names = [*_PLAN_FIELDS, *(f"share of rank {rank}" for rank in range(world_size))]
-    values = [
-        _whole(value, f"plan field '{name}'") for name, value in zip(names, floats, strict=False)
-    ]
+    values = [_whole(value, _name_in_plan, k) for k, value in enumerate(floats[:-1])]
     if floats[-1] != _checksum(floats[:-1]):
         raise ProtocolError(
             f"received plan {values} does not match its checksum {floats[-1]:.0f}: it was damaged "
@@ -203,7 +200,15 @@ def decode_plan(floats: Sequence[float], world_size: int) -> WindowPlan | None:
 
 def encode_report(report: WindowReport) -> list[float]:
     """Turn a report into ``REPORT_LENGTH`` float64 numbers."""
-    return [float(getattr(report, name)) for name in _REPORT_FIELDS]
+    return [
+        float(report.weight),
+        float(report.loss_sum),
+        float(report.compute_s),
+        float(report.micro_batches),
+        float(report.samples),
+        float(report.non_finite),
+        float(report.leaving),
+    ]
 
 
 def decode_report(floats: Sequence[float]) -> WindowReport:
@@ -228,23 +233,34 @@ def decode_report(floats: Sequence[float]) -> WindowReport:
         weight=weight,
         loss_sum=loss_sum,
         compute_s=compute_s,
-        micro_batches=_whole(micro_batches, "report field 'micro_batches'"),
-        samples=_whole(samples, "report field 'samples'"),
-        non_finite=_whole(non_finite, "report field 'non_finite'", least=-1),
-        leaving=_whole(leaving, "report field 'leaving'"),
+        micro_batches=_whole(micro_batches, _name_in_report, 3),
+        samples=_whole(samples, _name_in_report, 4),
+        non_finite=_whole(non_finite, _name_in_report, 5, least=-1),
+        leaving=_whole(leaving, _name_in_report, 6),
     )
     if report.leaving > 2:
         raise ProtocolError(f"received report has leaving={report.leaving}; known are 0, 1 and 2")
     return report
 
 
-def _whole(value: float, what: str, *, least: int = 0) -> int:
+def _whole(value: float, name: Callable[[int], str], number: int, *, least: int = 0) -> int:
     """Check that a received number is a whole one that float64 carries exactly."""
     if not math.isfinite(value) or value != math.floor(value):
-        raise ProtocolError(f"received {what} is {value}, which is not a whole number")
+        raise ProtocolError(f"received {name(number)} is {value}, which is not a whole number")
     if not least <= value <= _LARGEST_EXACT:
-        raise ProtocolError(f"received {what} is {value:.0f}, outside {least}..2**53")
+        raise ProtocolError(f"received {name(number)} is {value:.0f}, outside {least}..2**53")
     return int(value)
+
+
+def _name_in_plan(number: int) -> str:
+    first_share = len(_PLAN_FIELDS)
+    if number < first_share:
+        return f"plan field '{_PLAN_FIELDS[number]}'"
+    return f"plan field 'share of rank {number - first_share}'"
+
+
+def _name_in_report(number: int) -> str:
+    return f"report field '{_REPORT_FIELDS[number]}'"
 
 
 def _checksum(floats: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ recognised by three surprises in a row. Pure: times come in as numbers.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_low
@@ -102,16 +103,18 @@ class SpeedModel:
         self._recent: list[_Observation] = []
         self._surprises = 0
         self._cost: CostModel | None = None
+        # Fitted when the cost is asked for: a rank that trains alone hardly ever is.
+        self._pending: deque[_Observation] = deque(maxlen=2 * _MEMORY)
 
     @property
     def is_known(self) -> bool:
         """Whether anything is known: a hint, a probe or an observation."""
-        return self._cost is not None
+        return bool(self._pending) or self._cost is not None
 
     @property
     def is_measured(self) -> bool:
         """Whether ``cost`` is in seconds; after a hint alone its unit is arbitrary."""
-        return self._probed or bool(self._recent)
+        return self._probed or bool(self._recent) or bool(self._pending)
 
     @property
     def cost(self) -> CostModel:
@@ -120,6 +123,7 @@ class SpeedModel:
         Raises:
             ConfigError: Nothing is known; ask ``is_known`` before.
         """
+        self._fit()
         if self._cost is None:
             raise ConfigError("the speed of this rank is not known: probe it or give a speed_hint")
         return self._cost
@@ -143,6 +147,7 @@ class SpeedModel:
                 f"speed_hint holds {relative_speed}; speeds are finite numbers above 0, such as "
                 "1.0 for one rank and 0.5 for another that takes twice as long"
             )
+        self._fit()
         if not self._probed:
             self._prior = CostModel(0.0, 1.0 / relative_speed)
             self._refit()
@@ -166,6 +171,7 @@ class SpeedModel:
                 fastest[size] = min(seconds, fastest.get(size, math.inf))
         if not fastest:
             return
+        self._fit()
         small, large = (_Observation(*size, fastest[size]) for size in (min(fastest), max(fastest)))
         self._prior = _line_through(small, large)
         self._probed = True
@@ -182,18 +188,24 @@ class SpeedModel:
         """
         if samples <= 0 or micro_batches <= 0 or not _LEAST_SECONDS <= compute_s < math.inf:
             return
-        observation = _Observation(samples, micro_batches, compute_s)
-        if self._cost is not None and self.is_measured:
-            self._count_surprise(compute_s / observation.predicted(self._cost))
-        self._recent = [*self._recent[-_MEMORY + 1 :], observation]
-        if abs(self._surprises) >= _SURPRISES_IN_A_ROW:
-            self._recent = self._recent[-_SURPRISES_IN_A_ROW:]
-            self._surprises = 0
-            self._votes = 0
-        self._refit()
+        self._pending.append(_Observation(samples, micro_batches, compute_s))
+
+    def _fit(self) -> None:
+        """Learns from what has been observed since the cost was last asked for."""
+        while self._pending:
+            observation = self._pending.popleft()
+            if self._cost is not None and (self._probed or self._recent):
+                self._count_surprise(observation.seconds / observation.predicted(self._cost))
+            self._recent = [*self._recent[-_MEMORY + 1 :], observation]
+            if abs(self._surprises) >= _SURPRISES_IN_A_ROW:
+                self._recent = self._recent[-_SURPRISES_IN_A_ROW:]
+                self._surprises = 0
+                self._votes = 0
+            self._refit()
 
     def state_dict(self) -> dict[str, Any]:
         """What is known, as plain JSON types."""
+        self._fit()
         prior = None
         if self._prior is not None:
             prior = [self._prior.fixed_s, self._prior.per_sample_s]
@@ -231,6 +243,7 @@ class SpeedModel:
             ) from error
         self._prior, self._probed, self._votes = loaded, probed, votes
         self._recent, self._surprises = recent, surprises
+        self._pending.clear()
         self._refit()
 
     def _count_surprise(self, ratio: float) -> None:

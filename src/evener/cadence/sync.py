@@ -164,7 +164,7 @@ class SyncPolicy(Policy):
         """Plan a window with the earliest predicted finish; see ``Policy``."""
         if min_share * len(self._members) > size:
             min_share = 0
-        costs = self.costs
+        costs = self.costs if len(self._members) > 1 else None
         if costs is None:
             shares = equal_shares(size, len(self._members))
         elif self._parked:
@@ -184,10 +184,11 @@ class SyncPolicy(Policy):
 
         It is named only after several windows in a row, so that a noisy one parks nobody.
         """
-        costs = self.costs
         present = [r for r in range(len(self._members)) if r not in self._parked]
-        if costs is None or len(present) == 1 or not all(s.is_measured for s in self._speeds):
+        if len(present) == 1 or not all(s.is_measured for s in self._speeds):
             return None
+        costs = self.costs
+        assert costs is not None
         keep = worth_keeping(
             batch_size,
             [costs[r] for r in present],

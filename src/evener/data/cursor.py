@@ -34,14 +34,15 @@ def derive_seed(*parts: int | str) -> int:
     Returns:
         A whole number in ``[0, 2**63)``, the same on every machine and Python version.
     """
-    digest = hashlib.blake2b(digest_size=8)
+    whole = b""
     for part in parts:
         if isinstance(part, str):
-            kind, text = b"s", part.encode()
+            text = part.encode()
+            whole += b"s%d:%s" % (len(text), text)
         else:
-            kind, text = b"i", b"%d" % int(part)
-        digest.update(b"%s%d:%s" % (kind, len(text), text))
-    return int.from_bytes(digest.digest(), "little") >> 1
+            text = b"%d" % int(part)
+            whole += b"i%d:%s" % (len(text), text)
+    return int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little") >> 1
 
 
 class Permutation:
@@ -63,6 +64,8 @@ class Permutation:
 
     __slots__ = ("_columns", "_key_pairs", "_num_samples", "_rows")
 
+    MULTIPLIERS = (_MIX_1, _MIX_2)
+
     def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
         _require_samples(num_samples)
         self._num_samples = num_samples
@@ -70,6 +73,11 @@ class Permutation:
         self._columns = -(-num_samples // self._rows)
         keys = [derive_seed("permutation", seed, epoch, number) for number in range(_NUM_ROUNDS)]
         self._key_pairs = tuple(zip(keys[::2], keys[1::2], strict=True))
+
+    @property
+    def network(self) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """Rows, columns and keys, for those who evaluate it for many positions at once."""
+        return self._rows, self._columns, self._key_pairs
 
     def __len__(self) -> int:
         return self._num_samples

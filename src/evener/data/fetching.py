@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
+import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from evener.data.cursor import derive_seed
@@ -68,11 +70,7 @@ class Recipe:
             with generators(self.seed, epoch, index):
                 return self.dataset[index]
         except Exception as error:
-            raise DataError(
-                f"sample {index} of epoch {epoch} could not be loaded from {self.dataset_name}: "
-                f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
-                f"reproduces the error"
-            ) from error
+            raise self._failed(epoch, index, error) from error
 
     def collate(
         self,
@@ -88,6 +86,8 @@ class Recipe:
         """
         try:
             with generators(self.seed, epoch, indices[0], "collate"):
+                if self.collate_fn is default_collate and type(samples[0]) is Tensor:
+                    return torch.stack(samples)  # the same, without the search for what they are
                 return self.collate_fn(samples)
         except Exception as error:
             raise DataError(
@@ -124,11 +124,31 @@ class Recipe:
         generators: Generators,
     ) -> Any:
         """Loads and collates a batch, with its generators as told; see ``batch``."""
-        samples = [
-            known[index] if index in known else self.sample(epoch, index, generators)
-            for index in indices
-        ]
+        if generators is as_they_are and not known:
+            samples = self._samples(epoch, indices)
+        else:
+            samples = [
+                known[index] if index in known else self.sample(epoch, index, generators)
+                for index in indices
+            ]
         return self.collate(epoch, indices, samples, generators)
+
+    def _samples(self, epoch: int, indices: Sequence[int]) -> list[Any]:
+        """Loads samples with the generators as they are: a loop of nothing but reads."""
+        samples = []
+        for index in indices:
+            try:
+                samples.append(self.dataset[index])
+            except Exception as error:
+                raise self._failed(epoch, index, error) from error
+        return samples
+
+    def _failed(self, epoch: int, index: int, error: Exception) -> DataError:
+        return DataError(
+            f"sample {index} of epoch {epoch} could not be loaded from {self.dataset_name}: "
+            f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
+            f"reproduces the error"
+        )
 
 
 def describe(error: Exception) -> str:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -17,8 +16,6 @@ from evener.data.cursor import derive_seed
 
 generators_lock: Final = threading.RLock()
 """Held from seeding the generators to the last draw that shall follow from the seed."""
-
-_KNOWN_SEED: Final = 0x6576656E
 
 
 def seed_generators(seed: int) -> None:
@@ -66,15 +63,18 @@ class DrawWatch:
     """Tells whether a data set draws random numbers: if not, it needs no seeding.
 
     Seeding three generators takes as long as reading a small sample. So the first batch is watched
-    closely, sample by sample; later ones with two cheap looks a batch.
+    closely, sample by sample. Later, twins of Python's and of NumPy's generator draw what those
+    would draw next: while they agree, nobody else has drawn.
 
     Attributes:
-        draws: Whether anything was ever drawn; ``None`` before the first batch.
+        draws: Whether the data set was ever seen to draw; ``None`` before the first batch.
     """
 
     def __init__(self) -> None:
         self.draws: bool | None = None
         self._drawn = False
+        self._python = random.Random()
+        self._numpy: Any = None
         self._torch_state = torch.empty(0)
 
     @contextmanager
@@ -93,22 +93,34 @@ class DrawWatch:
 
     def start(self, seed: int) -> None:
         """Puts the generators where ``look`` can tell whether they have moved."""
-        random.seed(_KNOWN_SEED)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(_KNOWN_SEED)
-        # Not a constant: torch.initial_seed(), which one reads without drawing, should differ.
+        if self._python_moved():
+            random.seed(seed)
+            self._python.seed(seed)
+        if self._numpy_moved():
+            numpy = sys.modules["numpy"]
+            numpy.random.seed(seed & 0xFFFF_FFFF)
+            self._numpy = numpy.random.RandomState(seed & 0xFFFF_FFFF)
+        # Not left alone: torch.initial_seed(), which one reads without drawing, should differ.
         torch.default_generator.manual_seed(seed)
         self._torch_state = torch.default_generator.get_state()
 
     def look(self) -> bool:
-        """Whether anything was drawn or seeded since ``start``; leaves the generators moved on."""
-        # The next number tells where they are, in a hundredth of the time to read their states.
-        drawn = random.getrandbits(64) != _first_of_python()
-        if (numpy := sys.modules.get("numpy")) is not None:
-            drawn |= float(numpy.random.random()) != _first_of_numpy()
+        """Whether anything was drawn or seeded since ``start``."""
+        drawn = self._python_moved()
+        drawn |= self._numpy_moved()
         drawn |= not torch.equal(torch.default_generator.get_state(), self._torch_state)
         self.draws = self.draws or drawn
         return drawn
+
+    def _python_moved(self) -> bool:
+        return random.getrandbits(64) != self._python.getrandbits(64)
+
+    def _numpy_moved(self) -> bool:
+        if (numpy := sys.modules.get("numpy")) is None:
+            return False
+        if self._numpy is None:
+            return True
+        return bool(numpy.random.random() != self._numpy.random_sample())
 
 
 def _states() -> tuple[Any, torch.Tensor, Any]:
@@ -118,13 +130,3 @@ def _states() -> tuple[Any, torch.Tensor, Any]:
         torch.default_generator.get_state(),
         None if numpy is None else numpy.random.get_state(),
     )
-
-
-@cache
-def _first_of_python() -> int:
-    return random.Random(_KNOWN_SEED).getrandbits(64)
-
-
-@cache
-def _first_of_numpy() -> float:
-    return float(sys.modules["numpy"].random.RandomState(_KNOWN_SEED).random())

@@ -219,8 +219,10 @@ class Ddp:
         Raises:
             UsageError: Outside a micro-batch, a bad weight, or a second weight that differs.
         """
-        self.assembly.flat.attach_grads()  # a zero_grad() since the last call must not lose sums
+        flat = self.assembly.flat
+        flat.attach_grads()  # a zero_grad() since the last call must not lose sums
         self._engine.share.backward(loss, weight)
+        flat.attach_grads()  # nor one after this call
 
     def step(self) -> WindowResult | None:
         """Ends a micro-batch; with the last one of this rank's share, closes the window.

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
@@ -162,12 +162,13 @@ class WindowEngine(Engine):
         draft = self.plans.draft(self.window + 1)
         misfit = self.policy.rank_to_park(self.plans.batch_size)
         note = self._note(park=misfit, buffers_changed=self.buffers.changed())
+        own = Row(report, draft, note)
         payload = encode_row(report, draft, note, self.team.world_size)
         started_s = time.perf_counter()
         numbers, leaving = self.team.meet(
             Meeting.WINDOW, window=self.window, leaving=report.leaving, payload=payload
         )
-        rows = [decode_row(n) for n in numbers]
+        rows = [own if r == self.team.rank else decode_row(n) for r, n in enumerate(numbers)]
         wait_s = time.perf_counter() - started_s
         exchange_s = self._exchange_s(rows)
         self._commit(rows)
@@ -374,12 +375,14 @@ class WindowEngine(Engine):
             return
         applied, self._applied = self._applied, None
         self.plans.commit(applied.lease)
+        if not self.options.on_commit:
+            return
         ranks = tuple(
             replace(record, wait_s=row.note.wait_s, sync_s=row.note.sync_s)
             for record, row in zip(applied.result.ranks, rows, strict=True)
         )
         result = replace(applied.result, ranks=ranks)
         # Buffers have moved on with this rank's part of the next window: show the consensus.
-        with self.buffers.consensus() if self.options.on_commit else nullcontext():
+        with self.buffers.consensus():
             for callback in self.options.on_commit:
                 callback(result)

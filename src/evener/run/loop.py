@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from evener.cadence.plan import WindowPlan
-from evener.data.cursor import Cursor, Permutation, derive_seed
+from evener.data.cursor import Cursor, derive_seed
 from evener.data.loader import Fetcher, Pending
-from evener.data.randomness import seed_generators
+from evener.data.order import EpochOrder
 from evener.errors import UsageError
 from evener.run.engine import Measurement, WindowEngine
 
@@ -68,14 +68,14 @@ class TeamLoader:
             return
         engine.begin(self.cursor, self.batch_size)
         self.cursor.begin(epoch)
-        permutation = Permutation(self.cursor.num_samples, self.cursor.seed, epoch)
+        permutation = EpochOrder(self.cursor.num_samples, self.cursor.seed, epoch)
         try:
             yield from self._train(permutation)
             engine.flush()
         finally:
             self._fetched.clear()
 
-    def _train(self, permutation: Permutation) -> Iterator[Any]:
+    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
         """Plans the first windows and computes what is left of the epoch."""
         engine = self._engine
         if self._probe:
@@ -101,7 +101,7 @@ class TeamLoader:
         self._fetched.clear()
         self._fetcher.close()
 
-    def _windows(self, permutation: Permutation) -> Iterator[Any]:
+    def _windows(self, permutation: EpochOrder) -> Iterator[Any]:
         engine = self._engine
         while True:
             if engine.team.is_parked:
@@ -135,7 +135,7 @@ class TeamLoader:
     def _is_last(self, plan: WindowPlan) -> bool:
         return self._max_steps is not None and plan.window + 1 >= self._max_steps
 
-    def _fetch(self, plan: WindowPlan, permutation: Permutation) -> None:
+    def _fetch(self, plan: WindowPlan, permutation: EpochOrder) -> None:
         """Asks for this rank's samples of a window, unless that has been done."""
         if plan in self._fetched:
             return
@@ -147,19 +147,15 @@ class TeamLoader:
         self._fetched[plan] = queue
 
     def _seed(self, window: int, first_position: int) -> None:
-        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state.
-
-        Python's and NumPy's generators too: a loop that draws from them is repeatable as well, and
-        what loading a batch has drawn need not be undone.
-        """
+        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
         seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
         # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
         # traceback, half a millisecond in all.
-        seed_generators(seed)
+        torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
 
-    def _time_two_sizes(self, permutation: Permutation) -> Iterator[Any]:
+    def _time_two_sizes(self, permutation: EpochOrder) -> Iterator[Any]:
         """Times this rank at two sizes on copies of its own first sample; trains on nothing.
 
         Rank r's first sample of the first window is at position r whatever the shares will be,

@@ -90,7 +90,10 @@ class PlanQueue:
         Raises:
             UsageError: Rank 0 is at another place of the data.
         """
-        agreed = decode_plan(floats[: self.length], self._world_size)
+        if self._rank == 0:
+            agreed = self._draft  # it is the one that planned
+        else:
+            agreed = decode_plan(floats[: self.length], self._world_size)
         if _place(agreed) != _place(self._draft):
             raise UsageError(
                 f"rank 0 plans (window, epoch, start, size) {_place(agreed)}, rank {self._rank} is "

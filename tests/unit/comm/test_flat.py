@@ -262,6 +262,7 @@ def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net, world_size: in
 
 def test_assigned_gradients_are_copied_in(model: Net) -> None:
     flat = flatten(model)
+    flat.attach_grads()
     model(*batch(0)).backward()
     assigned = torch.full_like(model.conv.weight, 2.0)
     model.conv.weight.grad = assigned
@@ -314,7 +315,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     model.zero_grad(set_to_none=True)
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"gradient of '0\.weight' is sparse.*sparse=False"):
-        flat.attach_grads()
+        flat.gather()
 
 
 # ── who had a gradient ───────────────────────────────────────────────────────────────────────────

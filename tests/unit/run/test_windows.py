@@ -540,23 +540,27 @@ def test_ranks_on_unlike_devices_take_each_part_from_its_owner() -> None:
     assert torch.equal(first, second)
 
 
-def test_zero_grad_by_habit_loses_nothing() -> None:
-    def train(habit: bool) -> list[Tensor]:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_zero_grad_by_habit_loses_nothing(world_size: int, where: str) -> None:
+    def train(habit: str) -> list[Tensor]:
         def body(comm: Communicator) -> Tensor:
             model, optimizer = line()
-            with setup(comm, model, optimizer, shares=(3, 1)) as ddp:
+            with setup(comm, model, optimizer, shares=(3, 1)[:world_size]) as ddp:
                 loader = ddp.loader(Numbered(), batch_size=8, micro_batch_size=2)
                 for _, x in loader.epoch(0):
-                    if habit:
+                    if habit == "before":
                         optimizer.zero_grad()
                         model.zero_grad()
                     ddp.backward(model(x).square().mean())
+                    if habit == "after":
+                        optimizer.zero_grad()
                     ddp.step()
             return model.weight.detach().clone()
 
-        return run_team(2, body)
+        return run_team(world_size, body)
 
-    assert torch.equal(train(habit=True)[0], train(habit=False)[0])
+    assert torch.equal(train(where)[0], train("none")[0])
 
 
 def test_no_sample_is_lost_when_plans_are_replaced() -> None:
