@@ -63,7 +63,7 @@ def _read_lines(
             if not line or line.isspace():
                 continue
             try:
-                text = text_of(_parse(line), text_key)
+                text = text_of(parse_line(line), text_key)
             except ValueError as error:
                 rejects.add(f"{file.path}:{number}", str(error))
                 continue
@@ -73,7 +73,12 @@ def _read_lines(
         raise changed(file)
 
 
-def _parse(line: bytes) -> Any:
+def parse_line(line: bytes) -> Any:
+    """Reads a line of JSON.
+
+    Raises:
+        ValueError: It is none; says why and where.
+    """
     try:
         return json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:

@@ -5,7 +5,7 @@ import difflib
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -28,6 +28,8 @@ def _no_bool(value: object) -> object:
     return value
 
 
+_Schema = TypeVar("_Schema", bound=BaseModel)
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -39,13 +41,15 @@ BPE = "bpe"
 """The tokenizer that is trained on the corpus; a folder of that name is ``./bpe``."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A group of keys; unknown ones are refused."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
     )
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """Where the text comes from and how it is cut."""
 
     path: str | list[str] | None = Field(
@@ -97,7 +101,7 @@ class DataConfig(_Section):
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """A local model folder, or a configuration to start from scratch with."""
 
     path: str | None = Field(default=None, description="local folder to go on from")
@@ -107,7 +111,7 @@ class ModelConfig(_Section):
     )
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW and its schedule: linear warm-up, then cosine, both by committed tokens."""
 
     lr: Annotated[Number, Field(gt=0)] = 1e-3
@@ -119,21 +123,21 @@ class OptimizerConfig(_Section):
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
 
 
-class EvalConfig(_Section):
+class EvalConfig(Section):
     """Held-out loss, over all ranks."""
 
     every: NotNegative = Field(default=100, description="windows; 0: only at the end")
     max_sequences: Positive | None = Field(default=None, description="of the held-out split; all")
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When to save."""
 
     every: NotNegative = Field(default=200, description="windows; 0: only at the end")
     keep_last: Positive = 3
 
 
-class SampleConfig(_Section):
+class SampleConfig(Section):
     """Text written by the model at the end."""
 
     prompt: str = "def "
@@ -141,7 +145,7 @@ class SampleConfig(_Section):
     temperature: Annotated[Number, Field(ge=0)] = 0.6
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything about one pretraining run."""
 
     name: str | None = Field(default=None, description="run folder; the YAML's name")
@@ -198,9 +202,21 @@ def load_run_config(
     *,
     base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Reads and checks a run's configuration.
+    """Reads and checks the configuration of a pretraining run; see ``load_config``."""
+    return load_config(RunConfig, path, overrides, base=base)
+
+
+def load_config(
+    schema: type[_Schema],
+    path: Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    base: Mapping[str, Any] | None = None,
+) -> _Schema:
+    """Reads and checks a configuration.
 
     Args:
+        schema: Its keys.
         path: YAML file; ``None`` takes ``base``, or all defaults.
         base: Keys to start from where there is no file.
         overrides: ``key=value`` with dots for sections, values in YAML, such as
@@ -213,9 +229,9 @@ def load_run_config(
     overridden = [_override(document, override) for override in overrides]
     source = "the configuration" if path is None else str(path)
     try:
-        return RunConfig.model_validate(document)
+        return schema.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, overridden)) from None
+        raise ConfigError(_explain(schema, error, source, overridden)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -313,7 +329,9 @@ _REMEDIES = {
 }
 
 
-def _explain(error: ValidationError, source: str, overridden: Sequence[str]) -> str:
+def _explain(
+    schema: type[BaseModel], error: ValidationError, source: str, overridden: Sequence[str]
+) -> str:
     """One line: for each problem where it is, the value, and what to do."""
     problems: dict[str, list[str]] = {}
     allowed: dict[str, str] = {}
@@ -321,7 +339,7 @@ def _explain(error: ValidationError, source: str, overridden: Sequence[str]) -> 
         place = [str(part) for part in problem["loc"]]
         key, value = ".".join(place), problem["input"]
         if problem["type"] == "extra_forbidden":
-            fields = list(_section_at(place[:-1]).model_fields)
+            fields = list(_section_at(schema, place[:-1]).model_fields)
             text = f"unknown key {key!r} (value {value!r})"
             if close := difflib.get_close_matches(place[-1], fields, n=1):
                 text += f", did you mean {close[0]!r}?"
@@ -358,8 +376,7 @@ def _shown(value: object) -> str:
     return "empty" if value is None else repr(value)
 
 
-def _section_at(place: Sequence[str]) -> type[BaseModel]:
-    section: type[BaseModel] = RunConfig
+def _section_at(section: type[BaseModel], place: Sequence[str]) -> type[BaseModel]:
     for name in place:
         annotation = section.model_fields[name].annotation
         assert isinstance(annotation, type)
