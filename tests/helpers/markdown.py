@@ -9,6 +9,7 @@ A comment on the line before a block changes that:
 - ``<!-- file: train.py -->``: the block is written to that file, for the commands that follow.
 - ``<!-- continues -->``: the Python block goes on where the one before ended.
 - ``<!-- not run: REASON -->``: what cannot run here, such as an installation or two machines.
+- ``<!-- port: NAME -->``: a diff of two scripts, for ``tests/recipes/test_porting.py``.
 """
 
 import os
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-NOTES = ("file", "continues", "not run")
+NOTES = ("file", "continues", "not run", "port")
 RUN = ("python", "console")
 
 

@@ -1,0 +1,58 @@
+"""The user's own code in ``docs/porting.md``: small models and data, the same in every process.
+
+A batch of 64 samples is the whole data set, so that the order of samples, which every library
+draws in its own way, changes no result.
+"""
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from helpers import models
+
+NUM_SAMPLES = 64
+
+
+def make_model() -> torch.nn.Module:
+    return models.mlp()
+
+
+def make_dataset() -> TensorDataset:
+    return TensorDataset(*models.regression_data(NUM_SAMPLES))
+
+
+def make_gpt() -> torch.nn.Module:
+    return models.transformer(vocab_size=16, seq_len=8, dim=16, num_layers=1)
+
+
+def make_texts() -> TensorDataset:
+    return TensorDataset(*models.token_data(NUM_SAMPLES, seq_len=8, vocab_size=16))
+
+
+def make_causal_lm() -> torch.nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self.tokens, _ = models.token_data(NUM_SAMPLES, seq_len=8, vocab_size=16)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make_tokens() -> Tokens:
+    return Tokens()

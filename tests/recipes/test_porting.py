@@ -1,0 +1,116 @@
+"""The diffs of ``docs/porting.md``: both sides end with the same parameters.
+
+A batch is the whole data set (see ``helpers/project.py``), so that the order of samples does not
+matter. Sums in another order leave 1e-6 of float32. AdamW divides by small roots, which magnifies
+that where a gradient is nearly zero: the bound is for all parameters together.
+"""
+
+import ast
+import os
+import re
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.markdown import Block, blocks
+from helpers.ranks import Rank, run_ranks
+from helpers.recipes import new_lines
+from helpers.source import ROOT
+
+PORTING = ROOT / "docs" / "porting.md"
+DIFFS = {
+    block.note[1].partition(",")[0]: block
+    for block in blocks(PORTING.read_text())
+    if block.note[0] == "port"
+}
+TOLERANCE = 2e-5
+
+
+def sides(block: Block) -> tuple[str, str]:
+    """The script before and the script after."""
+    lines = block.text.splitlines()
+    assert all(not line or line[0] in " +-" for line in lines)
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    return before + "\n", after + "\n"
+
+
+def execute(script: str) -> dict[str, Tensor]:
+    """Runs a script in this process; what its ``model`` has become."""
+    from helpers import project
+
+    sys.modules["project"] = project
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, "porting.md", "exec"), names)
+    return {
+        name.removeprefix("module."): p.detach().cpu()
+        for name, p in names["model"].named_parameters()
+    }
+
+
+def run_before(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
+    os.chdir(folder)
+    warnings.simplefilter("ignore")  # the other libraries' own
+    if rank.listen_fd is not None:  # torch opens the port itself
+        os.close(rank.listen_fd)
+    return execute(script)
+
+
+def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
+    import evener
+
+    os.chdir(folder)
+    original = evener.Ddp.setup
+
+    def setup(*args: Any, config: Any = None, **options: Any) -> Any:
+        uneven = replace(config or evener.DdpConfig(), partition_ratios=(3, 1), quiet=True)
+        return original(*args, config=uneven, **options)
+
+    evener.Ddp.setup = setup  # type: ignore[method-assign]
+    return execute(script)
+
+
+def compare(name: str, folder: Path, *, world_size_before: int) -> None:
+    before, after = sides(DIFFS[name])
+    expected = run_ranks(run_before, world_size_before, before, str(folder))[0]
+    for rank, found in enumerate(run_ranks(run_after, 2, after, str(folder))):
+        assert found.keys() == expected.keys()
+        theirs = torch.cat([t.flatten() for t in expected.values()])
+        ours = torch.cat([found[key].flatten() for key in expected])
+        difference = float((ours - theirs).norm() / theirs.norm())
+        assert difference <= TOLERANCE, f"rank {rank}: {difference}"
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-gpt"])
+def test_a_ddp_script_and_its_port_end_alike(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, world_size_before=2)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "trainer"])
+def test_a_port_from_a_library_ends_as_the_library_does(name: str, tmp_path: Path) -> None:
+    compare(name, tmp_path, world_size_before=1)
+
+
+def test_the_port_from_fabric_is_that_from_accelerate() -> None:
+    """Fabric is not installed here: its port must be the one that was compared."""
+    before, after = sides(DIFFS["fabric"])
+    ast.parse(before)
+    assert after == sides(DIFFS["accelerate"])[1]
+
+
+@pytest.mark.parametrize("name", [n for n, b in DIFFS.items() if "lines" in b.note[1]])
+def test_the_number_of_lines_is_what_it_says(name: str) -> None:
+    (said,) = re.findall(r", (\d+) lines", DIFFS[name].note[1])
+    assert len(new_lines(*sides(DIFFS[name]))) == int(said) <= (6 if name.startswith("ddp") else 7)
+
+
+def test_every_diff_is_compared() -> None:
+    assert set(DIFFS) == {"ddp", "ddp-gpt", "accelerate", "fabric", "trainer"}
+    diffs = [b for b in blocks(PORTING.read_text()) if b.language == "diff"]
+    assert len(diffs) == len(DIFFS)
