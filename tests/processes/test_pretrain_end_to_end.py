@@ -160,8 +160,8 @@ def test_two_unequal_ranks_do_what_one_does(team, alone):
 def test_what_people_see(ended, team):
     lines = ended.err.splitlines()
     host = re.escape(socket.gethostname())
-    memory = r"\d+\.\d GiB, \d+ threads"
-    assert lines[0] == "team of 2:"
+    memory = r"\d+\.\d GB, \d+ threads"
+    assert lines[0].startswith("team of 2: 2 CPU ranks (unequal) | ")
     assert re.fullmatch(rf"  rank 0  cpu +\S.* \| {memory} \| {host} pid \d+", lines[1])
     assert re.fullmatch(
         rf"  rank 1  cpu +\S.* \| {memory}, emulated 2x slower \| {host} pid \d+", lines[2]

@@ -112,4 +112,4 @@ def test_a_users_own_script_trains_on_two_ranks(lab):
     assert first.startswith("0 0/2 True 0.5 [")
     assert first.endswith("] 22")
     assert first.replace("0 0/2", "1 1/2") == second  # the same weights, to the last bit
-    assert ended.err.splitlines()[0] == "team of 2:"
+    assert ended.err.startswith("team of 2: 2 CPU ranks (unequal) | ")

@@ -222,6 +222,16 @@ class Communicator(ABC):
         call = self._begin("split", what, timeout_s)
         return self._split(members, f"{self._num_splits}/{name}", call)
 
+    def add_nccl(self) -> None:
+        """Let CUDA tensors travel over NCCL from now on, each rank's current device; collective.
+
+        Raises:
+            ConfigError: The ranks are not processes that NCCL could join.
+            LaunchError: This build of torch has no NCCL.
+        """
+        self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None))
+        self.backend = "nccl"
+
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
@@ -291,6 +301,11 @@ class Communicator(ABC):
     @abstractmethod
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> "Communicator | None":
         """Form the communicator of two or more ``members``; ``key`` is unique in this one."""
+
+    def _add_nccl(self, call: Call) -> None:
+        raise ConfigError(
+            f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
+        )
 
     @abstractmethod
     def _release(self) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "form_gloo",
     "form_nccl",
     "gather_options",
+    "nccl_version",
     "sum_options",
 ]
 
@@ -81,6 +82,19 @@ def form_nccl(store: Store, rank: int, world_size: int, timeout_s: float) -> Any
     # At its own timeout NCCL's watchdog ends the process; the caller has reported long before.
     options._timeout = timedelta(seconds=2 * timeout_s + 60)
     return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def nccl_version() -> str:
+    """Major and minor version of NCCL (or RCCL), which ranks must share; empty where it is absent.
+
+    Only to be asked where there is a GPU.
+    """
+    if not is_nccl_available():
+        return ""
+    from torch.cuda import nccl
+
+    numbers = nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return ".".join(str(number) for number in numbers[:2])
 
 
 def sum_options(timeout_s: float) -> AllreduceOptions:

@@ -67,20 +67,29 @@ class Engine:
         self.key = key
         self._rank = rank
         self._world_size = world_size
-        store = PrefixStore(key, meeting.store)
+        self._store = store = PrefixStore(key, meeting.store)
         self._board = NoticeBoard(PrefixStore("notices", store), world_size, meeting.host)
         self._gloo: ProcessGroupGloo | None = form_gloo(
             PrefixStore("gloo", store), rank, world_size, meeting.devices, form_timeout_s
         )
         self._nccl: Any = None
         if backend == "nccl":
-            self._nccl = form_nccl(PrefixStore("nccl", store), rank, world_size, timeout_s)
+            self.add_nccl(timeout_s)
         self._busy = False
 
     @property
     def has_nccl(self) -> bool:
         """Whether CUDA tensors can stay on the device."""
         return self._nccl is not None
+
+    def add_nccl(self, timeout_s: float) -> None:
+        """Form the NCCL group; it connects at its first collective.
+
+        Args:
+            timeout_s: Deadline of collectives.
+        """
+        store = PrefixStore("nccl", self._store)
+        self._nccl = form_nccl(store, self._rank, self._world_size, timeout_s)
 
     def run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
         """Start an operation and wait for it.
@@ -135,7 +144,7 @@ class Engine:
         Before ``release`` on an orderly end: a peer that sees its connection close then finds no
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
-        del self._board, self.meeting
+        del self._board, self.meeting, self._store
 
     def _explain(self, call: Call, failure: str | None, waited_s: float) -> CollectiveError:
         """Let go of the group and find out what happened, with the help of the notices.

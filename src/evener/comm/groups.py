@@ -258,6 +258,9 @@ class GroupCommunicator(Communicator):
         except RuntimeError as error:
             raise PeerLostError(lost_message(self.rank, call.what, first_line(error))) from None
 
+    def _add_nccl(self, call: Call) -> None:
+        self._engine.add_nccl(call.timeout_s)
+
     def _release(self) -> None:
         self._long_rows.clear()
         self._scratch = None

@@ -17,10 +17,12 @@ from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import CheckpointError, ConfigError
+from evener.run.backends import check_backend, check_policy, connect_team
 from evener.run.child import apply_threads
 from evener.run.emulate import Slowdown, compute_clock, patient_sleep
 from evener.run.engine import WindowEngine
 from evener.run.environment import DistributedTrainConfig
+from evener.run.hardware import hardware_summary
 from evener.run.models import (
     Models,
     Schedulers,
@@ -30,7 +32,7 @@ from evener.run.models import (
     combine_models,
 )
 from evener.run.ownership import OptimizerGuard
-from evener.run.placement import Devices, choose_backend, choose_device, join
+from evener.run.placement import Devices, choose_device
 from evener.run.precision import AutocastForward, Precision, choose_precision
 from evener.run.row import payload_length
 from evener.run.schedule import Schedule
@@ -99,7 +101,8 @@ def assemble(
     communicator: Communicator | None = None,
 ) -> Assembly:
     """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
-    _check_policy(policy)
+    chosen = _check_policy(policy)
+    check_backend(backend)
     check_optimizers(optimizers)
     check_schedulers(scheduler, optimizers)
     whole, parts = combine_models(model)
@@ -111,8 +114,7 @@ def assemble(
     if communicator is not None:
         comm, reason = communicator, "given to Ddp.setup"
     else:
-        chosen, reason = choose_backend(backend, device, environment, devices)
-        comm = join(environment, chosen, config.timeout_s)
+        comm, reason = connect_team(environment, backend, chosen, device, config.timeout_s)
     try:
         team = Team(comm, payload_length=payload_length(comm.world_size))
         slow = config.emulate_slow.get(comm.rank, 1.0)
@@ -190,14 +192,14 @@ def _engine(
 
 
 def team_lines(assembly: Assembly) -> list[str]:
-    """The team in words, one line a rank, then the backend and why."""
-    lines = [f"team of {len(assembly.members)}:"]
+    """The team in words: its devices, one line a rank, then the backend and why."""
+    lines = [f"team of {len(assembly.members)}: {hardware_summary(assembly.members)}"]
     for m in assembly.members:
         slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
         threads = f", {m.threads} threads" if m.device == "cpu" else ""
-        gib = m.memory_bytes / 2**30
+        memory = f"{m.memory_bytes / 2**30:.1f} GB"
         lines.append(
-            f"  rank {m.rank}  {m.device:7} {m.device_name} | {gib:.1f} GiB{threads}{slow} | "
+            f"  rank {m.rank}  {m.device:7} {m.device_name} | {memory}{threads}{slow} | "
             f"{m.host} pid {m.pid}"
         )
     lines.append(f"  backend {assembly.comm.backend}: {assembly.backend_reason}")
@@ -265,14 +267,11 @@ def _planner(members: Sequence[str], config: DdpConfig) -> Policy:
     return planner
 
 
-def _check_policy(policy: str | ApplyPolicy) -> None:
-    try:
-        chosen = ApplyPolicy(policy)
-    except ValueError:
-        names = ", ".join(p.value for p in ApplyPolicy)
-        raise ConfigError(f"policy is {policy!r}; choose one of {names}") from None
+def _check_policy(policy: str | ApplyPolicy) -> ApplyPolicy:
+    chosen = check_policy(policy)
     if chosen is not ApplyPolicy.SYNC:
         raise ConfigError(f"policy {chosen.value!r} is not supported yet; use 'sync'")
+    return chosen
 
 
 def _never() -> bool:

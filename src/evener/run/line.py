@@ -7,8 +7,8 @@ import torch
 
 from evener.comm.base import Communicator
 from evener.errors import ConfigError
+from evener.run.backends import check_backend, connect_team
 from evener.run.environment import DistributedTrainConfig
-from evener.run.placement import choose_backend, join
 
 
 @final
@@ -54,6 +54,7 @@ class Line:
             ConfigError: Another backend than that of the connection.
             LaunchError: The processes did not find one another.
         """
+        check_backend(backend)
         if communicator is not None:
             return cls(communicator, "given to Ddp.wrap", backend)
         users = cls._lines.get(environment, [])
@@ -65,8 +66,8 @@ class Line:
                 )
             line = cls(users[0].comm, users[0].reason, backend)
         else:
-            chosen, reason = choose_backend(backend, device, environment)
-            line = cls(join(environment, chosen, timeout_s), reason, backend)
+            comm, reason = connect_team(environment, backend, "by hand", device, timeout_s)
+            line = cls(comm, reason, backend)
         line._environment = environment
         cls._lines.setdefault(environment, []).append(line)
         # Many scripts never close. Process groups that live on when the interpreter ends abort it.

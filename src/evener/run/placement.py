@@ -7,7 +7,7 @@ import torch
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.groups import connect
 from evener.errors import ConfigError
-from evener.run.environment import AverageBackend, DistributedTrainConfig
+from evener.run.environment import DistributedTrainConfig
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | torch.device]
@@ -109,38 +109,6 @@ def _by_local_rank(wanted: str, environment: DistributedTrainConfig, count: int)
             "most one rank per device, or use devices='auto'"
         )
     return "cpu"
-
-
-def choose_backend(
-    backend: str,
-    device: torch.device,
-    environment: DistributedTrainConfig,
-    devices: Devices = "auto",
-) -> tuple[str, str]:
-    """Resolves the averaging backend and says why, for people."""
-    world_size = environment.world_size
-    backend = environment.comm_backend.value if backend == "auto" else backend
-    if backend not in tuple(AverageBackend):
-        raise ConfigError(f"backend is {backend!r}; choose one of {', '.join(AverageBackend)}")
-    if world_size == 1:
-        return "none", "one rank, nothing to exchange"
-    if backend in ("gloo", "cpu"):
-        return "gloo", "asked for"
-    if backend == "nccl":
-        if device.type != "cuda":
-            raise ConfigError(
-                "backend is 'nccl', but this rank computes on the CPU; NCCL joins CUDA devices "
-                "only: use backend='gloo' or 'auto'"
-            )
-        return "nccl", "asked for"
-    if not isinstance(devices, str | int | torch.device):
-        # Every rank of this host sees the whole list, and comes to the same choice.
-        names = [str(d) for d in devices]
-        if "cpu" in names or len(set(names)) < len(names):
-            return "gloo", "ranks on the CPU or on the same device; NCCL needs a CUDA device each"
-    if device.type == "cuda" and torch.cuda.device_count() >= world_size:
-        return "nccl", "every rank has a CUDA device"
-    return "gloo", "works between any devices; NCCL needs a CUDA device for every rank"
 
 
 def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:

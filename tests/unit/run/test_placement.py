@@ -1,4 +1,4 @@
-"""Devices by name, number and list; the backend that follows; commands that can be given again."""
+"""Devices by name, number and list; commands that can be given again."""
 
 from pathlib import Path
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from evener.errors import ConfigError
-from evener.run.environment import AverageBackend, DistributedTrainConfig
-from evener.run.placement import choose_backend, choose_device, devices_of_host
+from evener.run.environment import DistributedTrainConfig
+from evener.run.placement import choose_device, devices_of_host
 from evener.run.starting import how_started, program_of, starting_folder
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -90,28 +88,6 @@ def test_the_device_of_a_rank(two_cards, devices, place, expected):
 def test_a_list_that_does_not_fit_the_ranks_that_were_started(two_cards):
     with pytest.raises(ConfigError, match="for 2 ranks, but torchrun has started 3 on this host"):
         choose_device(["cpu", "cpu"], rank_of(0, 3))
-
-
-@pytest.mark.parametrize(
-    ("backend", "comm_backend", "expected"),
-    [("auto", "auto", "gloo"), ("auto", "gloo", "gloo"), ("cpu", "auto", "gloo")],
-)
-def test_the_backend_may_come_from_the_place_of_a_rank(backend, comm_backend, expected):
-    place = rank_of(0, 2, comm_backend=AverageBackend(comm_backend))
-    assert choose_backend(backend, CPU, place)[0] == expected
-
-
-def test_nccl_from_the_place_of_a_rank_is_refused_on_the_cpu():
-    with pytest.raises(ConfigError, match="this rank computes on the CPU"):
-        choose_backend("auto", CPU, rank_of(0, 2, comm_backend=AverageBackend.NCCL))
-
-
-def test_all_ranks_of_a_mixed_list_choose_the_same_backend(two_cards):
-    for local_rank, device in enumerate(["cuda:0", "cpu"]):
-        place = rank_of(local_rank, 2)
-        chosen = choose_backend("auto", torch.device(device), place, ["cuda:0", "cpu"])
-        assert chosen[0] == "gloo"
-    assert choose_backend("auto", torch.device("cuda:0"), rank_of(0, 2))[0] == "nccl"
 
 
 @pytest.mark.parametrize(
