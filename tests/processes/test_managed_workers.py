@@ -1,5 +1,6 @@
 """Managed runs on several devices: real worker processes, their failures and their ends."""
 
+import gc
 import os
 import signal
 import sys
@@ -125,32 +126,38 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
     assert all(wait_until_gone(pid) for pid in pids)
 
 
-def test_stop_ctrl_c_and_leaving_the_block_end_a_run_within_seconds(monkeypatch):
-    def leave() -> None:
-        with describe_job(**TWO, num_epochs=10**6).run() as stopped:
-            next(stopped.metrics())
-        assert stopped.state.progress.steps >= 3
-        with pytest.raises(TimeoutError, match="has not ended within"):
-            interrupted.join(timeout_s=0.01)
-        # A Ctrl-C while it waits.
-        monkeypatch.setattr(interrupted._run._team, "wait", interrupt)
-        interrupted.join()
-
+def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):
     def interrupt(timeout_s: float | None) -> bool:
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
         raise AssertionError
 
-    interrupted = describe_job(**TWO, num_epochs=10**6).run()
-    next(interrupted.metrics())
-    pids = interrupted._run.pids
+    def leave() -> None:
+        with handle:
+            next(handle.metrics())
+            with pytest.raises(TimeoutError, match="has not ended within"):
+                handle.join(timeout_s=0.01)
+            # A Ctrl-C while it waits.
+            monkeypatch.setattr(handle._run._team, "wait", interrupt)
+            handle.join()
+
+    handle = describe_job(**TWO, num_epochs=10**6).run()
+    pids = handle._run.pids
     with pytest.raises(KeyboardInterrupt):
         leave()
-    steps = interrupted.state.progress.steps
-    assert steps >= 3
-    assert interrupted.done
-    assert interrupted.join() is interrupted.state
+    assert handle.done
+    assert handle.state.progress.steps >= 3
+    assert handle.join() is handle.state
     assert all(wait_until_gone(pid) for pid in pids)
+
+
+def test_workers_of_a_handle_that_goes_away_end(capfd):
+    handle = describe_job(**TWO).run()
+    pids = handle._run.pids
+    del handle
+    gc.collect()
+    assert all(wait_until_gone(pid) for pid in pids)
+    assert "a managed run was not joined" in capfd.readouterr().err
 
 
 def test_a_worker_that_leaves_without_a_report_is_an_error_and_its_last_words_are_shown(capfd):
@@ -209,17 +216,13 @@ def test_an_unguarded_script_runs_once_and_its_classes_reach_loading_processes(s
     assert sandbox.mailbox.rest() == ["0 script runs"]
 
 
-def test_workers_end_with_a_script_however_it_ends(sandbox):
+def test_workers_end_with_a_script_that_is_killed(sandbox):
     script = sandbox.script(
-        SCRIPT + "next(handle.metrics())\ntell('pids %s %s' % handle._run.pids)\n"
-        "if sys.argv[3] == 'wait':\n    wait_forever()\n"
+        SCRIPT + "next(handle.metrics())\ntell('pids %s %s' % handle._run.pids)\nwait_forever()\n"
     )
-    forgetful = sandbox.start(sys.executable, script, 10**6, 0, "end")
-    killed = sandbox.start(sys.executable, script, 10**6, 0, "wait")
-    lines = sandbox.mailbox.read(4)
+    killed = sandbox.start(sys.executable, script, 10**6, 0)
+    lines = sandbox.mailbox.read(2)
     pids = [int(word) for line in lines if "pids" in line for word in line.split()[2:]]
-    assert len(pids) == 4
+    assert len(pids) == 2
     os.kill(killed.process.pid, signal.SIGKILL)
-    assert forgetful.end().code == 0
-    assert "a managed run was not joined" in forgetful.end().err
     assert all(wait_until_gone(pid) for pid in pids)
