@@ -170,7 +170,11 @@ class WorkersRun(Run):
 
     def __init__(self, job: Job) -> None:
         self._team = WorkerTeam(pack(job.parts()), job.devices, job.metrics_fn)
-        self._team.start()
+        try:
+            self._team.start()
+        except BaseException:  # a Ctrl-C: nobody would know of the workers
+            self._team.kill()
+            raise
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -320,7 +324,7 @@ class DdpHandle:
         """The model after the run; ``None`` before its end, and when nothing is left of it.
 
         After a failure or a Ctrl-C it is what a surviving rank held: the model after its last
-        whole optimizer step.
+        whole optimizer step. Where every rank failed, it is what one of them held when it did.
         """
         return self._run.state if self._run.is_done else None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
@@ -194,6 +194,11 @@ def _check_complete(given: dict[str, Any]) -> None:
         if one in given and other not in given:
             raise ConfigError(f"{one} is given without {other} and would do nothing; give both")
     dataset = given["dataset"]
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "dataset is a DataLoader, whose batches are cut already; give its data set and options "
+            "instead: dataset=loader.dataset, batch_size, collate_fn, num_workers"
+        )
     if not _is_maker(dataset):
         try:
             empty = len(dataset) == 0

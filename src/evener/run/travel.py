@@ -5,6 +5,7 @@ child never runs the user's script again. This is the one place where evener unp
 this very process, or its parent, has pickled.
 """
 
+import mmap
 import os
 import pickle
 import sys
@@ -45,23 +46,19 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
 
 
 def unpack(fd: int) -> dict[str, Any]:
-    """Reads in the child what ``pack`` has written, without moving the shared file's position.
+    """Reads in the child what ``pack`` has written; other children read the same memory.
 
     Raises:
         LaunchError: Something is not there in this process, such as a module.
     """
-    size = os.fstat(fd).st_size
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        at += os.preadv(fd, [view[at:]], at)
     try:
-        parts: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from the process that started us
+        with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
+            parts: dict[str, Any] = pickle.loads(data)  # noqa: S301 - from our own parent
     except Exception as error:  # whatever importing a user's module raises
         raise LaunchError(
             f"the functions and data could not be loaded in the worker process: "
             f"{type(error).__name__}: {error}. Modules must be importable there: put them on "
-            f"PYTHONPATH or install them (sys.path is {sys.path})"
+            f"PYTHONPATH, install them, or let them travel: cloudpickle.register_pickle_by_value"
         ) from error
     return parts
 

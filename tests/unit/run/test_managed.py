@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.run.environment import DistributedTrainConfig
@@ -240,6 +241,10 @@ def test_one_device_trains_when_asked_for_results():
     assert handle.join() is state
 
 
+def test_a_function_may_make_the_data_set_in_the_worker():
+    assert_same(describe_job(dataset=data).run().join().state_dict(), train_plainly(6)[0])
+
+
 def test_keywords_and_methods_say_the_same():
     builder = describe_job(num_epochs=None, batch_size=None)
     state = builder.num_epochs(7).batch_size(BATCH).num_epochs(2).run().join()
@@ -369,6 +374,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"train_fn": None}, "train_fn is None"),
         ({"dataset": []}, "dataset is empty"),
         ({"dataset": iter([1])}, "without a length"),
+        ({"dataset": DataLoader([1])}, "dataset is a DataLoader.*give its data set"),
         ({"policy": "often"}, "policy is 'often'; choose one of sync, cadence, async"),
         ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, nccl, gloo, cpu"),
         ({"backend": "nccl"}, "backend is 'nccl' for the devices cpu; NCCL joins CUDA devices"),
