@@ -8,7 +8,6 @@ this very process, or its parent, has pickled.
 import mmap
 import os
 import pickle
-import sys
 import tempfile
 import types
 from collections.abc import Iterator, Mapping
