@@ -17,6 +17,9 @@ WITH_CODE = [
 ]
 
 
+TOP = {"benchmarks", "docs", "examples", "recipes", "src", "tests"}
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -30,11 +33,43 @@ def test_code_blocks_run(document, tmp_path):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
-def test_links_to_files_lead_somewhere(document):
-    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+def test_links_lead_somewhere(document):
+    text = without_blocks(document)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not re.match(r"[a-z]+:", target) and not target.startswith("#"):
-            assert (document.parent / target.split("#")[0]).exists(), f"{target} does not exist"
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = document.parent / path if path else document
+        assert file.exists(), f"{target} does not exist"
+        assert not anchor or anchor in anchors(file), f"{target}: there is no such heading"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_files_that_are_named_exist(document):
+    for name in re.findall(r"`((?:\w[\w.-]*/)*[\w.-]+/?)`", without_blocks(document)):
+        if name.partition("/")[0] in TOP and "/" in name:
+            assert (ROOT / name).exists(), f"{name} does not exist"
+        elif re.fullmatch(r"[\w-]+\.md", name):
+            places = (ROOT / name, ROOT / "docs" / name)
+            assert any(place.exists() for place in places), f"{name} does not exist"
+
+
+def test_the_readme_leads_to_every_document_and_recipe():
+    text = (ROOT / "README.md").read_text()
+    for path in tracked_files():
+        folder = path.parent.relative_to(ROOT)
+        if str(folder) in ("docs", "recipes") and path.suffix in (".md", ".py"):
+            assert relative(path) in text, f"README.md does not name {relative(path)}"
+
+
+def without_blocks(document: Path) -> str:
+    return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(document), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 # ── the machinery itself ─────────────────────────────────────────────────────────────────────────
