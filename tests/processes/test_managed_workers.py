@@ -126,6 +126,18 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
     assert all(wait_until_gone(pid) for pid in pids)
 
 
+def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch):
+    monkeypatch.setattr("evener.run.workers.SURVIVORS_S", 0.5)
+    handle = describe_job(**TWO, num_epochs=10**6, timeout_s=1.5).run()
+    assert next(handle.metrics()).epoch == 0
+    pids = handle._run.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=r"rank 0 .* failed: CollectiveTimeoutError: .*rank 1"):
+        handle.join()
+    assert handle.state.progress.steps >= 3
+    assert all(wait_until_gone(pid) for pid in pids)
+
+
 def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):
     def interrupt(timeout_s: float | None) -> bool:
         monkeypatch.undo()

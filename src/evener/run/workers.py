@@ -184,7 +184,7 @@ class WorkerTeam:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 if self._killed:
                     break  # it hangs in the kernel
-                self._kill_all(self._deadline_means)
+                self._end_what_is_late()
 
     def _listen(self, worker: Worker) -> bool:
         """Takes what a worker has sent; False when nothing is there, or it has hung up."""
@@ -264,6 +264,15 @@ class WorkerTeam:
                 worker.tell("stop")
             else:
                 worker.kill()  # it waits for the others to appear, and has nothing to lose
+
+    def _end_what_is_late(self) -> None:
+        late = [w for w in self._workers if not w.has_ended_work]
+        if self._failing and late:
+            for worker in late:
+                worker.kill()
+            self._set_deadline(_EXIT_S, "did not end when killed")
+        else:
+            self._kill_all(self._deadline_means)
 
     def _wind_up(self) -> None:
         """Asks a survivor for the model once all have come to rest, and then lets all go."""
