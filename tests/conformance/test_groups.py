@@ -248,3 +248,19 @@ def form_many(rank: Rank) -> list[int]:
 def test_groups_that_end_leave_no_descriptors() -> None:
     for counts in run_ranks(form_many, 2):
         assert max(counts) == counts[0]
+
+
+def _two_at_a_time(rank: Rank) -> tuple[list[float], bool]:
+    first = rank.connect()
+    with rank.connect() as second:  # by the store of the first: the port is taken
+        first.close()
+        rows = second.all_gather_rows([float(rank.rank)], what="after the first has closed")
+        part = second.split([1, 0], name="needs the store")
+        assert part is not None
+        part.barrier(what="of the part")
+        part.close()
+    return [row[0] for row in rows], second.rank == rank.rank
+
+
+def test_two_teams_at_the_same_time_in_one_process() -> None:
+    assert run_ranks(_two_at_a_time, 2) == [([0.0, 1.0], True)] * 2

@@ -10,7 +10,7 @@ All sums run from the left in rank order: the built-in ``sum()`` rounds differen
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from evener.errors import UsageError
@@ -113,28 +113,3 @@ def combine(rows: Sequence[Weighed]) -> tuple[float, float] | None:
     if total == 0.0:
         return None
     return check_weight(total, owner="the window"), loss_sum / total
-
-
-def weighted_mean(values: Iterable[float], weights: Iterable[float]) -> float | None:
-    """Mean of ``values``, each counted by its weight; values of weight 0 are not looked at.
-
-    Args:
-        values: Numbers, by rank.
-        weights: As many weights, in the same order.
-
-    Returns:
-        The mean, or ``None`` if the total weight is 0.
-
-    Raises:
-        UsageError: A weight is negative or not finite, or there are not as many as values.
-    """
-    values, weights = list(values), list(weights)
-    if len(values) != len(weights):
-        raise UsageError(f"{len(values)} values cannot be averaged with {len(weights)} weights")
-    total = 0.0
-    weighted_sum = 0.0
-    for rank, (value, weight) in enumerate(zip(values, weights, strict=True)):
-        if check_weight(weight, owner=f"rank {rank}") > 0.0:
-            total += weight
-            weighted_sum += weight * value
-    return weighted_sum / check_weight(total, owner="the mean") if total > 0.0 else None

@@ -6,6 +6,7 @@ from typing import Any, final
 from evener.cadence.apportion import apportion
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
+from evener.cadence.shares import without_ones
 from evener.errors import ConfigError
 
 
@@ -16,12 +17,15 @@ class FixedShares(Policy):
     Args:
         members: Member ids, by rank.
         ratios: Proportions, by rank; 0 gives a rank nothing to do.
+        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided.
 
     Raises:
         ConfigError: Not one ratio for each member, or no positive one.
     """
 
-    def __init__(self, members: Sequence[str], ratios: Sequence[float]) -> None:
+    def __init__(
+        self, members: Sequence[str], ratios: Sequence[float], *, avoid_ones: bool = False
+    ) -> None:
         if len(ratios) != len(members):
             raise ConfigError(
                 f"partition_ratios has {len(ratios)} numbers for a team of {len(members)}; give "
@@ -30,6 +34,9 @@ class FixedShares(Policy):
         apportion(1, ratios)  # refuses impossible ratios before the first window does
         self._members = tuple(members)
         self._ratios = tuple(ratios)
+        self._idle = [rank for rank, ratio in enumerate(ratios) if ratio == 0]
+        self._avoid_ones = avoid_ones
+        self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -42,7 +49,8 @@ class FixedShares(Policy):
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Does nothing: shares do not depend on them."""
+        """Say how shares are computed; it matters only where single samples are avoided."""
+        self._micro_batch_sizes = tuple(sizes)
 
     def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
         """Does nothing: shares do not depend on speed."""
@@ -58,7 +66,10 @@ class FixedShares(Policy):
         self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
     ) -> WindowPlan:
         """Plan a window; ``min_share`` is ignored, as no probe asks for it."""
-        return WindowPlan(window, epoch, start, size, apportion(size, self._ratios))
+        shares = tuple(apportion(size, self._ratios))
+        if self._avoid_ones:
+            shares = without_ones(shares, self._micro_batch_sizes, self._idle)
+        return WindowPlan(window, epoch, start, size, shares)
 
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Does nothing: nobody is parked."""

@@ -3,7 +3,7 @@
 Pure functions of predicted costs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heapreplace
 
 from evener.cadence.speed import CostModel
@@ -117,6 +117,61 @@ def worth_keeping(
     if present and window_s(best) >= (1.0 - _WORTHWHILE) * window_s(present):
         best = present
     return tuple(rank in best for rank in range(world_size))
+
+
+def without_ones(
+    shares: Sequence[int],
+    micro_batch_sizes: Sequence[int | None],
+    idle: Collection[int] = (),
+    min_share: int = 0,
+) -> tuple[int, ...]:
+    """Moves single samples so that no rank computes a micro-batch of one, where that is possible.
+
+    Layers with batch statistics cannot normalise one sample.
+
+    Args:
+        shares: Shares by rank.
+        micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
+        idle: Ranks that must stay without work.
+        min_share: Samples that a rank with work keeps at least.
+
+    Returns:
+        Shares of the same sum; the largest ones give and take.
+    """
+    result = list(shares)
+    active = [rank for rank in range(len(result)) if rank not in idle]
+    for rank in active:
+        if not _has_one(result[rank], micro_batch_sizes[rank]):
+            continue
+        by_share = sorted((r for r in active if r != rank), key=lambda r: -result[r])
+        for other in by_share:
+            moved = next(
+                (
+                    step
+                    for step in (1, -1)  # take one, or give one
+                    if result[rank] + step >= min_share
+                    and result[other] - step >= min(min_share, result[other])
+                    and result[other] - step >= 0
+                    and not _has_one(result[rank] + step, micro_batch_sizes[rank])
+                    and not _has_one(result[other] - step, micro_batch_sizes[other])
+                ),
+                None,
+            )
+            if moved is not None:
+                result[rank] += moved
+                result[other] -= moved
+                break
+    return tuple(result)
+
+
+def _has_one(share: int, micro_batch_size: int | None) -> bool:
+    """Whether a share is computed with a micro-batch of one sample, where larger ones are allowed.
+
+    Micro-batches of a share are nearly equal.
+    """
+    if share == 0 or micro_batch_size == 1:
+        return False
+    return share // (1 if micro_batch_size is None else -(-share // micro_batch_size)) == 1
 
 
 def _by_deadline(

@@ -7,7 +7,13 @@ from typing import Any, final
 
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import ApplyPolicy, Policy
-from evener.cadence.shares import equal_shares, fastest_shares, finish_s, worth_keeping
+from evener.cadence.shares import (
+    equal_shares,
+    fastest_shares,
+    finish_s,
+    without_ones,
+    worth_keeping,
+)
 from evener.cadence.speed import CostModel, SpeedModel
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 
@@ -40,15 +46,24 @@ class SyncPolicy(Policy):
         members: Member ids, by rank.
         micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
             share in one.
+        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided, for models
+            with batch statistics.
 
     Raises:
         ConfigError: No members, a member twice, or sizes that do not fit them.
     """
 
-    def __init__(self, members: Sequence[str], micro_batch_sizes: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        members: Sequence[str],
+        micro_batch_sizes: Sequence[int | None],
+        *,
+        avoid_ones: bool = False,
+    ) -> None:
         if not members or len(set(members)) != len(members):
             raise ConfigError(f"members={list(members)} must be different ids, at least one")
         self._members = tuple(members)
+        self._avoid_ones = avoid_ones
         self._speeds = tuple(SpeedModel() for _ in members)
         self._idle_windows = [0] * len(members)
         self._exchanges_s: list[float] = []
@@ -171,6 +186,8 @@ class SyncPolicy(Policy):
             shares = self._shares_without_parked(size, costs)
         else:
             shares = self._steady_shares(size, costs, min_share)
+        if self._avoid_ones:
+            shares = without_ones(shares, self._micro_batch_sizes, self._parked, min_share)
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def set_parked(self, ranks: frozenset[int]) -> None:
@@ -195,8 +212,9 @@ class SyncPolicy(Policy):
             [self._micro_batch_sizes[r] for r in present],
             self.exchange_s,
         )
-        misfits = [r for r, kept in zip(present, keep, strict=True) if not kept and r != 0]
-        slowest = max(misfits, key=lambda r: costs[r].per_sample_s, default=None)
+        misfits = [r for r, kept in zip(present, keep, strict=True) if not kept]
+        others = [r for r in misfits if r != 0]
+        slowest = max(others or misfits, key=lambda r: costs[r].per_sample_s, default=None)
         self._misfits = [*self._misfits[-_PATIENCE + 1 :], slowest]
         sure = len(self._misfits) == _PATIENCE and set(self._misfits) == {slowest}
         return slowest if sure else None

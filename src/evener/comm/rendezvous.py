@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 from evener.comm.base import name_ranks
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
@@ -68,7 +69,8 @@ def open_store(
             loopback only.
         port: Its port.
         hosts: Whether this process serves it.
-        listen_fd: A socket that already listens on ``port``, to serve on; the store closes it.
+        listen_fd: A socket that already listens on ``port``, to serve on; the store closes it. Not
+            needed while an earlier team of this process has its store there: that one is used.
         timeout_s: How long to wait for a server elsewhere.
 
     Returns:
@@ -78,7 +80,9 @@ def open_store(
     Raises:
         LaunchError: The port is taken, the address is unknown, or nobody serves it in time.
     """
-    server = _serve(address, port, listen_fd) if hosts else None
+    server = _servers.get((address, port)) if hosts else None
+    if hosts and server is None:
+        server = _servers[address, port] = _serve(address, port, listen_fd)
     left_s = _await_server(address, port, timeout_s)
     try:
         return _client(address, port, left_s), server
@@ -87,6 +91,10 @@ def open_store(
             f"{address}:{port} takes connections but does not answer as the store of a team "
             f"({first_line(error)}): is another program using the port, or has rank 0 ended?"
         ) from None
+
+
+#: Stores that this process serves, for as long as a team holds them.
+_servers: WeakValueDictionary[tuple[str, int], TCPStore] = WeakValueDictionary()
 
 
 def _serve(address: str, port: int, listen_fd: int | None) -> TCPStore:

@@ -264,15 +264,6 @@ class Cursor:
         """Windows of a whole epoch at ``batch_size`` samples each."""
         return -(-self.num_samples // batch_size)
 
-    def remaining_windows(self, epoch: int, batch_size: int) -> int:
-        """Windows of ``epoch`` still to commit, those under way included."""
-        if self.is_committed(epoch):
-            return 0
-        if epoch > self._epoch:
-            return self.num_windows(batch_size)
-        gaps = self._committed.gaps(self.num_samples)
-        return sum(-(-len(gap) // batch_size) for gap in gaps)
-
     def state_dict(self) -> dict[str, Any]:
         """Committed progress as plain JSON types; leases are not part of it."""
         return {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
@@ -172,7 +173,7 @@ def _engine(
         averager=GradientAverager(flat, team.comm),
         buffers=BufferAverager(model, team.comm),
         optimizers=optimizers,
-        policy=_planner([m.member for m in members], config),
+        policy=_planner([m.member for m in members], config, has_batch_statistics(model)),
         options=EngineOptions(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
@@ -258,10 +259,15 @@ def _start_alike(model: nn.Module, comm: Communicator) -> None:
             offset += tensor.numel()
 
 
-def _planner(members: Sequence[str], config: DdpConfig) -> Policy:
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether a layer of the model normalises over the batch in training."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def _planner(members: Sequence[str], config: DdpConfig, avoid_ones: bool) -> Policy:
     if config.partition_ratios is not None:
-        return FixedShares(members, config.partition_ratios)
-    planner = SyncPolicy(members, [None] * len(members))
+        return FixedShares(members, config.partition_ratios, avoid_ones=avoid_ones)
+    planner = SyncPolicy(members, [None] * len(members), avoid_ones=avoid_ones)
     if config.speed_hint is not None:
         planner.hint(list(config.speed_hint))
     return planner

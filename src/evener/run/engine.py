@@ -17,9 +17,17 @@ from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice
 from evener.run.finite import find_non_finite, overflow
+from evener.run.notices import parked, slow_rank_0
 from evener.run.planning import PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
-from evener.run.row import Note, Row, decode_row, encode_row, refuse_other_parameters
+from evener.run.row import (
+    Note,
+    Row,
+    decode_row,
+    encode_row,
+    refuse_other_parameters,
+    seconds_of_exchange,
+)
 from evener.run.share import Share
 from evener.run.team import Meeting, Team
 from evener.run.windows import Engine, EngineOptions
@@ -74,6 +82,7 @@ class WindowEngine(Engine):
         self._expected_weight = 0.0
         self._update_s = 0.0
         self._recall_at = 0
+        self._warned_of_rank_0 = False
 
     @property
     def policy(self) -> Policy:
@@ -170,7 +179,9 @@ class WindowEngine(Engine):
         )
         rows = [own if r == self.team.rank else decode_row(n) for r, n in enumerate(numbers)]
         wait_s = time.perf_counter() - started_s
-        exchange_s = self._exchange_s(rows)
+        exchange_s = math.nan
+        if self._applied is not None:
+            exchange_s = seconds_of_exchange(rows, self.team.parked)
         self._commit(rows)
         self.stopping |= leaving > 0
         if leaving == 2:
@@ -190,8 +201,10 @@ class WindowEngine(Engine):
         self._applied = _Applied(result, self.plans.lease_of(plan.window), wait_s, sync_s)
         self.policy.observe(reports, plan, exchange_s)
         self.progress = result.progress
-        if rows[0].note.park is not None:
-            self._park(rows[0].note.park)
+        if (misfit := rows[0].note.park) == 0:
+            self._warn_of_rank_0()
+        elif misfit is not None:
+            self._park(misfit)
         elif self.team.parked and self.window >= self._recall_at:
             self.recall(go_on=True)
         return result
@@ -229,14 +242,16 @@ class WindowEngine(Engine):
         self.team.park(rank)
         self._use_team()
         self._recall_at = self.window + PARKED_WINDOWS
-        self.options.notice(
-            f"rank {rank} is parked: alone it does {speeds[rank]:.3g} samples/s of the team's "
-            f"{sum(speeds):.3g}, and the exchange costs more than that brings; it is tried again "
-            f"after {PARKED_WINDOWS} windows or at the end of the epoch"
-        )
+        self.options.notice(parked(rank, speeds, PARKED_WINDOWS))
         if not self.team.is_parked:
             self.exchange_plan()
             self.exchange_plan()
+
+    def _warn_of_rank_0(self) -> None:
+        if not self._warned_of_rank_0:
+            speeds = self.policy.solo_speeds(self.plans.batch_size)
+            self.options.notice(slow_rank_0(speeds))
+        self._warned_of_rank_0 = True
 
     def _rejoined(self, go_on: bool, *, receives: bool) -> None:
         cursor = self.plans.cursor
@@ -261,13 +276,6 @@ class WindowEngine(Engine):
         self.policy.set_parked(self.team.parked)
         self._averager.comm = self.team.comm
         self.buffers.comm = self.team.comm
-
-    def _exchange_s(self, rows: Sequence[Row]) -> float:
-        """What the exchange of the window before cost: the last one's wait, and moving bytes."""
-        if self._applied is None:
-            return math.nan
-        notes = [r.note for rank, r in enumerate(rows) if rank not in self.team.parked]
-        return min(n.wait_s for n in notes) + max(n.sync_s for n in notes)
 
     @property
     def _scale(self) -> float:
@@ -332,7 +340,8 @@ class WindowEngine(Engine):
         lr = float(self._optimizers[0].param_groups[0]["lr"])
         if not skipped:
             self._update()
-            self._expected_weight = total_weight
+        # Also of a window left out: it may have overflowed because another weight was expected.
+        self._expected_weight = total_weight or self._expected_weight
         self.flat.zero_()
         elapsed_s = time.perf_counter() - started_s
         self._update_s = elapsed_s + self.options.slowdown.after(slow_start)

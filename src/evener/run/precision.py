@@ -1,7 +1,6 @@
 """Runs a model's forward pass in the precision that its device is good at."""
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -27,15 +26,6 @@ def choose_precision(precision: str, device: torch.device) -> Literal["fp32", "b
     if precision == "bf16":
         return "bf16"
     raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16")
-
-
-def autocast(
-    precision: Literal["fp32", "bf16"], device: torch.device
-) -> AbstractContextManager[Any]:
-    """The autocast context for a precision; parameters and gradients stay as they are."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device_type=device.type, dtype=torch.bfloat16)
 
 
 class AutocastForward:

@@ -48,6 +48,12 @@ class Row:
     note: Note
 
 
+def seconds_of_exchange(rows: Sequence[Row], parked: Collection[int]) -> float:
+    """What the exchange of the window before cost: the last one's wait, and moving bytes."""
+    notes = [r.note for rank, r in enumerate(rows) if rank not in parked]
+    return min(n.wait_s for n in notes) + max(n.sync_s for n in notes)
+
+
 def encode_row(
     report: WindowReport, plan: Sequence[float], note: Note, world_size: int
 ) -> list[float]:

@@ -13,7 +13,6 @@ from evener.averaging.weights import (
     combine,
     correction,
     power_of_two_near,
-    weighted_mean,
 )
 from evener.cadence.plan import WindowReport
 from evener.errors import UsageError
@@ -60,8 +59,6 @@ def test_bad_weights_are_named(weight):
         power_of_two_near(weight)
     with pytest.raises(UsageError, match=f"rank 1 has {named}"):
         combine([WindowReport(weight=1.0), WindowReport(weight=weight)])
-    with pytest.raises(UsageError, match=f"rank 0 has {named}"):
-        weighted_mean([1.0], [weight])
     with pytest.raises(UsageError, match=f"micro-batch 3 has {named}"):
         check_weight(weight, owner="micro-batch 3")
     with pytest.raises(UsageError, match=f"window has {named}"):
@@ -95,8 +92,6 @@ def test_any_partition_gives_the_mean_of_one_process(micro_batches, cuts):
     expected = math.fsum(weight * loss for weight, loss in micro_batches) / total
     assert combined[0] == total
     assert combined[1] == pytest.approx(expected, rel=1e-12, abs=1e-9)
-    mean = weighted_mean([loss for _, loss in micro_batches], [w for w, _ in micro_batches])
-    assert mean == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 
 @BOUNDED
@@ -115,7 +110,6 @@ def test_dividing_early_by_a_power_of_two_changes_nothing(parts, planned):
 def test_ranks_without_weight_do_not_count():
     idle = WindowReport(weight=0.0, loss_sum=math.nan)
     assert combine([idle, WindowReport(weight=2.0, loss_sum=6.0), idle]) == (2.0, 3.0)
-    assert weighted_mean([math.nan, 3.0], [0.0, 5.0]) == 3.0
 
 
 def test_a_loss_that_is_not_finite_is_not_hidden():
@@ -128,8 +122,6 @@ def test_a_loss_that_is_not_finite_is_not_hidden():
 def test_nothing_to_apply():
     assert combine([]) is None
     assert combine([WindowReport(), WindowReport()]) is None
-    assert weighted_mean([], []) is None
-    assert weighted_mean([1.0], [0.0]) is None
     with pytest.raises(UsageError, match="weight 0"):
         correction(1.0, 0.0)
 
@@ -143,8 +135,3 @@ def test_sums_run_from_the_left():
     # From the left the 1 is lost; exact or compensated sums, as of sum() in Python 3.12, keep it.
     rows = [WindowReport(weight=weight) for weight in (2.0**53, 1.0, 1.0)]
     assert combine(rows) == (2.0**53, 0.0)
-
-
-def test_every_value_needs_a_weight():
-    with pytest.raises(UsageError, match="2 values cannot be averaged with 1 weights"):
-        weighted_mean([1.0, 2.0], [1.0])

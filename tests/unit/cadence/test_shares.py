@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.cadence import shares as shares_module
-from evener.cadence.shares import equal_shares, fastest_shares, finish_s, worth_keeping
+from evener.cadence.shares import (
+    equal_shares,
+    fastest_shares,
+    finish_s,
+    without_ones,
+    worth_keeping,
+)
 from evener.cadence.speed import CostModel
 from evener.errors import ConfigError
 
@@ -182,3 +188,37 @@ def test_never_predicted_slower_than_the_fastest_rank_alone(ranks, total, exchan
     window_s = finish_s(shares, chosen_costs, chosen_sizes) + exchange_s * (len(chosen) > 1)
     alone_s = min(cost.seconds(total, size) for cost, size in ranks)
     assert window_s <= alone_s / 0.95 * (1 + 1e-9)
+
+
+@BOUNDED
+@given(
+    shares=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    idle=st.sets(st.integers(0, 4), max_size=2),
+)
+def test_no_rank_gets_one_sample_where_another_can_take_or_give_one(shares, idle):
+    shares = [0 if rank in idle else share for rank, share in enumerate(shares)]
+    sizes = [None] * len(shares)
+    moved = without_ones(shares, sizes, idle)
+    assert sum(moved) == sum(shares)
+    assert all(moved[rank] == 0 for rank in idle if rank < len(shares))
+    active = len(shares) - len([rank for rank in idle if rank < len(shares)])
+    if sum(shares) > 1 and active:
+        assert 1 not in moved
+    if 1 not in shares:
+        assert moved == tuple(shares)
+
+
+@pytest.mark.parametrize(
+    ("shares", "sizes", "min_share", "expected"),
+    [
+        ((7, 1), (8, 8), 0, (6, 2)),
+        ((7, 1), (8, 8), 1, (6, 2)),
+        ((1, 1), (8, 8), 0, (2, 0)),
+        ((1, 1), (8, 8), 1, (1, 1)),  # each has read its first sample
+        ((3, 5), (2, 8), 0, (4, 4)),  # 3 in micro-batches of 2 would leave one
+        ((3, 5), (1, 8), 0, (3, 5)),  # the user wants ones
+        ((1,), (8,), 0, (1,)),
+    ],
+)
+def test_micro_batches_of_one_are_avoided(shares, sizes, min_share, expected):
+    assert without_ones(shares, sizes, min_share=min_share) == expected

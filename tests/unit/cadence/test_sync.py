@@ -279,6 +279,16 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
         assert kept[:2] == (True, expected)
 
 
+@pytest.mark.parametrize(("speeds", "named"), [((0.01, 1.0), 0), ((0.01, 1.0, 0.02), 2)])
+def test_a_slow_rank_0_is_named_only_where_no_other_is(speeds, named):
+    policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [None] * len(speeds))
+    for rank, speed in enumerate(speeds):
+        policy.probe(rank, [(8, 1, 8 / speed), (32, 1, 32 / speed)])
+    plan = policy.plan(0, 0, 0, 32)
+    policy.observe([WindowReport()] * len(speeds), plan, 10.0)
+    assert [policy.rank_to_park(32) for _ in range(8)] == [None] * 7 + [named]
+
+
 def test_names_of_policies():
     assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
     assert ApplyPolicy("sync") is ApplyPolicy.SYNC

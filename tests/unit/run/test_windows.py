@@ -602,3 +602,58 @@ def test_ranks_with_another_seed_or_data_set_are_refused_at_once() -> None:
         return str(caught.value)
 
     assert "seed 0" in run_team(2, body)[0]
+
+
+@pytest.mark.parametrize("shares", [(7.0, 1.0), (1.0, 7.0, 0.0), None])
+def test_batch_norm_gets_no_micro_batch_of_one_sample(shares: Any) -> None:
+    def body(comm: Communicator) -> list[int]:
+        with LOCK:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options = {"speed_hint": (30.0, 1.0)} if shares is None else {"partition_ratios": shares}
+        with setup(comm, model, optimizer, **options) as ddp:
+            results = go_through(ddp, ddp.loader(Numbered(24), batch_size=8))
+            return [record.samples for result in results for record in result.ranks]
+
+    results = run_team(2 if shares is None else len(shares), body)
+    assert any(results)  # a rank without a share sees no result in its loop
+    assert all(1 not in samples for samples in results)
+
+
+def test_a_window_left_out_still_tells_what_weight_to_expect() -> None:
+    """Sums of half precision overflow where tokens are counted and samples were expected."""
+    tokens = 4096.0
+
+    def body(comm: Communicator) -> list[bool]:
+        with LOCK:
+            torch.manual_seed(0)
+            model = nn.Linear(3, 1).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        skipped = []
+        with setup(comm, model, optimizer, shares=(1, 1), non_finite="skip") as ddp:
+            for _, x in ddp.loader(Numbered(32), batch_size=8).epoch(0):
+                loss = (model(x.half() * 0 + 60) * 5).mean()
+                ddp.backward(loss.float(), weight=tokens)
+                if result := ddp.step():
+                    skipped.append(result.skipped)
+        return skipped
+
+    assert run_team(2, body) == [[True, False, False, False]] * 2
+
+
+def test_a_slow_rank_0_is_named_once() -> None:
+    def body(comm: Communicator) -> list[str]:
+        model, optimizer = line()
+        told: list[str] = []
+        with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
+            engine = ddp.assembly.engine
+            engine.options.notice = told.append
+            engine.policy.rank_to_park = lambda batch_size: 0  # type: ignore[method-assign]
+            go_through(ddp, ddp.loader(Numbered(), batch_size=8))
+        return told
+
+    for told in run_team(2, body):
+        assert len(told) == 1
+        assert "rank 0 makes the team slower" in told[0]
+        assert "Start the fastest device as rank 0" in told[0]

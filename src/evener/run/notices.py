@@ -1,0 +1,28 @@
+"""What a team tells people about ranks that cost more than they bring."""
+
+from collections.abc import Sequence
+
+
+def parked(rank: int, speeds: Sequence[float], windows: int) -> str:
+    """A rank goes on without work.
+
+    Args:
+        rank: The rank.
+        speeds: Samples per second of each rank alone.
+        windows: When it is tried again.
+    """
+    return (
+        f"rank {rank} is parked: alone it does {speeds[rank]:.3g} samples/s of the team's "
+        f"{sum(speeds):.3g}, and the exchange costs more than that brings; it is tried again "
+        f"after {windows} windows or at the end of the epoch"
+    )
+
+
+def slow_rank_0(speeds: Sequence[float]) -> str:
+    """Rank 0 should be parked, and cannot be."""
+    return (
+        f"rank 0 makes the team slower: alone it does {speeds[0]:.3g} samples/s of the team's "
+        f"{sum(speeds):.3g}, and the exchange costs more than that brings; but it keeps the team's "
+        "books and cannot be parked. Start the fastest device as rank 0 (first in devices, on the "
+        "first host), or leave this one out"
+    )
