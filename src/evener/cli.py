@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -126,6 +126,56 @@ def pretrain(
     raise typer.Exit(run_child(lambda: _pretrain(options, context.obj)))
 
 
+@app.command()
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")],
+    policies: Annotated[
+        str, typer.Option(metavar="NAMES", help="Policies to try.")
+    ] = "sync,cadence,async",
+    backends: Annotated[
+        str, typer.Option(metavar="NAMES", help="Averaging backends to try.")
+    ] = "auto",
+    minutes: Annotated[
+        float, typer.Option(metavar="M", help="Training time of each combination.")
+    ] = 2.0,
+    rounds: Annotated[
+        int, typer.Option(metavar="R", help="Turns in which that time is spent.")
+    ] = 2,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
+    ] = None,
+    emulate_slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that the results go to.")] = Path(
+        "runs"
+    ),
+    name: Annotated[str, typer.Option(help="Name of the results' folder.")] = "bench",
+) -> None:
+    """Try policies and backends on a configuration of one's own, and recommend one."""
+    raise typer.Exit(
+        run_child(
+            lambda: _bench(
+                config=config,
+                policies=_names(policies),
+                backends=_names(backends),
+                minutes=minutes,
+                rounds=rounds,
+                nproc=nproc,
+                emulate_slow=tuple(emulate_slow or ()),
+                overrides=tuple(overrides or ()),
+                out=out,
+                name=name,
+            )
+        )
+    )
+
+
 @app.command("launch", context_settings={"allow_interspersed_args": False})
 def launch_script(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
@@ -157,6 +207,31 @@ def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
     from evener.tasks.pretraining import run_pretraining
 
     return run_pretraining(_with_demo_team(options, place.world_size))
+
+
+def _bench(**values: Any) -> int:
+    from evener.run.bench import BenchOptions, run_bench
+    from evener.run.launch import check_nproc
+    from evener.run.presets import resolve_config
+
+    options = BenchOptions(**values)
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by != "alone":
+        raise ConfigError(
+            f"evener bench starts ranks by itself, but {place.launched_by} has started this "
+            f"process as rank {place.rank} of {place.world_size}; run it alone, with --nproc"
+        )
+    nproc = max(1, local_devices()) if options.nproc is None else options.nproc
+    check_nproc(nproc)
+    parse_emulation(options.emulate_slow, nproc)
+    resolve_config(
+        PretrainOptions(config=options.config, overrides=tuple(options.overrides), name="bench")
+    )
+    return 0 if run_bench(options).recommended else 1
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> int:

@@ -1,0 +1,268 @@
+"""Compares trials of one configuration that differ in how the team averages. Pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evener.observe.wording import human_count, human_duration
+
+# Loss is averaged over this last part of what a trial has done: single windows are noise.
+_TAIL = 0.2
+# The first part is left out of speeds: caches fill, shares settle.
+_WARM_UP = 0.2
+# Losses nearer than this (relative), or than rounds of one combination differ, are taken for equal.
+_NOISE = 0.005
+_MAX_POINTS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one trial has done, window by window.
+
+    Attributes:
+        policy: Apply policy.
+        backend: Averaging backend, as asked for.
+        unit: What a weight counts, such as ``tokens``.
+        elapsed_s: Seconds from the start of the run to each committed window.
+        units: Weight committed up to then.
+        losses: Mean training loss of each window.
+        heldout_loss: The last one that was measured.
+    """
+
+    policy: str
+    backend: str
+    unit: str
+    elapsed_s: Sequence[float]
+    units: Sequence[float]
+    losses: Sequence[float]
+    heldout_loss: float | None = None
+
+    def speed(self) -> float:
+        """Units per second, after the warm-up where there is enough for that."""
+        start = next(i for i, t in enumerate(self.elapsed_s) if t >= _WARM_UP * self.elapsed_s[-1])
+        if start == len(self.units) - 1:
+            return self.units[-1] / max(self.elapsed_s[-1], 1e-9)
+        seconds = self.elapsed_s[-1] - self.elapsed_s[start]
+        return (self.units[-1] - self.units[start]) / max(seconds, 1e-9)
+
+    def loss_by_time(self, seconds: float) -> float:
+        """Mean loss of the last windows until then."""
+        return self._loss(self.elapsed_s, seconds)
+
+    def loss_by_units(self, units: float) -> float:
+        """Mean loss of the last windows until so many units were committed."""
+        return self._loss(self.units, units)
+
+    def _loss(self, axis: Sequence[float], end: float) -> float:
+        last = max((i for i, x in enumerate(axis) if x <= end), default=0)
+        first = next(i for i, x in enumerate(axis) if x >= (1 - _TAIL) * axis[last])
+        total = weight = 0.0
+        for i in range(first, last + 1):
+            amount = self.units[i] - (self.units[i - 1] if i else 0.0)
+            total += amount * self.losses[i]
+            weight += amount
+        return total / weight if weight else self.losses[last]
+
+
+def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -> Trial | None:
+    """A trial from the events of its run; ``None`` where no window was committed."""
+    started = next((e for e in events if e["type"] == "run_started"), None)
+    windows = [e for e in events if e["type"] == "window"]
+    elapsed_s, units, losses = [], [], []
+    done = 0.0
+    for window in windows:
+        rows = [r for r in window["ranks"] if r["weight"] and r["loss"] is not None]
+        weight = float(sum(r["weight"] for r in rows))
+        if started is None or not weight:
+            continue
+        done += weight
+        elapsed_s.append(float(window["t"]) - float(started["t"]))
+        units.append(done)
+        losses.append(sum(r["weight"] * r["loss"] for r in rows) / weight)
+    if started is None or not units:
+        return None
+    heldout = [e["loss"] for e in events if e["type"] == "eval" and e["loss"] is not None]
+    return Trial(
+        policy=policy,
+        backend=backend,
+        unit=str(started["unit"]),
+        elapsed_s=elapsed_s,
+        units=units,
+        losses=losses,
+        heldout_loss=heldout[-1] if heldout else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One combination over its rounds: medians, and how much rounds differ.
+
+    Attributes:
+        speed: Units per second.
+        loss_by_time: After the seconds that every trial has had.
+        loss_by_units: After the units that every trial has done.
+        spread: Largest difference of ``loss_by_time`` between rounds.
+        heldout_loss: The last one, where the configuration evaluates.
+        curve: (seconds, units, loss) of the first round, thinned.
+    """
+
+    policy: str
+    backend: str
+    rounds: int
+    speed: float
+    loss_by_time: float
+    loss_by_units: float
+    spread: float
+    heldout_loss: float | None
+    curve: Sequence[tuple[float, float, float]]
+
+    @property
+    def name(self) -> str:
+        """Such as ``sync/gloo``."""
+        return f"{self.policy}/{self.backend}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Candidates measured against one another.
+
+    Attributes:
+        unit: What speeds and losses count.
+        seconds: What every trial has had.
+        units: What every trial has done.
+        candidates: In the order in which they were asked for.
+        skipped: Reason by name, for those that could not run.
+        recommended: Name of the one to take; empty where none ran.
+        reason: Why, in a sentence.
+    """
+
+    unit: str
+    seconds: float
+    units: float
+    candidates: Sequence[Candidate]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    recommended: str
+    reason: str
+
+
+def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
+    """Compares at equal time and at equal work, and recommends.
+
+    Args:
+        trials: Rounds of all combinations.
+        skipped: Reason by name, for those that could not run.
+    """
+    if not trials:
+        return Comparison(
+            unit="samples",
+            seconds=0.0,
+            units=0.0,
+            candidates=(),
+            skipped=skipped,
+            recommended="",
+            reason="no combination could be measured",
+        )
+    seconds = min(t.elapsed_s[-1] for t in trials)
+    units = min(t.units[-1] for t in trials)
+    rounds: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        rounds.setdefault((trial.policy, trial.backend), []).append(trial)
+    candidates = [_candidate(members, seconds, units) for members in rounds.values()]
+    recommended, reason = _recommend(candidates, trials[0].unit, seconds)
+    return Comparison(
+        unit=trials[0].unit,
+        seconds=seconds,
+        units=units,
+        candidates=candidates,
+        skipped=skipped,
+        recommended=recommended.name,
+        reason=reason,
+    )
+
+
+def table(comparison: Comparison) -> str:
+    """The comparison for people."""
+    rows = [
+        [
+            "policy/backend",
+            f"{comparison.unit}/s",
+            f"loss after {human_duration(comparison.seconds)}",
+            f"loss at {human_count(comparison.units)} {comparison.unit}",
+            "held-out loss",
+            "rounds differ by",
+        ]
+    ]
+    rows += [
+        [
+            c.name,
+            human_count(c.speed),
+            f"{c.loss_by_time:.4f}",
+            f"{c.loss_by_units:.4f}",
+            "-" if c.heldout_loss is None else f"{c.heldout_loss:.4f}",
+            f"{c.spread:.4f}" if c.rounds > 1 else "-",
+        ]
+        for c in comparison.candidates
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            row[0].ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines += [f"{name} skipped: {why}" for name, why in comparison.skipped.items()]
+    if comparison.recommended:
+        lines.append(f"recommended: {comparison.recommended}, because {comparison.reason}")
+    else:
+        lines.append(comparison.reason)
+    return "\n".join(lines) + "\n"
+
+
+def _candidate(trials: Sequence[Trial], seconds: float, units: float) -> Candidate:
+    by_time = [t.loss_by_time(seconds) for t in trials]
+    heldout = [t.heldout_loss for t in trials if t.heldout_loss is not None]
+    first = trials[0]
+    step = -(-len(first.units) // _MAX_POINTS)
+    points = list(zip(first.elapsed_s, first.units, first.losses, strict=True))
+    return Candidate(
+        policy=first.policy,
+        backend=first.backend,
+        rounds=len(trials),
+        speed=statistics.median(t.speed() for t in trials),
+        loss_by_time=statistics.median(by_time),
+        loss_by_units=statistics.median(t.loss_by_units(units) for t in trials),
+        spread=max(by_time) - min(by_time),
+        heldout_loss=statistics.median(heldout) if heldout else None,
+        curve=points[::step],
+    )
+
+
+def _recommend(candidates: Sequence[Candidate], unit: str, seconds: float) -> tuple[Candidate, str]:
+    best = min(candidates, key=lambda c: c.loss_by_time)
+    if len(candidates) == 1:
+        return best, "nothing else could be measured"
+    noise = max(_NOISE * abs(best.loss_by_time), *(c.spread for c in candidates))
+    near = [c for c in candidates if c.loss_by_time - best.loss_by_time <= noise]
+    # SYNC is the mathematics of one machine. What trades that for speed has to show a gain.
+    exact = [c for c in near if c.policy == "sync"]
+    chosen = max(exact or near, key=lambda c: c.speed)
+    after = human_duration(seconds)
+    fastest = max(candidates, key=lambda c: c.speed)
+    speed = f"{human_count(chosen.speed)} {unit}/s"
+    if chosen is not fastest:
+        speed += f" against {human_count(fastest.speed)} of {fastest.name}"
+    if len(near) == 1:
+        second = min((c for c in candidates if c is not chosen), key=lambda c: c.loss_by_time)
+        return chosen, (
+            f"its loss after {after} is the lowest: {chosen.loss_by_time:.4f} against "
+            f"{second.loss_by_time:.4f} of {second.name}, which is more than the noise "
+            f"({noise:.4f}); {speed}"
+        )
+    others = ", ".join(c.name for c in near if c is not chosen)
+    why = "it is exact" if exact and len(exact) < len(near) else "it is the fastest of these"
+    return chosen, (
+        f"its loss after {after} ({chosen.loss_by_time:.4f}) cannot be told from that of {others} "
+        f"(noise {noise:.4f}), and {why}; {speed}"
+    )

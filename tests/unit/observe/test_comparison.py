@@ -1,0 +1,108 @@
+"""Trials compared at equal time and at equal work, and what is recommended."""
+
+import math
+
+import pytest
+
+from evener.observe.comparison import Trial, compare, read_trial, table
+
+
+def trial(
+    policy: str, speed: float, loss_of, *, backend: str = "gloo", seconds: int = 100
+) -> Trial:
+    """A window a second; ``loss_of(units)`` is its loss."""
+    units = [speed * (t + 1) for t in range(seconds)]
+    return Trial(
+        policy=policy,
+        backend=backend,
+        unit="tokens",
+        elapsed_s=[t + 1.0 for t in range(seconds)],
+        units=units,
+        losses=[loss_of(u) for u in units],
+    )
+
+
+def falling(units: float) -> float:
+    return 4.0 * math.exp(-units / 20_000)
+
+
+def worse(units: float) -> float:
+    return 1.5 * falling(units)
+
+
+def test_losses_at_equal_time_and_at_equal_work():
+    result = compare([trial("sync", 100, falling), trial("cadence", 200, falling, seconds=80)], {})
+    assert (result.seconds, result.units) == (80.0, 10_000.0)
+    sync, cadence = result.candidates
+    assert sync.speed == pytest.approx(100)
+    assert cadence.speed == pytest.approx(200)
+    # The same loss as a function of work: equal at equal work, lower for the faster by time.
+    assert sync.loss_by_units == pytest.approx(cadence.loss_by_units, rel=0.02)
+    assert cadence.loss_by_time < sync.loss_by_time
+    # The mean over the last fifth: units 6,400 to 8,000, a window every 100.
+    expected = sum(falling(u) for u in range(6400, 8001, 100)) / 17
+    assert sync.loss_by_time == pytest.approx(expected)
+
+
+def test_the_lowest_loss_in_the_same_time_is_recommended_with_its_reason():
+    result = compare([trial("sync", 100, falling), trial("cadence", 200, falling)], {})
+    assert result.recommended == "cadence/gloo"
+    assert "its loss after 100 s is the lowest" in result.reason
+    assert "of sync/gloo" in result.reason
+
+
+def test_speed_that_costs_more_loss_than_it_saves_is_not():
+    result = compare([trial("sync", 100, falling), trial("async", 110, worse)], {})
+    assert result.recommended == "sync/gloo"
+    assert "against 110 of async/gloo" in result.reason
+
+
+def test_where_losses_cannot_be_told_apart_the_exact_policy_wins():
+    result = compare([trial("cadence", 100.1, falling), trial("sync", 100, falling)], {})
+    assert result.recommended == "sync/gloo"
+    assert "cannot be told from that of cadence/gloo" in result.reason
+    assert "it is exact" in result.reason
+
+
+def test_rounds_that_differ_by_more_than_combinations_decide_nothing():
+    noisy = [trial("sync", 100, falling), trial("sync", 100, worse)]
+    result = compare([*noisy, trial("cadence", 120, falling)], {})
+    (sync, cadence) = result.candidates
+    assert sync.rounds == 2
+    assert sync.spread > cadence.loss_by_time * 0.3
+    assert result.recommended == "sync/gloo"
+
+
+def test_the_fastest_backend_of_equals_is_taken():
+    flat = [trial("sync", s, lambda _: 2.0, backend=b) for s, b in ((100, "gloo"), (300, "nccl"))]
+    result = compare(flat, {})
+    assert result.recommended == "sync/nccl"
+    assert "it is the fastest of these" in result.reason
+
+
+def test_the_table_names_what_was_skipped_and_why():
+    text = table(compare([trial("sync", 100, falling)], {"sync/nccl": "no GPU"}))
+    lines = text.splitlines()
+    assert lines[0].split("  ")[0] == "policy/backend"
+    assert lines[1].startswith("sync/gloo")
+    assert lines[2] == "sync/nccl skipped: no GPU"
+    assert lines[3] == "recommended: sync/gloo, because nothing else could be measured"
+    assert "no combination could be measured" in table(compare([], {"sync/nccl": "no GPU"}))
+
+
+def test_a_trial_is_read_from_the_events_of_a_run():
+    def window(t: float, *ranks: tuple[float, float | None]) -> dict:
+        rows = [{"weight": w, "loss": loss} for w, loss in ranks]
+        return {"type": "window", "t": t, "ranks": rows}
+
+    events = [
+        {"type": "run_started", "t": 100.0, "unit": "tokens"},
+        window(101.0, (30.0, 2.0), (10.0, 6.0)),
+        {"type": "eval", "loss": 2.5},
+        window(102.5, (40.0, 1.0), (0.0, None)),
+    ]
+    read = read_trial(events, "sync", "auto")
+    assert read is not None
+    assert (read.elapsed_s, read.units, read.losses) == ([1.0, 2.5], [40.0, 80.0], [3.0, 1.0])
+    assert read.heldout_loss == 2.5
+    assert read_trial(events[:1], "sync", "auto") is None
