@@ -4,7 +4,7 @@ import difflib
 import functools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
+from evener.run.backends import check_backend, check_policy
 from evener.run.environment import AverageBackend, DistributedTrainConfig
 from evener.run.metrics import EpochMetrics
 from evener.run.placement import Devices, devices_of_host
@@ -28,7 +29,7 @@ OptimFn = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 TrainFn = Callable[[Any, Any], Loss]
 SchedulerFn = Callable[[Any], LRScheduler | Sequence[LRScheduler] | ProgressSchedule]
 
-#: Options of policies that average parameters.
+#: Options of policies that average parameters, which ``DdpConfig`` has under the same names.
 CADENCE_OPTIONS = (
     "anchor",
     "max_anchor",
@@ -78,7 +79,8 @@ class ManagedOptions(TypedDict, total=False):
 class Job:
     """A managed run, complete and checked; ``devices`` has been resolved to names.
 
-    The attributes are the options of ``ManagedOptions``; ``None`` where one was not given.
+    The attributes are the options of ``ManagedOptions``; ``None`` where one was not given. Those
+    of parameter averaging are in ``cadence``, as far as they were given.
     """
 
     model_fn: ModelFn
@@ -105,6 +107,7 @@ class Job:
     metrics_fn: Callable[[EpochMetrics], object] | None = None
     partition_ratios: tuple[float, ...] | None = None
     speed_hint: tuple[float, ...] | None = None
+    cadence: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
     quiet: bool = False
@@ -119,6 +122,7 @@ class Job:
             timeout_s=self.timeout_s,
             stop_when=stop_when,
             quiet=self.quiet,
+            **self.cadence,
         )
 
     def make_dataset(self) -> Any:
@@ -152,6 +156,7 @@ def make_job(
         model_fn=model_fn,
         optim_fn=optim_fn,
         train_fn=train_fn,
+        cadence={n: given.pop(n) for n in CADENCE_OPTIONS if n in given},
         **{**given, "devices": devices, "policy": policy, "backend": backend},
     )
     job.config(lambda: False)  # what it checks should be known before workers start
@@ -230,12 +235,7 @@ def _check_numbers(given: dict[str, Any]) -> None:
 
 
 def _check_policy(given: dict[str, Any]) -> ApplyPolicy:
-    name = given.get("policy", ApplyPolicy.SYNC)
-    try:
-        policy = ApplyPolicy(name)
-    except ValueError:
-        names = ", ".join(ApplyPolicy)
-        raise ConfigError(f"policy is {name!r}; choose one of {names}") from None
+    policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
     if policy is not ApplyPolicy.SYNC:
         raise ConfigError(f"policy {policy.value!r} is not supported yet; use 'sync'")
     for option in CADENCE_OPTIONS:
@@ -257,16 +257,15 @@ def _check_place() -> None:
         )
 
 
-def _check_backend(backend: str, devices: Sequence[str]) -> str:
-    if backend not in tuple(AverageBackend):
-        raise ConfigError(f"backend is {backend!r}; choose one of {', '.join(AverageBackend)}")
+def _check_backend(name: str, devices: Sequence[str]) -> str:
+    backend = check_backend(name)
     unfit = "cpu" in devices or len(set(devices)) < len(devices)
-    if backend == AverageBackend.NCCL and unfit:
+    if backend is AverageBackend.NCCL and unfit:
         raise ConfigError(
             f"backend is 'nccl' for the devices {', '.join(devices)}; NCCL joins CUDA devices, one "
             "rank on each: use backend='gloo' or 'auto'"
         )
-    return backend
+    return backend.value
 
 
 def _check_ratios(given: dict[str, Any], world_size: int) -> None:
