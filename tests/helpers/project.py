@@ -5,6 +5,7 @@ draws in its own way, changes no result.
 """
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from helpers import models
@@ -12,15 +13,27 @@ from helpers import models
 NUM_SAMPLES = 64
 
 
-def make_model() -> torch.nn.Module:
-    return models.mlp()
+def make_model() -> nn.Module:
+    """Two convolutions: images (B, 1, 8, 8) to logits (B, 4)."""
+    return models.seeded(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(4, 8, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(72, 4),
+        ),
+        0,
+        torch.float32,
+    )
 
 
 def make_dataset() -> TensorDataset:
-    return TensorDataset(*models.regression_data(NUM_SAMPLES))
+    return TensorDataset(*models.image_data(NUM_SAMPLES))
 
 
-def make_gpt() -> torch.nn.Module:
+def make_gpt() -> nn.Module:
     return models.transformer(vocab_size=16, seq_len=8, dim=16, num_layers=1)
 
 
@@ -28,7 +41,7 @@ def make_texts() -> TensorDataset:
     return TensorDataset(*models.token_data(NUM_SAMPLES, seq_len=8, vocab_size=16))
 
 
-def make_causal_lm() -> torch.nn.Module:
+def make_causal_lm() -> nn.Module:
     import transformers
 
     config = transformers.LlamaConfig(

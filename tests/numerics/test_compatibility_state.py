@@ -287,3 +287,21 @@ def test_thawing_on_one_rank_alone_is_refused_on_all() -> None:
     for message in run_team(2, member):
         assert "2 on rank 0, 4 on rank 1" in message
         assert "on every rank" in message
+
+
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_plain_model(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = mlp(dtype=DOUBLE)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.05)
+    dataset = torch.utils.data.TensorDataset(*POINTS)
+    with setup(SingleCommunicator(), compiled, optimizer) as ddp:
+        train(ddp, ddp.loader(dataset, batch_size=16), compiled)
+        ddp.save(tmp_path / "run")
+    torch._dynamo.reset()
+    other = mlp(seed=9, dtype=DOUBLE)
+    with setup(SingleCommunicator(), other, torch.optim.SGD(other.parameters(), lr=0.05)) as ddp:
+        loader = ddp.loader(dataset, batch_size=16)
+        ddp.load(tmp_path / "run")
+        assert list(loader.epoch(0)) == []
+    assert all(torch.equal(t, state_of(model)[name]) for name, t in state_of(other).items())

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,32 +70,34 @@ def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
     original = evener.Ddp.setup
 
     def setup(*args: Any, config: Any = None, **options: Any) -> Any:
-        uneven = replace(config or evener.DdpConfig(), partition_ratios=(3, 1), quiet=True)
+        ratios = (5, 2, 1)[: rank.world_size]
+        uneven = replace(config or evener.DdpConfig(), partition_ratios=ratios, quiet=True)
         return original(*args, config=uneven, **options)
 
     evener.Ddp.setup = setup  # type: ignore[method-assign]
     return execute(script)
 
 
-def compare(name: str, folder: Path, *, world_size_before: int) -> None:
+def compare(name: str, folder: Path, *, world_size_before: int, world_sizes: Sequence[int]) -> None:
     before, after = sides(DIFFS[name])
     expected = run_ranks(run_before, world_size_before, before, str(folder))[0]
-    for rank, found in enumerate(run_ranks(run_after, 2, after, str(folder))):
-        assert found.keys() == expected.keys()
-        theirs = torch.cat([t.flatten() for t in expected.values()])
-        ours = torch.cat([found[key].flatten() for key in expected])
-        difference = float((ours - theirs).norm() / theirs.norm())
-        assert difference <= TOLERANCE, f"rank {rank}: {difference}"
+    theirs = torch.cat([t.flatten() for t in expected.values()])
+    for world_size in world_sizes:
+        for rank, found in enumerate(run_ranks(run_after, world_size, after, str(folder))):
+            assert found.keys() == expected.keys()
+            ours = torch.cat([found[key].flatten() for key in expected])
+            difference = float((ours - theirs).norm() / theirs.norm())
+            assert difference <= TOLERANCE, f"rank {rank} of {world_size}: {difference}"
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp-gpt"])
 def test_a_ddp_script_and_its_port_end_alike(name: str, tmp_path: Path) -> None:
-    compare(name, tmp_path, world_size_before=2)
+    compare(name, tmp_path, world_size_before=2, world_sizes=(1, 3))
 
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer"])
 def test_a_port_from_a_library_ends_as_the_library_does(name: str, tmp_path: Path) -> None:
-    compare(name, tmp_path, world_size_before=1)
+    compare(name, tmp_path, world_size_before=1, world_sizes=(2,))
 
 
 def test_the_port_from_fabric_is_that_from_accelerate() -> None:
