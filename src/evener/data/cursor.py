@@ -264,6 +264,12 @@ class Cursor:
         """Windows of a whole epoch at ``batch_size`` samples each."""
         return -(-self.num_samples // batch_size)
 
+    def free_windows(self, batch_size: int) -> int:
+        """How often ``take`` can still lease ``batch_size`` samples, or fewer, of the epoch."""
+        if self._planning_epoch != self._epoch:
+            return 0
+        return sum(-(-len(gap) // batch_size) for gap in self._busy.gaps(self.num_samples))
+
     def state_dict(self) -> dict[str, Any]:
         """Committed progress as plain JSON types; leases are not part of it."""
         return {

@@ -1,0 +1,54 @@
+"""When a rank closes its CADENCE window: by time, so that nobody waits for a slow step. Pure."""
+
+import math
+from typing import final
+
+
+@final
+class WindowClock:
+    """Decides after each local step whether to start another one.
+
+    A step is started only if it would end nearer the deadline than stopping now. So a rank that has
+    turned slow contributes what it did, and the others wait for half a step of it at most, beyond
+    the one that it was in. A step is predicted to take as long as the last ones: each new one
+    counts for half.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._step_s = 0.0
+        self._most = 0
+        self._deadline_s = math.inf
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the next step is predicted to take; 0 before the first."""
+        return self._step_s
+
+    def open(self, most: int) -> None:
+        """Begins a window of no more than ``most`` steps, without a deadline so far."""
+        self.num_steps = 0
+        self._most = most
+        self._deadline_s = math.inf
+
+    def limit(self, most: int, deadline_s: float) -> None:
+        """Sets the end of the window that has begun.
+
+        Args:
+            most: Steps at most, those already done included.
+            deadline_s: When to stop, on the clock of ``wants_another``; ``inf`` for never.
+        """
+        self._most = most
+        self._deadline_s = deadline_s
+
+    def count_step(self, elapsed_s: float) -> None:
+        """Counts a step that took ``elapsed_s`` seconds."""
+        self.num_steps += 1
+        known = self._step_s or elapsed_s
+        self._step_s = 0.5 * known + 0.5 * elapsed_s
+
+    def wants_another(self, now_s: float) -> bool:
+        """Whether to start another step now; the first one always, where one is allowed."""
+        if self.num_steps >= self._most:
+            return False
+        return self.num_steps == 0 or now_s + 0.5 * self._step_s < self._deadline_s

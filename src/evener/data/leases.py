@@ -1,0 +1,88 @@
+"""Queues of batches, one a rank: what is handed out, done, handed on. Pure."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from evener.data.cursor import Cursor, Slice
+from evener.errors import ProtocolError
+
+
+class LeaseBook:
+    """Who holds which batches of the epoch.
+
+    A batch is the samples of one local step, and is done as a whole. Every rank keeps an equal book
+    and drives it with the same numbers. A rank works its queue off from the front; what it has done
+    of it is a prefix, which is *retired* when a window closes. Queues are filled up at the back,
+    ahead of need. Batches are handed on only on request: at the tail of an epoch.
+
+    Args:
+        cursor: Where the team is in the epoch; its outstanding leases are released first.
+        batch_size: Samples of a batch; fewer at the end of the epoch or of a gap.
+        world_size: Ranks.
+    """
+
+    def __init__(self, cursor: Cursor, batch_size: int, world_size: int) -> None:
+        cursor.release()
+        self.cursor = cursor
+        self.batch_size = batch_size
+        self._queues: list[deque[Slice]] = [deque() for _ in range(world_size)]
+
+    @property
+    def num_left(self) -> int:
+        """Batches of the epoch that are not retired."""
+        left = self.cursor.free_windows(self.batch_size)
+        for queue in self._queues:
+            left += len(queue)
+        return left
+
+    def queue(self, rank: int) -> tuple[Slice, ...]:
+        """The batches of a rank, in the order in which it does them."""
+        return tuple(self._queues[rank])
+
+    def retire(self, rank: int, num_batches: int, num_samples: int) -> list[Slice]:
+        """Takes what a rank has done off the front of its queue.
+
+        Returns:
+            The leases, to be committed once that is known to be applied everywhere.
+
+        Raises:
+            ProtocolError: The rank has done other work than it was given.
+        """
+        queue = self._queues[rank]
+        done = [queue.popleft() for _ in range(min(num_batches, len(queue)))]
+        held = 0
+        for piece in done:
+            held += piece.size
+        if len(done) != num_batches or held != num_samples:
+            raise ProtocolError(
+                f"rank {rank} has done {num_batches} batches with {num_samples} samples, its queue "
+                f"held {len(done)} with {held}; ranks run different code, or this is a bug of "
+                "evener"
+            )
+        return done
+
+    def fill(self, sizes: Sequence[int], *, hand_on: bool = False) -> None:
+        """Fills queues up, evenly, as long as there is something to hand out.
+
+        Args:
+            sizes: Batches that each queue should hold, by rank.
+            hand_on: Take the back of longer queues away first, and give it to others. What then
+                fits nowhere is shared out all the same.
+        """
+        spare: deque[Slice] = deque()
+        if hand_on:
+            for queue, size in zip(self._queues, sizes, strict=True):
+                while len(queue) > size:
+                    spare.appendleft(queue.pop())
+        while (rank := self._neediest(sizes, full=bool(spare))) is not None:
+            piece = spare.popleft() if spare else self.cursor.take(self.batch_size)
+            if piece is None:
+                return
+            self._queues[rank].append(piece)
+
+    def _neediest(self, sizes: Sequence[int], *, full: bool) -> int | None:
+        """The rank whose queue is emptiest for its size; with ``full``, also if all are filled."""
+        ranks = [r for r, size in enumerate(sizes) if full or len(self._queues[r]) < size]
+        if not ranks:
+            return None
+        return min(ranks, key=lambda r: (len(self._queues[r]) / max(1, sizes[r]), r))
