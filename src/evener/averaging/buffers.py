@@ -32,6 +32,7 @@ class BufferAverager:
         self._device = self._seen[0].device if self._seen else torch.device("cpu")
         self._consensus = [b.detach().clone() for b in self._seen]
         self._versions = [b._version for b in self._seen]
+        self._snapshots: list[torch.Tensor] = []
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -77,6 +78,81 @@ class BufferAverager:
                 agreed.add_(part.round().to(agreed.dtype))
             buffer.copy_(agreed)
         self._mark()
+
+    # ── in three steps, so that a rank can go on meanwhile ───────────────────────────────────────
+
+    @torch.no_grad()
+    def snapshot(self) -> torch.Tensor:
+        """This rank's differences from the consensus as they are now, as one float64 tensor."""
+        self._snapshots = [b.detach().clone() for b in self._buffers]
+        parts = [
+            ((b ^ agreed) if b.dtype == torch.bool else (agreed - b))
+            .to(self._device, torch.float64)
+            .flatten()
+            for b, agreed in zip(self._snapshots, self._consensus, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        packed: torch.Tensor,
+        comm: Communicator,
+        weight: float,
+        total_weight: float,
+        *,
+        what: str,
+    ) -> None:
+        """Sums snapshots over ranks, by weight (counters by 1); all ranks call it together.
+
+        Args:
+            packed: From ``snapshot``; receives the sum.
+            comm: The ranks.
+            weight: Weight of this rank's part of the window; 0 leaves its float buffers out.
+            total_weight: The same, summed over ranks; larger than 0.
+            what: Names the exchange in errors.
+        """
+        offset = 0
+        for agreed in self._consensus:
+            part = packed[offset : offset + agreed.numel()]
+            offset += agreed.numel()
+            if agreed.is_floating_point():
+                if weight == 0:
+                    part.zero_()  # what counts for nothing may even be NaN
+                else:
+                    part.mul_(weight / total_weight)
+        if packed.numel() and comm.world_size > 1:
+            comm.all_reduce(packed, what=f"buffers of {what}")
+
+    @torch.no_grad()
+    def agree(self, packed: torch.Tensor, *, moved_on: bool) -> None:
+        """Applies an exchanged sum to the consensus, and brings the buffers up to date.
+
+        Args:
+            packed: From ``exchange``.
+            moved_on: Whether this rank has gone on since the snapshot; what it has changed stays.
+        """
+        offset = 0
+        for buffer, agreed, kept in zip(
+            self._buffers, self._consensus, self._snapshots, strict=True
+        ):
+            part = packed[offset : offset + agreed.numel()].view(agreed.shape).to(agreed.device)
+            offset += agreed.numel()
+            if agreed.dtype == torch.bool:
+                agreed.logical_xor_(part > 0)
+            elif agreed.is_floating_point():
+                agreed.copy_(torch.where(part == 0, agreed, (agreed.double() - part)))
+            else:
+                agreed.sub_(part.round().to(agreed.dtype))
+            if not moved_on:
+                buffer.copy_(agreed)
+            elif agreed.dtype == torch.bool:
+                buffer.copy_(torch.where(buffer == kept, agreed, buffer))
+            else:
+                buffer.sub_(kept - agreed)
+        self._mark()
+        if moved_on:
+            self._versions = [-1] * len(self._places)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -123,6 +123,8 @@ class CadencePolicy(Planner):
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
         else:
             steps = counts
+            if not self.elche.is_calibrated:  # no clock ends this window
+                most = counts
             # Enough for this window, and in ASYNC for the beginning of the next.
             queues = tuple(2 * m for m in most)
         return LocalPlan(

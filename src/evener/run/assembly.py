@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import GradientAverager
-from evener.cadence.fixed import FixedShares
-from evener.cadence.policies import ApplyPolicy, Policy
-from evener.cadence.sync import SyncPolicy
+from evener.cadence.policies import ApplyPolicy, Planner
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.errors import CheckpointError, ConfigError
-from evener.run.backends import check_backend, check_policy, connect_team
+from evener.errors import CheckpointError
+from evener.run.backends import check_backend, connect_team
 from evener.run.child import apply_threads
-from evener.run.emulate import Slowdown, compute_clock, patient_sleep
-from evener.run.engine import WindowEngine
+from evener.run.engines import (
+    Parts,
+    choose_policy,
+    longest_payload,
+    make_engine,
+    ranks_of_buffers,
+)
 from evener.run.environment import DistributedTrainConfig
 from evener.run.hardware import hardware_summary
 from evener.run.models import (
@@ -35,12 +36,10 @@ from evener.run.models import (
 from evener.run.ownership import OptimizerGuard
 from evener.run.placement import Devices, choose_device
 from evener.run.precision import AutocastForward, Precision, choose_precision
-from evener.run.row import payload_length
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
 from evener.run.team import Member, Team, check_alike, describe_self, member_document, own_versions
-from evener.run.transfer import transfer_state
-from evener.run.windows import EngineOptions
+from evener.run.windows import Engine
 
 
 @dataclass(slots=True)
@@ -59,12 +58,12 @@ class Assembly:
     members: tuple[Member, ...]
     flat: FlatBuffers
     buffers: BufferAverager
-    engine: WindowEngine
+    engine: Engine
     autocast: list[AutocastForward]
     guard: OptimizerGuard
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Planner:
         """Who does how much."""
         return self.engine.policy
 
@@ -102,11 +101,11 @@ def assemble(
     communicator: Communicator | None = None,
 ) -> Assembly:
     """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
-    chosen = _check_policy(policy)
+    chosen = choose_policy(policy, config)
     check_backend(backend)
     check_optimizers(optimizers)
     check_schedulers(scheduler, optimizers)
-    whole, parts = combine_models(model)
+    whole, models = combine_models(model)
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device)
     apply_threads(environment)
@@ -117,15 +116,17 @@ def assemble(
     else:
         comm, reason = connect_team(environment, backend, chosen, device, config.timeout_s)
     try:
-        team = Team(comm, payload_length=payload_length(comm.world_size))
+        team = Team(comm, payload_length=longest_payload(comm.world_size))
         slow = config.emulate_slow.get(comm.rank, 1.0)
         members = _introduce(team, whole, environment, device, slow)
-        flat = FlatBuffers(list(whole.named_parameters()), comm.world_size)
+        exchanging = ranks_of_buffers(chosen, comm.world_size)
+        flat = FlatBuffers(list(whole.named_parameters()), exchanging)
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
         whole.train()
         schedule = Schedule(optimizers, scheduler)
-        engine = _engine(team, members, whole, flat, list(optimizers), schedule, config)
+        parts = Parts(team, members, whole, flat, list(optimizers), schedule, config)
+        engine = make_engine(chosen, parts)
     except BaseException:
         comm.close()
         raise
@@ -143,53 +144,12 @@ def assemble(
         flat=flat,
         buffers=engine.buffers,
         engine=engine,
-        autocast=[AutocastForward(p, device) for p in parts] if resolved == "bf16" else [],
+        autocast=[AutocastForward(m, device) for m in models] if resolved == "bf16" else [],
         guard=OptimizerGuard(optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:
         sys.stderr.write("\n".join(team_lines(assembly)) + "\n")
     return assembly
-
-
-def _engine(
-    team: Team,
-    members: Sequence[Member],
-    model: nn.Module,
-    flat: FlatBuffers,
-    optimizers: Sequence[Optimizer],
-    schedule: Schedule,
-    config: DdpConfig,
-) -> WindowEngine:
-    def bring_up_to_date(counters: dict[str, Any], receives: bool) -> dict[str, Any]:
-        return transfer_state(
-            team.comm, model, flat, optimizers, schedule, counters, receives=receives
-        )
-
-    stop_requested = config.stop_when or _never
-    alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
-    return WindowEngine(
-        team=team,
-        flat=flat,
-        averager=GradientAverager(flat, team.comm),
-        buffers=BufferAverager(model, team.comm),
-        optimizers=optimizers,
-        policy=_planner([m.member for m in members], config, has_batch_statistics(model)),
-        options=EngineOptions(
-            max_grad_norm=config.max_grad_norm,
-            non_finite=config.non_finite,
-            unlike_devices=not alike,
-            slowdown=Slowdown(
-                config.emulate_slow.get(team.rank, 1.0),
-                clock=compute_clock(members[team.rank].device),
-                sleep=patient_sleep(stop_requested),
-            ),
-            stop_requested=stop_requested,
-            before_update=schedule.before_update,
-            after_update=schedule.after_update,
-            transfer_state=bring_up_to_date,
-            notice=_never_mind if config.quiet or team.rank else _warn,
-        ),
-    )
 
 
 def team_lines(assembly: Assembly) -> list[str]:
@@ -257,36 +217,3 @@ def _start_alike(model: nn.Module, comm: Communicator) -> None:
             part = wire[offset : offset + tensor.numel()].view(tensor.shape)
             tensor.copy_(part.to(dtype))
             offset += tensor.numel()
-
-
-def has_batch_statistics(model: nn.Module) -> bool:
-    """Whether a layer of the model normalises over the batch in training."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
-def _planner(members: Sequence[str], config: DdpConfig, avoid_ones: bool) -> Policy:
-    if config.partition_ratios is not None:
-        return FixedShares(members, config.partition_ratios, avoid_ones=avoid_ones)
-    planner = SyncPolicy(members, [None] * len(members), avoid_ones=avoid_ones)
-    if config.speed_hint is not None:
-        planner.hint(list(config.speed_hint))
-    return planner
-
-
-def _check_policy(policy: str | ApplyPolicy) -> ApplyPolicy:
-    chosen = check_policy(policy)
-    if chosen is not ApplyPolicy.SYNC:
-        raise ConfigError(f"policy {chosen.value!r} is not supported yet; use 'sync'")
-    return chosen
-
-
-def _never() -> bool:
-    return False
-
-
-def _never_mind(text: str) -> None:
-    pass
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"warning: {text}\n")

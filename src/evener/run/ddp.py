@@ -20,6 +20,8 @@ from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.assembly import Assembly, assemble
 from evener.run.builder import DdpBuilder
 from evener.run.environment import DistributedTrainConfig
+from evener.run.loaders import make_loader
+from evener.run.local_engine import LocalEngine
 from evener.run.loop import TeamLoader
 from evener.run.models import Models, Schedulers
 from evener.run.options import Allowed
@@ -92,7 +94,7 @@ class Ddp:
             optimizer: One or more ``torch.optim`` optimizers over the models' parameters.
             scheduler: Torch scheduler(s), stepped once per optimizer step of the team; or a
                 function of ``Progress`` that gives the factor of the base learning rate.
-            policy: ``"sync"``; see ``ApplyPolicy``.
+            policy: ``"sync"``, ``"cadence"`` or ``"async"``; see ``ApplyPolicy``.
             backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
             devices: ``"auto"`` (every CUDA device, else the CPU), ``"cpu"``, ``"cuda"``, one device
                 such as ``"cuda:1"``, a number of ranks, or a list with a device for each rank of
@@ -172,34 +174,36 @@ class Ddp:
 
         Args:
             dataset: Anything with ``len`` and ``[index]``; the same on every rank.
-            batch_size: Samples of one optimizer step, over the whole team.
+            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
+                local step in CADENCE and ASYNC.
             seed: Seed of the epochs' permutations and of derived random numbers.
             collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
             num_workers: 0 loads in this process, more in that many worker processes.
             micro_batch_size: Most samples of one forward/backward on this rank; ``"auto"`` is
-                the equal share of the batch.
+                the equal share of the batch, or all of it in CADENCE and ASYNC.
             prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
-            max_steps: End the run after this many windows.
+            max_steps: End the run after this many optimizer steps (of all ranks together).
 
         Raises:
             ConfigError: Sizes that make no sense, or an empty data set.
         """
         num_samples = len(dataset)  # type: ignore[arg-type]
         _check_sizes(num_samples, batch_size, micro_batch_size, max_steps)
-        equal_share = -(-min(batch_size, num_samples) // self.world_size)
-        micro = equal_share if micro_batch_size == "auto" else micro_batch_size
+        local = isinstance(self._engine, LocalEngine)
+        share = -(-min(batch_size, num_samples) // (1 if local else self.world_size))
+        micro = share if micro_batch_size == "auto" else micro_batch_size
         cursor = Cursor(num_samples, seed)
         self.assembly.set_micro_batch_size(micro)
-        self._restore_position(cursor)
-        loader = TeamLoader(
+        if self._restored is not None:
+            cursor.load_state_dict(self._restored["cursor"])
+        loader = make_loader(
             self._engine,
             make_fetcher(dataset, collate_fn, seed, num_workers, prefetch),
             cursor,
             batch_size=batch_size,
             micro_batch_size=micro,
             max_steps=max_steps,
-            probe=self.world_size > 1 and not self._engine.policy.is_calibrated,
         )
         self._loaders.append(loader)
         return loader
@@ -278,6 +282,7 @@ class Ddp:
             CheckpointError: Rank 0 could not write it.
         """
         self._meet(Meeting.SAVE)
+        self._engine.prepare_save()
         self._engine.settle()  # parameters may be a window ahead of the data position
         failure = ""
         if self.is_main_process:

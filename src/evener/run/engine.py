@@ -17,6 +17,7 @@ from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice
 from evener.run.finite import find_non_finite, overflow
+from evener.run.moments import SavedState, own_state
 from evener.run.notices import parked, slow_rank_0
 from evener.run.planning import PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
@@ -147,6 +148,13 @@ class WindowEngine(Engine):
     def restored(self) -> None:
         """Takes the buffers as they are for the agreed ones."""
         self.buffers.reset()
+
+    def prepare_save(self) -> None:
+        """Does nothing: optimizers are in the same state on all ranks."""
+
+    def saved_states(self) -> list[SavedState]:
+        """This rank's optimizer states, which are every rank's."""
+        return [own_state(optimizer) for optimizer in self._optimizers]
 
     def close_down(self) -> None:
         """Does nothing: everything runs in the training loop."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from evener.cadence.local import LocalPlan, LocalReport
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.errors import NonFiniteGradientError
+from evener.run.local_update import LOSS, PARAMETERS
 
 
 def find_non_finite(
@@ -25,14 +27,36 @@ def find_non_finite(
     return None
 
 
-def overflow(plan: WindowPlan, step: int) -> NonFiniteGradientError:
+def find_local_non_finite(
+    reports: Sequence[LocalReport], plan: LocalPlan, names: Sequence[str]
+) -> NonFiniteGradientError | None:
+    """The error for the first rank whose local steps came upon something that is not finite.
+
+    Args:
+        reports: Of all ranks.
+        plan: The window.
+        names: Trainable parameters, in flat order.
+    """
+    for rank, report in enumerate(reports):
+        code = report.non_finite
+        if code == 0:
+            continue
+        name = names[code - 1] if code > 0 else None
+        what = {LOSS: "the loss", PARAMETERS: "a parameter"}.get(code)
+        if what is None:
+            what = f"the gradient of parameter {name!r}"
+        return _error(f"{what} is not finite on rank {rank}", rank, name, plan, report.steps + 1)
+    return None
+
+
+def overflow(plan: WindowPlan | LocalPlan, step: int) -> NonFiniteGradientError:
     """The error for finite gradients whose sum over ranks is not."""
     what = "the sum of the ranks' gradients, each of them finite, overflowed"
     return _error(what, 0, None, plan, step)
 
 
 def _error(
-    what: str, rank: int, name: str | None, plan: WindowPlan, step: int
+    what: str, rank: int, name: str | None, plan: WindowPlan | LocalPlan, step: int
 ) -> NonFiniteGradientError:
     return NonFiniteGradientError(
         f"{what} in step {step} (window {plan.window}, epoch {plan.epoch}); nothing of this window "

@@ -1,8 +1,9 @@
 """The loader of a team: hands each rank its micro-batches and takes part where it has none."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -12,9 +13,10 @@ from evener.data.loader import Fetcher, Pending
 from evener.data.order import EpochOrder
 from evener.errors import UsageError
 from evener.run.engine import Measurement, WindowEngine
+from evener.run.windows import Engine
 
 
-class TeamLoader:
+class TeamLoader(ABC):
     """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
 
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
@@ -24,24 +26,20 @@ class TeamLoader:
 
     def __init__(
         self,
-        engine: WindowEngine,
+        engine: Engine,
         fetcher: Fetcher,
         cursor: Cursor,
         *,
         batch_size: int,
         micro_batch_size: int,
         max_steps: int | None,
-        probe: bool,
     ) -> None:
-        self._engine = engine
+        self._team_engine = engine
         self._fetcher = fetcher
         self.cursor = cursor
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self._max_steps = max_steps
-        self._probe = probe
-        # By the plan itself: a plan may be replaced by another one for the same window.
-        self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
@@ -63,7 +61,7 @@ class TeamLoader:
         Raises:
             UsageError: ``ddp.step()`` was not called for the micro-batch before.
         """
-        engine = self._engine
+        engine = self._team_engine
         if self._finished or self.cursor.is_committed(epoch):
             return
         engine.begin(self.cursor, self.batch_size)
@@ -73,7 +71,78 @@ class TeamLoader:
             yield from self._train(permutation)
             engine.flush()
         finally:
-            self._fetched.clear()
+            self._forget()
+
+    @abstractmethod
+    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
+        """Plans and computes what is left of the epoch."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drops what has been fetched ahead."""
+
+    @property
+    def _finished(self) -> bool:
+        engine = self._team_engine
+        done = self._max_steps is not None and engine.turns >= self._max_steps
+        return engine.stopping or done
+
+    @abstractmethod
+    def skip_timing(self) -> None:
+        """Leaves out the timing before the first window: speeds have been restored."""
+
+    def close(self) -> None:
+        """Ends the fetching of data; idempotent."""
+        self._forget()
+        self._fetcher.close()
+
+    def _submit(
+        self, epoch: int, positions: Sequence[int], permutation: EpochOrder
+    ) -> deque[tuple[int, int, Pending]]:
+        """Asks for samples, in micro-batches: first position, number of samples, batch."""
+        queue: deque[tuple[int, int, Pending]] = deque()
+        for part in split_evenly(positions, self.micro_batch_size):
+            indices = [permutation[p] for p in part]
+            queue.append((part[0], len(part), self._fetcher.submit(epoch, indices)))
+        return queue
+
+    def _seed(self, window: int, first_position: int) -> None:
+        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
+        seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
+        # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
+        # traceback, half a millisecond in all.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(seed)
+
+
+@final
+class SyncLoader(TeamLoader):
+    """The loader of SYNC: windows are slices of the epoch, split by share."""
+
+    def __init__(
+        self,
+        engine: WindowEngine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+        probe: bool,
+    ) -> None:
+        super().__init__(
+            engine,
+            fetcher,
+            cursor,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+        )
+        self._engine = engine
+        self._probe = probe
+        # By the plan itself: a plan may be replaced by another one for the same window.
+        self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
     def _train(self, permutation: EpochOrder) -> Iterator[Any]:
         """Plans the first windows and computes what is left of the epoch."""
@@ -87,19 +156,12 @@ class TeamLoader:
         engine.exchange_plan()
         yield from self._windows(permutation)
 
-    @property
-    def _finished(self) -> bool:
-        steps = self._engine.progress.window
-        return self._engine.stopping or (self._max_steps is not None and steps >= self._max_steps)
-
     def skip_timing(self) -> None:
         """Leaves out the timing before the first window: speeds have been restored."""
         self._probe = self._probe and not self._engine.policy.is_calibrated
 
-    def close(self) -> None:
-        """Ends the fetching of data; idempotent."""
+    def _forget(self) -> None:
         self._fetched.clear()
-        self._fetcher.close()
 
     def _windows(self, permutation: EpochOrder) -> Iterator[Any]:
         engine = self._engine
@@ -140,20 +202,7 @@ class TeamLoader:
         if plan in self._fetched:
             return
         positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
-        queue: deque[tuple[int, int, Pending]] = deque()
-        for part in split_evenly(positions, self.micro_batch_size):
-            indices = [permutation[p] for p in part]
-            queue.append((part[0], len(part), self._fetcher.submit(plan.epoch, indices)))
-        self._fetched[plan] = queue
-
-    def _seed(self, window: int, first_position: int) -> None:
-        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
-        seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
-        # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
-        # traceback, half a millisecond in all.
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(seed)
+        self._fetched[plan] = self._submit(plan.epoch, positions, permutation)
 
     def _time_two_sizes(self, permutation: EpochOrder) -> Iterator[Any]:
         """Times this rank at two sizes on copies of its own first sample; trains on nothing.

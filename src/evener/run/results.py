@@ -15,12 +15,14 @@ class Progress:
         steps: Optimizer steps.
         samples: Samples behind those steps.
         weight: Their weight: samples, or tokens for a language model.
+        skipped: Optimizer steps left out, as they were not finite or had no weight.
     """
 
     window: int = 0
     steps: int = 0
     samples: int = 0
     weight: float = 0.0
+    skipped: int = 0
 
     def after(self, samples: int, weight: float, skipped: bool) -> "Progress":
         """The progress after one more window."""
@@ -29,12 +31,17 @@ class Progress:
             steps=self.steps + (not skipped),
             samples=self.samples + samples,
             weight=self.weight + weight,
+            skipped=self.skipped + skipped,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank did in a window; times in seconds of its own clock."""
+    """What one rank did in a window; times in seconds of its own clock.
+
+    ``steps`` are its local optimizer steps in CADENCE and ASYNC, ``stale_steps`` those that it had
+    made on top when the average of the window landed (ASYNC).
+    """
 
     samples: int
     weight: float
@@ -43,6 +50,8 @@ class RankRecord:
     compute_s: float
     wait_s: float = 0.0
     sync_s: float = 0.0
+    steps: int = 0
+    stale_steps: int = 0
 
     @classmethod
     def of(cls, report: WindowReport) -> Self:
@@ -54,6 +63,25 @@ class RankRecord:
             micro_batches=report.micro_batches,
             compute_s=report.compute_s,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceRecord:
+    """How a window of local steps was planned, and what the divergence guard says of it.
+
+    Attributes:
+        anchor: Local steps of the slowest rank.
+        window_s: Seconds that it was planned to last; ``inf`` where counts close it.
+        divergence: The largest ``‖p - average‖ / ‖average‖`` over ranks when it was averaged; known
+            when it is committed, and 0 before.
+        guard: The guard's verdict on the windows before: ``stable``, ``suppress_growth`` or
+            ``nudge_down``.
+    """
+
+    anchor: int
+    window_s: float
+    divergence: float = 0.0
+    guard: str = "stable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +103,8 @@ class WindowResult:
         applied_t: When this rank applied it, in unix seconds.
         ranks: A record per rank. Waiting and exchange times are filled in when the window
             is committed, and 0 before.
+        ranges: The ranges of the epoch's permutation that it covers, ends exclusive.
+        cadence: How it was planned, in CADENCE and ASYNC.
     """
 
     window: int
@@ -89,8 +119,10 @@ class WindowResult:
     progress: Progress
     applied_t: float
     ranks: tuple[RankRecord, ...]
+    ranges: tuple[tuple[int, int], ...] = ()
+    cadence: CadenceRecord | None = None
 
     @property
     def committed(self) -> tuple[int, int]:
-        """The range of the epoch's permutation that the window covers, end exclusive."""
+        """The range of the epoch's permutation that a SYNC window covers, end exclusive."""
         return self.start, self.start + self.size

@@ -1,6 +1,8 @@
 """Learning rates that follow the team's global progress, never a rank's own step count."""
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -27,6 +29,8 @@ class Schedule:
         self._optimizers = optimizers
         self._factor: ProgressSchedule | None = None
         self._schedulers: list[LRScheduler] = []
+        self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        self._num_ahead = 0
         if isinstance(scheduler, LRScheduler):
             self._schedulers = [scheduler]
         elif isinstance(scheduler, Sequence):
@@ -48,12 +52,74 @@ class Schedule:
         for scheduler in self._schedulers:
             scheduler.step()
 
+    # ── inside a window of local steps ───────────────────────────────────────────────────────────
+
+    def run_ahead(self, progress: Progress, num_steps: int) -> None:
+        """Sets the rates for a local step, at the progress that the team is predicted to have.
+
+        Args:
+            progress: The predicted one, for a function of ``Progress``.
+            num_steps: Optimizer steps of the team since the last ``agree``, for torch schedulers;
+                they never go back.
+        """
+        self.before_update(progress)
+        if self._schedulers and self._agreed is None:
+            self._agreed = (copy.deepcopy(self.state_dict()), self._settings())
+        while self._num_ahead < num_steps:
+            self._step_all()
+            self._num_ahead += 1
+
+    def agree(self, progress: Progress, num_steps: int) -> None:
+        """Sets the rates that all ranks have after a window, whatever each has run ahead.
+
+        Args:
+            progress: The team's.
+            num_steps: Optimizer steps of the team since the last call.
+        """
+        if self._agreed is not None:
+            states, settings = self._agreed
+            self.load_state_dict(states)
+            self._apply(settings)
+        self._agreed, self._num_ahead = None, 0
+        for _ in range(num_steps):
+            self._step_all()
+        self.before_update(progress)
+
+    @contextmanager
+    def as_agreed(self) -> Iterator[None]:
+        """Shows the rates of the last ``agree`` in the optimizers for the length of the block."""
+        if self._agreed is None:
+            yield
+            return
+        now = self._settings()
+        self._apply(self._agreed[1])
+        try:
+            yield
+        finally:
+            self._apply(now)
+
+    def _step_all(self) -> None:
+        for optimizer in self._optimizers:
+            if self._schedulers and not getattr(optimizer, "_opt_called", True):
+                # A rank may have had no step of its own so far, others had: nothing to warn of.
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.after_update()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in self._groups()]
+
+    def _apply(self, settings: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._groups(), settings, strict=True):
+            group.update(values)
+
     def _groups(self) -> list[dict[str, Any]]:
         # Asked for every time: loading an optimizer's state makes new groups.
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, object]]:
-        """State of the torch schedulers, in order."""
+        """State of the torch schedulers, in order; inside a window, as all ranks have agreed."""
+        if self._agreed is not None:
+            return list(self._agreed[0])
         return [s.state_dict() for s in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, object]]) -> None:

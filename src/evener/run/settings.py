@@ -1,9 +1,12 @@
 """Options of ``Ddp.setup`` beyond its arguments."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from evener.cadence.elche import ElChe
+from evener.cadence.guard import make_guard
 from evener.errors import ConfigError
 
 
@@ -19,6 +22,18 @@ class DdpConfig:
             the timing before the first window.
         partition_ratios: Shares of the ranks relative to one another, the same in every window;
             replaces planning altogether. 0 gives a rank nothing to do.
+        anchor: CADENCE and ASYNC: local steps of the slowest rank in a window, to start from.
+        overhead_target: Part of the time that averaging may take before the anchor grows; taken to
+            be within 0.01 to 0.50.
+        max_anchor: Largest anchor.
+        max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
+            lockstep, ``None`` no limit.
+        divergence_guard: ``"level"`` keeps the anchor from growing when ranks drift apart, and
+            brings it down when that goes on; ``"none"`` does not look.
+        divergence_threshold: Drift, relative to the norm of the parameters, below which the guard
+            does nothing.
+        lr_scale_ratio: CADENCE and ASYNC: multiplies the learning rate by
+            ``1 + (world_size - 1) * lr_scale_ratio``; 0 leaves it as it is.
         timeout_s: Longest wait for another rank, in seconds.
         emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
         stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
@@ -30,6 +45,13 @@ class DdpConfig:
     non_finite: Literal["raise", "skip"] = "raise"
     speed_hint: Sequence[float] | None = None
     partition_ratios: Sequence[float] | None = None
+    anchor: int = 10
+    overhead_target: float = 0.10
+    max_anchor: int = 200
+    max_batch_diff: int | None = None
+    divergence_guard: str = "level"
+    divergence_threshold: float = 0.05
+    lr_scale_ratio: float = 0.0
     timeout_s: float = 600.0
     emulate_slow: Mapping[int, float] = field(default_factory=dict)
     stop_when: Callable[[], bool] | None = None
@@ -47,5 +69,25 @@ class DdpConfig:
                 f"speed_hint is {self.speed_hint}; give a speed above 0 for each rank, relative to "
                 "one another"
             )
+        self.make_cadence(1)  # refuses bad numbers here, and not when training begins
+        make_guard(self.divergence_guard, self.divergence_threshold)
+        if not 0 <= self.lr_scale_ratio < math.inf:
+            raise ConfigError(
+                f"lr_scale_ratio is {self.lr_scale_ratio}; give 0 (off) or more, such as 1.0 for a "
+                "learning rate in proportion to the ranks"
+            )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give seconds above 0")
+
+    def make_cadence(self, world_size: int) -> ElChe:
+        """El Che with these settings, for a team of ``world_size`` ranks.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        return (
+            ElChe(world_size, self.anchor)
+            .with_overhead_target(self.overhead_target)
+            .with_max_anchor(self.max_anchor)
+            .with_max_batch_diff(self.max_batch_diff)
+        )

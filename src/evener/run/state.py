@@ -13,7 +13,6 @@ from evener.checkpoint import (
     Snapshot,
     copy_to_cpu,
     find_newest,
-    flatten_optimizer,
     open_checkpoint,
     unflatten_optimizer,
 )
@@ -50,8 +49,7 @@ def capture(
         "model": copy_to_cpu(assembly.model.state_dict(), into=old.get("model"))
     }
     optimizers = []
-    for number, optimizer in enumerate(assembly.optimizers):
-        arrays, document = flatten_optimizer(optimizer.state_dict())
+    for number, (arrays, document) in enumerate(assembly.engine.saved_states()):
         tensors[_stem(number)] = copy_to_cpu(arrays, into=old.get(_stem(number)))
         optimizers.append(document)
     state = {
@@ -60,6 +58,7 @@ def capture(
             "steps": progress.steps,
             "samples": progress.samples,
             "weight": progress.weight,
+            "skipped": progress.skipped,
         },
         "cursor": dict(cursor_state),
         "planner": assembly.policy.state_dict(),

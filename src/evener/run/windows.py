@@ -12,6 +12,7 @@ from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
 from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
+from evener.run.moments import SavedState
 from evener.run.results import Progress, WindowResult
 from evener.run.share import Share
 from evener.run.team import Team
@@ -110,6 +111,14 @@ class Engine(ABC):
     @abstractmethod
     def restored(self) -> None:
         """Takes the model as it is for what all ranks have agreed on, as after a load."""
+
+    @abstractmethod
+    def prepare_save(self) -> None:
+        """Agrees on what ``saved_states`` returns; all ranks call it together, before a save."""
+
+    @abstractmethod
+    def saved_states(self) -> list[SavedState]:
+        """The state of each optimizer as a checkpoint holds it; on rank 0."""
 
     @abstractmethod
     def close_down(self) -> None:

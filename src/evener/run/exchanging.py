@@ -1,0 +1,115 @@
+"""Runs the exchange of a window: at once, or in a thread while the rank goes on."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar, final
+
+T = TypeVar("T")
+
+
+class Exchanger(ABC, Generic[T]):
+    """Runs one job at a time."""
+
+    @abstractmethod
+    def start(self, job: Callable[[], T]) -> None:
+        """Begins a job; the one before has been waited for."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    @abstractmethod
+    def wait(self) -> T:
+        """The result of the job; raises what the job has raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets a job that is under way come to its end; idempotent."""
+
+
+@final
+class InlineExchanger(Exchanger[T]):
+    """Runs the job inside ``start``."""
+
+    def __init__(self) -> None:
+        self._results: list[T] = []
+
+    def start(self, job: Callable[[], T]) -> None:
+        """Runs the job to its end."""
+        self._results.append(job())
+
+    @property
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> T:
+        """The result of the last job."""
+        return self._results.pop()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@final
+class BackgroundExchanger(Exchanger[T]):
+    """Runs each job in a thread of its own.
+
+    A thread for each, and no daemon: none is left waiting for work when a script ends without
+    closing its team, and none is killed inside a collective while the interpreter shuts down.
+
+    Args:
+        name: Name of the threads.
+        limit_s: Longest that ``close`` waits for a job.
+    """
+
+    def __init__(self, name: str, *, limit_s: float = 10.0) -> None:
+        self._name = name
+        self._limit_s = limit_s
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+
+    def start(self, job: Callable[[], T]) -> None:
+        """Begins the job in a thread."""
+        self._done.clear()
+        self._thread = threading.Thread(target=self._run, args=(job,), name=self._name)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the job has ended."""
+        return self._done.is_set()
+
+    def wait(self) -> T:
+        """Waits for the job; it has deadlines of its own."""
+        assert self._thread is not None
+        while not self._done.wait(0.2):  # in slices, so that signal handlers run in between
+            pass
+        self._thread.join()
+        self._thread = None
+        if self._errors:
+            raise self._errors.pop()
+        return self._results.pop()
+
+    def close(self) -> None:
+        """Waits for a job that is under way, and forgets what came of it."""
+        if self._thread is not None:
+            self._thread.join(self._limit_s)
+            self._thread = None
+        self._results.clear()
+        self._errors.clear()
+
+    def _run(self, job: Callable[[], T]) -> None:
+        try:
+            self._results.append(job())
+        except BaseException as error:
+            # Without the frames: they would keep handles of a broken group alive, and ranks that
+            # are not neighbours of the lost one would then hang.
+            error.__context__ = error.__cause__ = None
+            self._errors.append(error.with_traceback(None))
+        finally:
+            self._done.set()

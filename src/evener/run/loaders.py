@@ -1,0 +1,40 @@
+"""Makes the loader that fits the way in which a team trains."""
+
+from evener.data.cursor import Cursor
+from evener.data.loader import Fetcher
+from evener.run.engine import WindowEngine
+from evener.run.local_engine import LocalEngine
+from evener.run.local_loop import LocalLoader
+from evener.run.loop import SyncLoader, TeamLoader
+from evener.run.windows import Engine
+
+
+def make_loader(
+    engine: Engine,
+    fetcher: Fetcher,
+    cursor: Cursor,
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    max_steps: int | None,
+) -> TeamLoader:
+    """A loader over what ``fetcher`` fetches; see ``Ddp.loader``."""
+    if isinstance(engine, LocalEngine):
+        return LocalLoader(
+            engine,
+            fetcher,
+            cursor,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+        )
+    assert isinstance(engine, WindowEngine)
+    return SyncLoader(
+        engine,
+        fetcher,
+        cursor,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        max_steps=max_steps,
+        probe=engine.team.world_size > 1 and not engine.policy.is_calibrated,
+    )

@@ -1,0 +1,81 @@
+"""The loader of a team that makes local steps: each rank works off its own queue of batches."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, final
+
+from evener.data.cursor import Cursor, Permutation, Slice
+from evener.data.loader import Fetcher, Pending
+from evener.errors import UsageError
+from evener.run.local_engine import LocalEngine
+from evener.run.loop import TeamLoader
+
+_AHEAD = 3
+"""Batches of the queue that are being fetched while one is computed."""
+
+
+@final
+class LocalLoader(TeamLoader):
+    """Iterates over a map-style data set in CADENCE and ASYNC; see ``TeamLoader``.
+
+    ``batch_size`` is the samples of one local step. A rank whose queue is empty takes part in
+    windows inside ``__next__``.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+    ) -> None:
+        super().__init__(
+            engine,
+            fetcher,
+            cursor,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+        )
+        self._engine = engine
+        self._queued: dict[Slice, deque[tuple[int, int, Pending]]] = {}
+
+    def skip_timing(self) -> None:
+        """Does nothing: no rank is timed before the first window."""
+
+    def _forget(self) -> None:
+        self._queued.clear()
+
+    def _train(self, permutation: Permutation) -> Iterator[Any]:
+        engine = self._engine
+        engine.limit = self._max_steps
+        engine.exchange_plan()
+        while not engine.finished:
+            piece = engine.take()
+            if piece is None:
+                engine.advance()
+            else:
+                yield from self._batch(piece, permutation)
+
+    def _batch(self, piece: Slice, permutation: Permutation) -> Iterator[Any]:
+        engine = self._engine
+        wanted = [piece, *engine.upcoming(_AHEAD)]
+        self._queued = {
+            p: self._queued.get(p) or self._submit(p.epoch, range(p.start, p.stop), permutation)
+            for p in wanted
+        }
+        micro_batches = self._queued.pop(piece)
+        share = engine.open_share(len(micro_batches))
+        for first, samples, pending in micro_batches:
+            batch = pending.result()
+            self._seed(engine.window, first)
+            share.start_micro_batch(samples)
+            yield batch
+            if share.in_micro_batch:
+                raise UsageError(
+                    "the loop asked for the next batch without ddp.step() on this one; call "
+                    "ddp.backward(loss) and ddp.step() once for every batch of the loader"
+                )
