@@ -138,14 +138,17 @@ class _Progress:
         self.windows = 0  # that were seen here
         self._loss: float | None = None
         self._recent: deque[tuple[float, int, float, list[Any]]] = deque(maxlen=_SPEED_WINDOWS)
+        self._recent_steps: deque[int] = deque(maxlen=_SPEED_WINDOWS)
 
     def add(self, event: Event) -> None:
         rows = event["ranks"]
-        self.step = event["window"] + 1
+        # A window of local steps says how many optimizer steps there have been.
+        self.step = event.get("turns", event["window"] + 1)
         self.windows += 1
         weight = sum(row["weight"] for row in rows)
         samples = sum(row["samples"] for row in rows)
         self._recent.append((event["t"], samples, weight, rows))
+        self._recent_steps.append(self.step)
         loss = mean_loss(event)
         if loss is not None:
             # One loss that is not finite is shown, and does not stay for ever.
@@ -155,6 +158,7 @@ class _Progress:
     def restart(self) -> None:
         """Forget speeds: the time until the next window is not that of a window."""
         self._recent.clear()
+        self._recent_steps.clear()
 
     def line(self, total: int | None, unit: str, *, bar: str) -> str:
         parts = [f"step {self.step:,}" + (f"/{total:,}" if total is not None else "")]
@@ -168,7 +172,8 @@ class _Progress:
                 parts.append(f"{human_count(weight / seconds)} {unit}/s")
             parts.append(f"{human_count(samples / seconds)} samples/s")
             if total is not None and total > self.step:
-                left_s = (total - self.step) * seconds / (len(self._recent) - 1)
+                num_steps = max(1, self._recent_steps[-1] - self._recent_steps[0])
+                left_s = (total - self.step) * seconds / num_steps
                 parts.append(f"ETA {human_duration(left_s)}")
         return "  ".join(parts) + self._ranks()
 

@@ -47,13 +47,15 @@ class Checkpointer:
         self._failure: str | None = None  # of the last step, as far as it is known
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
-        """Hands the present state to the writer; call it at a commit or between epochs.
+        """Hands the present state to the writer; all ranks call it together.
 
-        A step that is already written, or being written, is not written again.
+        The place for it is a commit, or between epochs. A step that is already written, or being
+        written, is not written again.
 
         Args:
             cursor_state: The data position that belongs to the state.
         """
+        self._ddp.assembly.engine.prepare_save()
         if self._writer is None:
             return
         self.report()

@@ -156,13 +156,32 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     sample: SampleConfig = SampleConfig()
     batch_size: Positive = Field(
-        default=32, description="samples of one optimizer step, whole team"
+        default=32,
+        description="samples of one optimizer step: of the whole team in sync, else of a rank",
     )
     micro_batch_size: int | Literal["auto"] = "auto"
     max_steps: Positive | None = Field(default=None, description="optimizer steps; or give epochs")
     epochs: Positive = 1
     seed: NotNegative = 0
     policy: Literal["sync", "cadence", "async"] = "sync"
+    speed_hint: Annotated[list[Annotated[Number, Field(gt=0)]], Field(min_length=1)] | None = Field(
+        default=None, description="speeds of the ranks, relative to one another"
+    )
+    anchor: Positive = Field(
+        default=10, description="local steps of the slowest rank between averages, to start from"
+    )
+    overhead_target: Annotated[Number, Field(ge=0.01, le=0.5)] = Field(
+        default=0.1, description="part of the time that averaging may take"
+    )
+    max_anchor: Positive = 200
+    max_batch_diff: NotNegative | None = Field(
+        default=None, description="local steps by which a rank may lead another; no limit"
+    )
+    divergence_guard: Literal["none", "level"] = "level"
+    divergence_threshold: Annotated[Number, Field(gt=0)] = 0.05
+    lr_scale_ratio: Annotated[Number, Field(ge=0)] = Field(
+        default=0.0, description="lr times 1 + (ranks - 1) times this; not in sync"
+    )
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -181,13 +200,6 @@ class RunConfig(Section):
         ):
             return value
         raise ValueError("give a whole number of samples from 1, or 'auto'")
-
-    @field_validator("policy")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        if value != "sync":
-            raise ValueError("it is not there yet; give 'sync'")
-        return value
 
     @model_validator(mode="after")
     def _one_model(self) -> "RunConfig":

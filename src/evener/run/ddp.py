@@ -195,8 +195,7 @@ class Ddp:
         micro = share if micro_batch_size == "auto" else micro_batch_size
         cursor = Cursor(num_samples, seed)
         self.assembly.set_micro_batch_size(micro)
-        if self._restored is not None:
-            cursor.load_state_dict(self._restored["cursor"])
+        self._restore_position(cursor)
         loader = make_loader(
             self._engine,
             make_fetcher(dataset, collate_fn, seed, num_workers, prefetch),

@@ -118,7 +118,7 @@ class ManagedRank:
     @property
     def _has_ended(self) -> bool:
         if self.job.num_steps is not None:
-            return self.ddp.window >= self.job.num_steps
+            return self.ddp.assembly.engine.turns >= self.job.num_steps
         return self.loader.cursor.epoch >= (self.job.num_epochs or 0)
 
     def _train_micro_batch(self, batch: Any) -> None:

@@ -1,5 +1,6 @@
 """Turns what the team does into events, and the events into what people see; on rank 0."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -123,8 +124,10 @@ class RunRecorder:
         if not self._active:
             return
         shares = tuple(r.samples for r in result.ranks)
-        if shares != self._shares:
-            self._shares = shares
+        # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
+        planned = shares if result.cadence is None else (result.cadence.anchor,)
+        if planned != self._shares:
+            self._shares = planned
             self.emit(
                 plan_event(
                     t=result.applied_t,
@@ -141,7 +144,7 @@ class RunRecorder:
             window=result.window,
             generation=GENERATION,
             epoch=result.epoch,
-            committed=[result.committed],
+            committed=result.ranges or [result.committed],
             ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
         )
         self.parked = tuple(sorted(self._ddp.assembly.engine.team.parked))
@@ -153,6 +156,7 @@ class RunRecorder:
                 "grad_norm": result.grad_norm,
                 "skipped": result.skipped,
                 "parked": list(self.parked),
+                **_cadence_fields(event, result),
             }
         )
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
@@ -207,6 +211,25 @@ class RunRecorder:
             wait_s=record.wait_s,
             sync_s=record.sync_s,
         )
+
+
+def _cadence_fields(event: Mapping[str, Any], result: WindowResult) -> dict[str, Any]:
+    """What an event of a window of local steps says beside."""
+    cadence = result.cadence
+    if cadence is None:
+        return {}
+    rows = [
+        {**row, "steps": record.steps, "stale_steps": record.stale_steps}
+        for row, record in zip(event["ranks"], result.ranks, strict=True)
+    ]
+    return {
+        "ranks": rows,
+        "turns": result.progress.steps + result.progress.skipped,
+        "anchor": cadence.anchor,
+        "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
+        "divergence": cadence.divergence,
+        "guard": cadence.guard,
+    }
 
 
 class StragglerWatch:

@@ -12,6 +12,7 @@ from evener.averaging.gradients import GradientAverager
 from evener.cadence.apportion import apportion
 from evener.comm.base import SingleCommunicator
 from evener.run.assembly import Assembly
+from evener.run.engine import WindowEngine
 from evener.run.loop import split_evenly
 from evener.run.team import Meeting
 
@@ -25,11 +26,12 @@ class Speeds:
 
     Attributes:
         solo: Each rank alone, with an optimizer step for each global batch, others idle.
-        equal_split: All ranks with equal shares, exchanging gradients.
+        equal_split: All ranks with equal shares, exchanging gradients; ``None`` where the team's
+            policy exchanges none.
     """
 
     solo: tuple[float, ...]
-    equal_split: float
+    equal_split: float | None
 
 
 class Rehearsal:
@@ -77,14 +79,16 @@ class Rehearsal:
                     shares[rank] = self._batch_size
                     speed = self._run(shares, alone=True, short=number == 0)
                     solo[rank].append(speed)
-                equal.append(self._run(equal_shares, alone=False, short=number == 0))
+                if isinstance(self._engine, WindowEngine):
+                    equal.append(self._run(equal_shares, alone=False, short=number == 0))
                 if self._engine.stopping:
                     return None
         finally:
             self._restore(state)
         # The first round, a short one, pays for caches and allocations.
         return Speeds(
-            solo=tuple(_median(speeds[1:]) for speeds in solo), equal_split=_median(equal[1:])
+            solo=tuple(_median(speeds[1:]) for speeds in solo),
+            equal_split=_median(equal[1:]) if equal else None,
         )
 
     def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:

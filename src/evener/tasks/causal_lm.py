@@ -120,8 +120,9 @@ class PretrainingRun:
             and is_finished(self.team, self.folder, self.ddp.window)
         ):
             self._say(
-                f"{self.folder} has been completed ({self.ddp.window} steps): nothing to do. Raise "
-                "epochs or max_steps to train on, or start a new run without --resume"
+                f"{self.folder} has been completed ({self.ddp.assembly.engine.turns} steps): "
+                "nothing to do. Raise epochs or max_steps to train on, or start a new run without "
+                "--resume"
             )
             return self._result(self.resumed.path)
         with ExitStack() as stack:
@@ -216,7 +217,7 @@ class PretrainingRun:
     def _has_ended(self) -> bool:
         """Whether no window is left."""
         if self.config.max_steps is not None:
-            return self.ddp.window >= self.config.max_steps
+            return self.ddp.assembly.engine.turns >= self.config.max_steps
         return self.loader.cursor.epoch >= self.config.epochs
 
     def _backward(self, batch: dict[str, Tensor]) -> None:
@@ -336,4 +337,4 @@ class PretrainingRun:
         self.new_data = True
         self.loader.cursor.restart()
         self._say("going on with other data, from its first epoch on")
-        return Beginning(self.ddp.window, self.ddp.progress.weight)
+        return Beginning(self.ddp.assembly.engine.turns, self.ddp.progress.weight)

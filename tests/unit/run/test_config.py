@@ -10,7 +10,9 @@ from evener.run.presets import DEMO, resolve_config
 
 KEYS = (
     "name, data, model, optimizer, eval, checkpoint, sample, batch_size, micro_batch_size, "
-    "max_steps, epochs, seed, policy, backend, devices, precision, non_finite, timeout_s, measure, "
+    "max_steps, epochs, seed, policy, speed_hint, anchor, overhead_target, max_anchor, "
+    "max_batch_diff, divergence_guard, divergence_threshold, lr_scale_ratio, backend, devices, "
+    "precision, non_finite, timeout_s, measure, "
     "tensorboard"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio, max_grad_norm"
@@ -192,7 +194,13 @@ WRONG = {
     "backend: mpi": "backend is 'mpi': choose one of 'auto', 'gloo', 'nccl', 'cpu'",
     "devices: tpu": "devices is 'tpu': choose one of 'auto', 'cpu', 'cuda'",
     "non_finite: mask": "non_finite is 'mask': choose one of 'raise', 'skip'",
-    "policy: async": "policy is 'async': it is not there yet; give 'sync'",
+    "anchor: 0": "anchor is 0: give 1 or more",
+    "overhead_target: 0.9": "overhead_target is 0.9: give 0.5 or less",
+    "max_anchor: 0": "max_anchor is 0: give 1 or more",
+    "max_batch_diff: -1": "max_batch_diff is -1: give 0 or more",
+    "divergence_guard: trend": "divergence_guard is 'trend': choose one of 'none', 'level'",
+    "divergence_threshold: 0": "divergence_threshold is 0: give more than 0",
+    "lr_scale_ratio: -1": "lr_scale_ratio is -1: give 0 or more",
     "policy: x": "policy is 'x': choose one of 'sync', 'cadence', 'async'",
     "tensorboard: maybe": "tensorboard is 'maybe': give true or false",
     "timeout_s: 0": "timeout_s is 0: give more than 0",

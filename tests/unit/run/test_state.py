@@ -172,7 +172,6 @@ def test_an_unknown_precision_backend_policy_or_device_is_named() -> None:
     for argument, value in (
         ("precision", "fp8"),
         ("policy", "sometimes"),
-        ("policy", "async"),
         ("devices", "tpu"),
     ):
         with pytest.raises(ConfigError, match=value):
