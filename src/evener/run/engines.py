@@ -19,6 +19,7 @@ from evener.cadence.policies import ApplyPolicy, Policy
 from evener.cadence.sync import SyncPolicy
 from evener.comm.flat import FlatBuffers
 from evener.errors import ConfigError
+from evener.run.backends import check_policy
 from evener.run.emulate import Slowdown, compute_clock, patient_sleep
 from evener.run.engine import WindowEngine
 from evener.run.local_engine import LocalEngine
@@ -45,17 +46,13 @@ class Parts:
     config: DdpConfig
 
 
-def check_policy(policy: str | ApplyPolicy, config: DdpConfig) -> ApplyPolicy:
-    """The policy by its name.
+def choose_policy(policy: str, config: DdpConfig) -> ApplyPolicy:
+    """The policy of that name.
 
     Raises:
-        ConfigError: It is unknown, or an option makes no sense with it.
+        ConfigError: There is none, or an option makes no sense with it.
     """
-    try:
-        chosen = ApplyPolicy(policy)
-    except ValueError:
-        names = ", ".join(p.value for p in ApplyPolicy)
-        raise ConfigError(f"policy is {policy!r}; choose one of {names}") from None
+    chosen = check_policy(policy)
     if chosen is ApplyPolicy.SYNC and config.lr_scale_ratio:
         raise ConfigError(
             f"lr_scale_ratio is {config.lr_scale_ratio} with policy 'sync', whose batch_size is "

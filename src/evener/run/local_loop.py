@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
-from evener.data.cursor import Cursor, Permutation, Slice
+from evener.data.cursor import Cursor, Slice
 from evener.data.loader import Fetcher, Pending
+from evener.data.order import EpochOrder
 from evener.errors import UsageError
 from evener.run.local_engine import LocalEngine
 from evener.run.loop import TeamLoader
@@ -49,7 +50,7 @@ class LocalLoader(TeamLoader):
     def _forget(self) -> None:
         self._queued.clear()
 
-    def _train(self, permutation: Permutation) -> Iterator[Any]:
+    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
         engine = self._engine
         engine.limit = self._max_steps
         engine.exchange_plan()
@@ -60,7 +61,7 @@ class LocalLoader(TeamLoader):
             else:
                 yield from self._batch(piece, permutation)
 
-    def _batch(self, piece: Slice, permutation: Permutation) -> Iterator[Any]:
+    def _batch(self, piece: Slice, permutation: EpochOrder) -> Iterator[Any]:
         engine = self._engine
         wanted = [piece, *engine.upcoming(_AHEAD)]
         self._queued = {
