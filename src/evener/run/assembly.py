@@ -19,9 +19,9 @@ from evener.run.child import apply_threads
 from evener.run.engines import (
     Parts,
     choose_policy,
+    lay_out,
     longest_payload,
     make_engine,
-    ranks_of_buffers,
 )
 from evener.run.environment import DistributedTrainConfig
 from evener.run.hardware import hardware_summary
@@ -117,10 +117,8 @@ def assemble(
         comm, reason = connect_team(environment, backend, chosen, device, config.timeout_s)
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
-        slow = config.emulate_slow.get(comm.rank, 1.0)
-        members = _introduce(team, whole, environment, device, slow)
-        exchanging = ranks_of_buffers(chosen, comm.world_size)
-        flat = FlatBuffers(list(whole.named_parameters()), exchanging)
+        members = _introduce(team, whole, environment, device, config)
+        flat = lay_out(whole, chosen, comm.world_size)
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
         whole.train()
@@ -180,8 +178,9 @@ def _introduce(
     model: nn.Module,
     environment: DistributedTrainConfig,
     device: torch.device,
-    slow: float,
+    config: DdpConfig,
 ) -> tuple[Member, ...]:
+    slow = config.emulate_slow.get(team.rank, 1.0)
     own = describe_self(
         team.rank, environment.local_rank, device, emulated=slow, versions=own_versions()
     )

@@ -72,9 +72,13 @@ def longest_payload(world_size: int) -> int:
     return max(payload_length(world_size), local_payload_length(world_size))
 
 
-def ranks_of_buffers(policy: ApplyPolicy, world_size: int) -> int:
-    """For how many ranks gradients are laid out: local steps exchange none."""
-    return world_size if policy is ApplyPolicy.SYNC else 1
+def lay_out(model: nn.Module, policy: ApplyPolicy, world_size: int) -> FlatBuffers:
+    """Moves the trainable parameters into flat buffers.
+
+    Local steps exchange no gradients, so there they stay where autograd has put them.
+    """
+    exchanging = world_size if policy is ApplyPolicy.SYNC else 1
+    return FlatBuffers(list(model.named_parameters()), exchanging)
 
 
 def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
