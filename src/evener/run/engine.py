@@ -149,15 +149,9 @@ class WindowEngine(Engine):
         """Takes the buffers as they are for the agreed ones."""
         self.buffers.reset()
 
-    def prepare_save(self) -> None:
-        """Does nothing: optimizers are in the same state on all ranks."""
-
     def saved_states(self) -> list[SavedState]:
         """This rank's optimizer states, which are every rank's."""
         return [own_state(optimizer) for optimizer in self._optimizers]
-
-    def close_down(self) -> None:
-        """Does nothing: everything runs in the training loop."""
 
     # ── closing ──────────────────────────────────────────────────────────────────────────────
 
