@@ -35,7 +35,7 @@ from evener.run.models import (
 )
 from evener.run.ownership import OptimizerGuard
 from evener.run.placement import Devices, choose_device
-from evener.run.precision import AutocastForward, Precision, choose_precision
+from evener.run.precision import HALF, AutocastForward, Precision, choose_precision
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
 from evener.run.team import Member, Team, check_alike, describe_self, member_document, own_versions
@@ -107,7 +107,7 @@ def assemble(
     check_schedulers(scheduler, optimizers)
     whole, models = combine_models(model)
     device = choose_device(devices, environment)
-    resolved = choose_precision(precision, device)
+    resolved = choose_precision(precision, device, scaled=chosen is ApplyPolicy.SYNC)
     apply_threads(environment)
     whole.to(device)
     _follow(optimizers, device)
@@ -117,7 +117,7 @@ def assemble(
         comm, reason = connect_team(environment, backend, chosen, device, config.timeout_s)
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
-        members = _introduce(team, whole, environment, device, config)
+        members = _introduce(team, whole, environment, device, config, resolved)
         flat = lay_out(whole, chosen, comm.world_size)
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
@@ -142,7 +142,7 @@ def assemble(
         flat=flat,
         buffers=engine.buffers,
         engine=engine,
-        autocast=[AutocastForward(m, device) for m in models] if resolved == "bf16" else [],
+        autocast=[AutocastForward(m, device, HALF[resolved]) for m in models if resolved in HALF],
         guard=OptimizerGuard(optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:
@@ -155,10 +155,11 @@ def team_lines(assembly: Assembly) -> list[str]:
     lines = [f"team of {len(assembly.members)}: {hardware_summary(assembly.members)}"]
     for m in assembly.members:
         slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
+        half = f", {m.precision}" if m.precision != "fp32" else ""
         threads = f", {m.threads} threads" if m.device == "cpu" else ""
         memory = f"{m.memory_bytes / 2**30:.1f} GB"
         lines.append(
-            f"  rank {m.rank}  {m.device:7} {m.device_name} | {memory}{threads}{slow} | "
+            f"  rank {m.rank}  {m.device:7} {m.device_name} | {memory}{threads}{half}{slow} | "
             f"{m.host} pid {m.pid}"
         )
     lines.append(f"  backend {assembly.comm.backend}: {assembly.backend_reason}")
@@ -179,10 +180,16 @@ def _introduce(
     environment: DistributedTrainConfig,
     device: torch.device,
     config: DdpConfig,
+    precision: Precision,
 ) -> tuple[Member, ...]:
     slow = config.emulate_slow.get(team.rank, 1.0)
     own = describe_self(
-        team.rank, environment.local_rank, device, emulated=slow, versions=own_versions()
+        team.rank,
+        environment.local_rank,
+        device,
+        emulated=slow,
+        versions=own_versions(),
+        precision=precision,
     )
     shapes = [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()]
     greetings = team.introduce({**member_document(own), "parameters": shapes})

@@ -184,7 +184,7 @@ class RunConfig(Section):
     )
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
     timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     measure: bool = Field(

@@ -43,7 +43,7 @@ class Ddp:
         device: This rank's torch device.
         devices: Every rank's device, such as ``("cuda:0", "cpu")``.
         members: The team, in rank order.
-        precision: ``fp32`` or ``bf16``, as resolved for this device.
+        precision: ``fp32``, ``bf16`` or ``fp16``, as resolved for this device.
         assembly: The parts that this rank is made of; not part of the public interface.
     """
 
@@ -99,7 +99,9 @@ class Ddp:
             devices: ``"auto"`` (every CUDA device, else the CPU), ``"cpu"``, ``"cuda"``, one device
                 such as ``"cuda:1"``, a number of ranks, or a list with a device for each rank of
                 this host, such as ``["cuda:0", "cpu"]`` or ``["cpu", "cpu"]``.
-            precision: ``"auto"``, ``"fp32"`` or ``"bf16"`` (autocast around the model's forward).
+            precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (autocast around the model's forward);
+                ``"auto"`` is the fast one of this device. Ranks may differ. With ``fp16`` anywhere
+                the team scales losses; an overflow on one rank leaves the window out on all.
             config: Further options.
             environment: This rank's place, instead of the process environment.
             communicator: The ranks to train with, instead of connecting to them; closed by

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, final
 
 import torch
@@ -15,11 +15,11 @@ from evener.averaging.weights import combine, power_of_two_near
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
-from evener.data.cursor import Cursor, Slice
+from evener.data.cursor import Cursor
 from evener.run.finite import find_non_finite, overflow
 from evener.run.moments import SavedState, own_state
 from evener.run.notices import parked, slow_rank_0
-from evener.run.planning import PlanQueue, refuse_other_work
+from evener.run.planning import AppliedWindow, PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
 from evener.run.row import (
     Note,
@@ -38,16 +38,6 @@ PARKED_WINDOWS = 500
 
 #: Timing of a rank: samples, micro-batches, seconds.
 Measurement = tuple[int, int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Applied:
-    """A window that this rank has applied and that is not known to be committed."""
-
-    result: WindowResult
-    lease: Slice
-    wait_s: float
-    sync_s: float
 
 
 @final
@@ -79,7 +69,7 @@ class WindowEngine(Engine):
         self.plans = PlanQueue(team.rank, team.world_size, policy)
         self._averager = averager
         self._optimizers = optimizers
-        self._applied: _Applied | None = None
+        self._applied: AppliedWindow | None = None
         self._expected_weight = 0.0
         self._update_s = 0.0
         self._recall_at = 0
@@ -126,7 +116,7 @@ class WindowEngine(Engine):
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts this rank's part of a window; with ``timing`` it will be dropped."""
         whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
-        scale = None if whole_window else self._scale
+        scale = None if whole_window and not self.options.loss_scale.is_used else self._scale
         self.share = Share(
             num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
         )
@@ -195,12 +185,12 @@ class WindowEngine(Engine):
         refuse_other_work(reports, plan)
         refuse_other_parameters(rows, self.team.parked)
         bad = find_non_finite(reports, plan, self.flat.names, self.progress.steps + 1)
-        if bad is not None and self.options.non_finite == "raise":
+        if bad is not None and not self._may_skip(reports):
             self.flat.zero_()
-            raise bad
+            raise self.options.loss_scale.exhausted(bad)
         buffers_changed = any(r.note.buffers_changed for r in rows)
         result, sync_s = self._apply(plan, reports, buffers_changed)
-        self._applied = _Applied(result, self.plans.lease_of(plan.window), wait_s, sync_s)
+        self._applied = AppliedWindow(result, self.plans.lease_of(plan.window), wait_s, sync_s)
         self.policy.observe(reports, plan, exchange_s)
         self.progress = result.progress
         if (misfit := rows[0].note.park) == 0:
@@ -251,8 +241,7 @@ class WindowEngine(Engine):
 
     def _warn_of_rank_0(self) -> None:
         if not self._warned_of_rank_0:
-            speeds = self.policy.solo_speeds(self.plans.batch_size)
-            self.options.notice(slow_rank_0(speeds))
+            self.options.notice(slow_rank_0(self.policy.solo_speeds(self.plans.batch_size)))
         self._warned_of_rank_0 = True
 
     def _rejoined(self, go_on: bool, *, receives: bool) -> None:
@@ -261,12 +250,14 @@ class WindowEngine(Engine):
             "progress": asdict(self.progress),
             "expected_weight": self._expected_weight,
             "cursor": cursor.state_dict(),
+            "loss_scale": self.options.loss_scale.state_dict(),
         }
         counters = self.options.transfer_state(counters, receives)
         if receives:
             self.progress = Progress(**counters["progress"])
             self._expected_weight = counters["expected_weight"]
             cursor.load_state_dict(counters["cursor"])
+            self.options.loss_scale.load_state_dict(counters["loss_scale"])
             self.flat.zero_()
             self.buffers.reset()
         self._use_team()
@@ -281,7 +272,8 @@ class WindowEngine(Engine):
 
     @property
     def _scale(self) -> float:
-        return power_of_two_near(self._expected_weight or float(self.plans.batch_size))
+        expected = self._expected_weight or float(self.plans.batch_size)
+        return power_of_two_near(expected) / self.options.loss_scale.value
 
     def _meet(self, kind: Meeting, payload: Sequence[float]) -> list[list[float]]:
         rows, leaving = self.team.meet(
@@ -344,6 +336,8 @@ class WindowEngine(Engine):
             self._update()
         # Also of a window left out: it may have overflowed because another weight was expected.
         self._expected_weight = total_weight or self._expected_weight
+        if total_weight:
+            self.options.loss_scale.update(overflowed=skipped)
         self.flat.zero_()
         elapsed_s = time.perf_counter() - started_s
         self._update_s = elapsed_s + self.options.slowdown.after(slow_start)
@@ -366,10 +360,14 @@ class WindowEngine(Engine):
     def _overflowed(self, norm: float, plan: WindowPlan) -> bool:
         if math.isfinite(norm):
             return False
-        if self.options.non_finite == "skip":
+        if self._may_skip(()):
             return True
         self.flat.zero_()
         raise overflow(plan, self.progress.steps + 1)
+
+    def _may_skip(self, reports: Sequence[WindowReport]) -> bool:
+        """Whether what is not finite is to be left out rather than to stop the team."""
+        return self.options.non_finite == "skip" or self.options.loss_scale.explains(reports)
 
     def _update(self) -> None:
         self.flat.mask_untouched()

@@ -25,6 +25,7 @@ from evener.run.engine import WindowEngine
 from evener.run.local_engine import LocalEngine
 from evener.run.local_update import LocalUpdate
 from evener.run.local_window import local_payload_length
+from evener.run.loss_scale import LossScale
 from evener.run.row import payload_length
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
@@ -156,6 +157,7 @@ def _options(parts: Parts) -> EngineOptions:
         max_grad_norm=config.max_grad_norm,
         non_finite=config.non_finite,
         unlike_devices=not alike,
+        loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
         slowdown=Slowdown(
             config.emulate_slow.get(team.rank, 1.0),
             clock=compute_clock(members[team.rank].device),

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from evener.cadence.plan import (
     WindowPlan,
@@ -13,6 +14,17 @@ from evener.cadence.plan import (
 from evener.cadence.policies import Policy
 from evener.data.cursor import Cursor, Slice, derive_seed
 from evener.errors import ProtocolError, UsageError
+from evener.run.results import WindowResult
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedWindow:
+    """A window that this rank has applied and that is not known to be committed."""
+
+    result: WindowResult
+    lease: Slice
+    wait_s: float
+    sync_s: float
 
 
 class PlanQueue:

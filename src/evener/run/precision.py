@@ -1,7 +1,7 @@
 """Runs a model's forward pass in the precision that its device is good at."""
 
 import functools
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,23 +9,45 @@ from torch.utils._pytree import tree_map
 
 from evener.errors import ConfigError
 
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+_FAST_FP16: Final = (7, 0)
+"""CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
 
 
-def choose_precision(precision: str, device: torch.device) -> Literal["fp32", "bf16"]:
-    """Resolves ``auto``: bf16 on a GPU that has it, fp32 elsewhere.
+def choose_precision(precision: str, device: torch.device, *, scaled: bool = True) -> Precision:
+    """Resolves ``auto`` for a device.
+
+    bf16 on a CUDA device that has it; fp16 on one with tensor cores but without bf16 (Volta,
+    Turing); fp32 elsewhere: older cards, such as a GTX 1060, compute in fp16 more slowly than in
+    fp32, and CPUs without bf16 or fp16 units only emulate them.
+
+    Args:
+        precision: What the user asked for.
+        device: This rank's device.
+        scaled: Whether losses can be scaled, without which fp16 loses small gradients.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: The name is unknown, or fp16 is asked for where losses are not scaled.
     """
-    if precision == "auto":
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bf16" if has_bf16 else "fp32"
-    if precision == "fp32":
+    if precision == "fp16" and not scaled:
+        raise ConfigError(
+            "precision is 'fp16', which needs policy='sync': elsewhere losses are not scaled; use "
+            "'bf16' or 'fp32'"
+        )
+    if precision in ("fp32", "bf16", "fp16"):
+        return precision  # type: ignore[return-value]  # narrowed by the test above
+    if precision != "auto":
+        raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16, fp16")
+    if device.type != "cuda":
         return "fp32"
-    if precision == "bf16":
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
-    raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16")
+    return "fp16" if scaled and torch.cuda.get_device_capability(device) >= _FAST_FP16 else "fp32"
+
+
+#: The dtype that autocast computes in, by precision.
+HALF: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AutocastForward:
@@ -36,8 +58,9 @@ class AutocastForward:
     what ``torch.compile`` can trace, and it goes along with ``copy.deepcopy`` and ``pickle``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         self._device_type = device.type
+        self._dtype = dtype
         self._model = model
         self._forward = model.forward
         functools.update_wrapper(self, model.forward)  # libraries look at its signature
@@ -45,7 +68,7 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, under autocast."""
-        with torch.autocast(device_type=self._device_type, dtype=torch.bfloat16):
+        with torch.autocast(device_type=self._device_type, dtype=self._dtype):
             output = self._forward(*args, **kwargs)
         return tree_map(_to_float32, output)
 
@@ -56,6 +79,6 @@ class AutocastForward:
 
 
 def _to_float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+    if isinstance(value, Tensor) and value.dtype in HALF.values():
         return value.float()
     return value

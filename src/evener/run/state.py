@@ -64,6 +64,7 @@ def capture(
         "planner": assembly.policy.state_dict(),
         "schedule": assembly.schedule.state_dict(),
         "optimizers": optimizers,
+        "loss_scale": assembly.engine.options.loss_scale.state_dict(),
     }
     return Snapshot(
         step=progress.window,
@@ -103,6 +104,7 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> Mapping[str, Any]:
             ) from error
     assembly.schedule.load_state_dict(state["schedule"])
     assembly.policy.load_state_dict(state["planner"])
+    assembly.engine.options.loss_scale.load_state_dict(state.get("loss_scale", {}))
     assembly.engine.restored()
     assembly.engine.progress = Progress(**state["progress"])
     return state

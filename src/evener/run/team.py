@@ -65,6 +65,7 @@ class Member:
         memory_bytes: Memory of the device, or of the host for a CPU rank.
         threads: Compute threads of a CPU rank.
         emulated: Factor by which the rank is slowed on purpose; 1 for real speed.
+        precision: What its forward computes in: ``fp32``, ``bf16`` or ``fp16``.
         versions: Versions of Python, torch and evener.
     """
 
@@ -78,6 +79,7 @@ class Member:
     threads: int
     emulated: float
     versions: Mapping[str, str]
+    precision: str = "fp32"
 
 
 class Team:
@@ -166,6 +168,7 @@ def describe_self(
     *,
     emulated: float,
     versions: Mapping[str, str],
+    precision: str = "fp32",
 ) -> Member:
     """This rank's own entry in the team."""
     host = socket.gethostname()
@@ -185,6 +188,7 @@ def describe_self(
         threads=torch.get_num_threads(),
         emulated=emulated,
         versions=versions,
+        precision=precision,
     )
 
 

@@ -12,6 +12,7 @@ from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
 from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
+from evener.run.loss_scale import LossScale
 from evener.run.moments import SavedState
 from evener.run.results import Progress, WindowResult
 from evener.run.share import Share
@@ -25,6 +26,7 @@ class EngineOptions:
     max_grad_norm: float | None = None
     non_finite: str = "raise"
     unlike_devices: bool = False
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
     slowdown: Slowdown
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)

@@ -190,7 +190,7 @@ WRONG = {
     "data: {heldout_fraction: 1}": "data.heldout_fraction is 1: give less than 1",
     "data: {suffixes: .txt}": "data.suffixes is '.txt': give a list, such as [a, b]",
     "name: 3": "name is 3: give text (quote it if it looks like something else)",
-    "precision: fp16": "precision is 'fp16': choose one of 'auto', 'fp32', 'bf16'",
+    "precision: fp8": "precision is 'fp8': choose one of 'auto', 'fp32', 'bf16', 'fp16'",
     "backend: mpi": "backend is 'mpi': choose one of 'auto', 'gloo', 'nccl', 'cpu'",
     "devices: tpu": "devices is 'tpu': choose one of 'auto', 'cpu', 'cuda'",
     "non_finite: mask": "non_finite is 'mask': choose one of 'raise', 'skip'",

@@ -155,7 +155,7 @@ def test_autocast_ends_when_the_forward_pass_raises() -> None:
             raise RuntimeError("no")
 
     model = Broken()
-    hooks = AutocastForward(model, torch.device("cpu"))
+    hooks = AutocastForward(model, torch.device("cpu"), torch.bfloat16)
     with pytest.raises(RuntimeError, match="no"):
         model(torch.ones(1))
     assert not torch.is_autocast_enabled("cpu")
