@@ -1,5 +1,6 @@
 """Managed runs on several devices: real worker processes, their failures and their ends."""
 
+import atexit
 import gc
 import os
 import signal
@@ -41,7 +42,9 @@ def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capf
 
     def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         captured["calls"] += 1
-        print("hello from", os.environ["RANK"])
+        if captured["calls"] == 1:
+            print("hello from", os.environ["RANK"])
+            atexit.register(print, "farewell from", os.environ["RANK"])
         return train_step(model, batch)
 
     handle = describe_job(
@@ -69,6 +72,7 @@ def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capf
     out, err = capfd.readouterr()
     assert "hello from 0" in out
     assert "[rank 1] hello from 1" in out
+    assert "[rank 2] farewell from 2" in out
     assert "team of 3" in err
 
 
@@ -222,7 +226,7 @@ def test_an_unguarded_script_runs_once_and_its_classes_reach_loading_processes(s
         SCRIPT + "state = handle.join()\n(m,) = handle.poll_metrics()\n"
         "print('x', m.scalars['x'], 'steps', state.progress.steps)\n"
     )
-    ended = sandbox.start(sys.executable, script, 1, 1).end()
+    ended = sandbox.start(sys.executable, script, 1, 1).end(55)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["x", "0.484375", "steps", "4"]
     assert sandbox.mailbox.rest() == ["0 script runs"]
@@ -233,7 +237,7 @@ def test_workers_end_with_a_script_that_is_killed(sandbox):
         SCRIPT + "next(handle.metrics())\ntell('pids %s %s' % handle._run.pids)\nwait_forever()\n"
     )
     killed = sandbox.start(sys.executable, script, 10**6, 0)
-    lines = sandbox.mailbox.read(2)
+    lines = sandbox.mailbox.read(2, 55)
     pids = [int(word) for line in lines if "pids" in line for word in line.split()[2:]]
     assert len(pids) == 2
     os.kill(killed.process.pid, signal.SIGKILL)

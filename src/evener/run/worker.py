@@ -5,6 +5,8 @@ value in a file without a name. It speaks to the process that started it over a 
 ends with it.
 """
 
+import atexit
+import gc
 import os
 import queue
 import signal
@@ -118,12 +120,10 @@ def main() -> int:
         os.set_inheritable(fd, False)
     # A Ctrl-C is for the process that started this one, which then tells its workers to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = Worker(Channel(socket.socket(fileno=control_fd)), job_fd).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    # On its way out Python would look through all of torch for garbage: up to three seconds.
+    atexit.register(gc.freeze)
+    return Worker(Channel(socket.socket(fileno=control_fd)), job_fd).run()
 
 
 if __name__ == "__main__":
-    # Not sys.exit: threads of libraries may hold up the interpreter's end, and all has been said.
-    os._exit(main())
+    sys.exit(main())

@@ -35,6 +35,8 @@ STOP_S = 60.0
 SURVIVORS_S = 30.0
 #: A survivor sends its copy of the model in this time.
 STATE_S = 300.0
+#: Whatever the user's program does at exit in a worker, such as sending off logs, gets so long.
+LEAVE_S = 60.0
 # A worker that has nothing left to do ends at once.
 _EXIT_S = 10.0
 # One that lost its peer may say so while the peer still unwinds from what really happened.
@@ -177,6 +179,10 @@ class WorkerTeam:
                 self._wind_up()
             elif self._failed_for_sure():
                 self._start_failing()
+            elif all(w.is_done for w in self._workers):
+                if not self._leaving:
+                    self._leaving = True
+                    self._set_deadline(LEAVE_S, "did not end")
             elif self._stop.is_set() and self._deadline is None:
                 self._set_deadline(STOP_S, f"did not stop within {STOP_S:g} s")
                 for worker in alive:
@@ -299,7 +305,8 @@ class WorkerTeam:
 
     def _kill_all(self, why: str) -> None:
         alive = [w for w in self._workers if w.outcome is None]
-        if alive and not self._failing and self.error is None:
+        early = any(not w.is_done for w in self._workers)
+        if alive and early and not self._failing and self.error is None:
             names = ", ".join(f"rank {w.rank} (pid {w.process.pid})" for w in alive)
             self.error = WorkerError(
                 f"{names}: {why}, and killed; what was trained since the last checkpoint is lost",
