@@ -227,10 +227,10 @@ class Communicator(ABC):
 
         Raises:
             ConfigError: The ranks are not processes that NCCL could join.
-            LaunchError: This build of torch has no NCCL.
         """
-        self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None))
-        self.backend = "nccl"
+        if self.world_size > 1:  # one rank exchanges nothing
+            self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None))
+            self.backend = "nccl"
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 

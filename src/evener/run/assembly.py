@@ -111,10 +111,9 @@ def assemble(
     apply_threads(environment)
     whole.to(device)
     _follow(optimizers, device)
-    if communicator is not None:
-        comm, reason = communicator, "given to Ddp.setup"
-    else:
-        comm, reason = connect_team(environment, backend, chosen, device, config.timeout_s)
+    comm, reason = connect_team(
+        environment, backend, chosen, device, config.timeout_s, communicator
+    )
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
         members = _introduce(team, whole, environment, device, config, resolved)

@@ -110,8 +110,17 @@ def connect_team(
     policy: str,
     device: torch.device,
     timeout_s: float,
+    communicator: Communicator | None = None,
 ) -> tuple[Communicator, str]:
     """Connects to the other ranks and agrees on how to exchange; all ranks call it together.
+
+    Args:
+        environment: This rank's place.
+        backend: ``AverageBackend`` by name.
+        policy: See ``ExchangeFacts``.
+        device: Where this rank computes.
+        timeout_s: Longest wait for another rank.
+        communicator: To be used instead of connecting.
 
     Returns:
         The connection, and why it exchanges as it does.
@@ -120,6 +129,11 @@ def connect_team(
         ConfigError: See ``decide_backend``; on every rank.
         LaunchError: The ranks did not find one another.
     """
+    check_backend(backend)
+    if communicator is not None:
+        if backend == AverageBackend.NCCL:
+            communicator.add_nccl()
+        return communicator, "given by the caller"
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = _describe(environment, check_backend(backend), policy, device)

@@ -10,6 +10,9 @@ from evener.errors import ConfigError
 from evener.run.backends import check_backend, connect_team
 from evener.run.environment import DistributedTrainConfig
 
+#: When a script averages whose policy is its own.
+HAND = "by hand"
+
 
 @final
 class Line:
@@ -56,7 +59,9 @@ class Line:
         """
         check_backend(backend)
         if communicator is not None:
-            return cls(communicator, "given to Ddp.wrap", backend)
+            return cls(
+                *connect_team(environment, backend, HAND, device, timeout_s, communicator), backend
+            )
         users = cls._lines.get(environment, [])
         if users:
             if users[0]._backend != backend:
@@ -66,7 +71,7 @@ class Line:
                 )
             line = cls(users[0].comm, users[0].reason, backend)
         else:
-            comm, reason = connect_team(environment, backend, "by hand", device, timeout_s)
+            comm, reason = connect_team(environment, backend, HAND, device, timeout_s)
             line = cls(comm, reason, backend)
         line._environment = environment
         cls._lines.setdefault(environment, []).append(line)

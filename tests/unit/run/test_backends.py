@@ -98,7 +98,7 @@ def test_unknown_backends_are_refused():
 
 def test_ranks_that_are_no_processes_have_no_nccl():
     with (
-        ThreadTeam(1).communicator(0) as comm,
+        ThreadTeam(2).communicator(0) as comm,
         pytest.raises(ConfigError, match=r"backend is 'nccl', but .* exchange over 'threads'"),
     ):
         comm.add_nccl()
