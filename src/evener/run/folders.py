@@ -1,7 +1,9 @@
 """Where a run's files go: one folder, the same for all ranks. No torch here."""
 
 import re
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +84,33 @@ def claim_folder(parent: Path, name: str) -> Path:
             ) from None
         folder = folder.with_name(f"{name}-{number}")
         number += 1
+
+
+@contextmanager
+def folder_in_use(folder: Path) -> Iterator[None]:
+    """Keeps other processes from writing to a run's folder, for the length of the block.
+
+    The lock is the kernel's, on the event file: it ends with this process, however that ends. File
+    systems that know no locks keep nobody out.
+
+    Raises:
+        CheckpointError: Another process has the folder in use.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / EVENTS).open("ab") as events:
+        try:
+            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder} is in use: its run is still going on; wait for its end, or stop it"
+            ) from None
+        except OSError:
+            pass
+        yield
 
 
 def release_folder(folder: Path) -> None:

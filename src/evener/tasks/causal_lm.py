@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from evener.run.checkpointing import Checkpointer
 from evener.run.closing import show, summarise
 from evener.run.config import RunConfig
 from evener.run.ddp import Ddp
-from evener.run.folders import agree_on_folder, release_folder
+from evener.run.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.loop import TeamLoader
 from evener.run.options import PretrainOptions
 from evener.run.presets import run_parent
@@ -68,52 +68,54 @@ class PretrainingRun:
         self.model = model
         self.heldout_loss: float | None = None
         self.shares = [1] * ddp.world_size
+        self.tokenizer = tokenizer
+        self.records = records
+        self.schedule = schedule
+        self.new_data = False
         self.resumed: Checkpoint | None = None
-        if options.resume:
-            self.folder, self.resumed = choose_checkpoint(
-                self.team, run_parent(options), str(config.name), say=self._warn
-            )
-        else:
-            self.folder = agree_on_folder(self.team, run_parent(options), str(config.name))
-        try:
-            self._prepare(tokenizer, records, schedule)
-        except BaseException:
-            if ddp.is_main_process:
-                release_folder(self.folder)
-            raise
 
-    def _prepare(
-        self,
-        tokenizer: CausalTokenizer | None,
-        records: Iterable[Any] | None,
-        schedule: TokenSchedule,
-    ) -> None:
+    def go(self) -> PretrainResult:
+        """Does all that is left to do of the run."""
+        name, parent = str(self.config.name), run_parent(self.options)
+        if self.options.resume:
+            self.folder, self.resumed = choose_checkpoint(self.team, parent, name, say=self._warn)
+        else:
+            self.folder = agree_on_folder(self.team, parent, name)
+        with folder_in_use(self.folder) if self.ddp.is_main_process else nullcontext():
+            try:
+                self._prepare()
+            except BaseException:
+                if self.ddp.is_main_process:
+                    release_folder(self.folder)
+                raise
+            return self._carry_out()
+
+    def _prepare(self) -> None:
         """Opens the data and puts a checkpoint's state where it belongs."""
+        tokenizer = self.tokenizer
         if tokenizer is None and self.resumed is not None:
             tokenizer = load_tokenizer(self.resumed.path)
         self.text = prepare_text(
             self.team,
             self.config,
             tokenizer,
-            records=records,
+            records=self.records,
             cache=self.folder.parent / ".cache",
             prepares=self.ddp.assembly.environment.local_rank == 0,
             quiet=self.options.quiet,
         )
-        self.data, self.tokenizer = self.text.splits, self.text.tokenizer
-        self.description = describe_run(self.config, self.data, self.tokenizer)
+        self.data = self.text.splits
+        self.description = describe_run(self.config, self.data, self.text.tokenizer)
         self.loader = self._make_loader()
-        self.new_data = False
         begun = self._resume(self.resumed) if self.resumed is not None else Beginning()
         self.description["beginning"] = {"window": begun.window, "weight": begun.weight}
         per_epoch = len(self.loader)
         self.num_windows = self.config.max_steps or begun.window + self.config.epochs * per_epoch
         # For the schedule: an epoch's tokens, in proportion.
         epochs = (self.num_windows - begun.window) / per_epoch
-        schedule.total_tokens = max(1.0, begun.weight + self.data.train.num_tokens * epochs)
+        self.schedule.total_tokens = max(1.0, begun.weight + self.data.train.num_tokens * epochs)
 
-    def go(self) -> PretrainResult:
-        """Does all that is left to do of the run."""
+    def _carry_out(self) -> PretrainResult:
         if (
             self.resumed is not None
             and self._has_ended
@@ -270,7 +272,8 @@ class PretrainingRun:
         sample = self.config.sample
         if sample.num_tokens == 0:
             return
-        prompt = [int(i) for i in self.tokenizer.encode(sample.prompt)] or [self.tokenizer.eos_id]
+        tokenizer = self.text.tokenizer
+        prompt = [int(i) for i in tokenizer.encode(sample.prompt)] or [tokenizer.eos_id]
         with self.ddp.evaluating():
             ids = write_text(
                 self.model,
@@ -281,7 +284,7 @@ class PretrainingRun:
                 seed=self.config.seed,
                 device=self.ddp.device,
             )
-        text = sample.prompt + self.tokenizer.decode(ids)
+        text = sample.prompt + tokenizer.decode(ids)
         try:
             (self.folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
         except OSError as error:
@@ -314,7 +317,7 @@ class PretrainingRun:
             self.ddp,
             self.folder / "checkpoints",
             keep_last=self.config.checkpoint.keep_last,
-            assets={CONFIG: config_json(self.model), **self.tokenizer.files()},
+            assets={CONFIG: config_json(self.model), **self.text.tokenizer.files()},
             documents={RUN: self.description},
             on_written=lambda written: self.recorder.checkpoint(written),
             on_failure=lambda failure: self._warn(f"warning: {failure}"),

@@ -9,6 +9,7 @@ from evener.run.folders import (
     agree_on_folder,
     check_resumable,
     claim_folder,
+    folder_in_use,
     release_folder,
     runs_of,
 )
@@ -118,3 +119,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     for parent, name in ((tmp_path / "file", "x"), (tmp_path, "file")):
         with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --out"):
             agree(parent, name)
+
+
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, "x")
+    with folder_in_use(folder):
+        message = f"{folder} is in use: .*; wait for its end"
+        with pytest.raises(CheckpointError, match=message), folder_in_use(folder):
+            pytest.fail("both have it")
+    with folder_in_use(folder):
+        assert (folder / "events.jsonl").stat().st_size == 0
