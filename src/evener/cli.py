@@ -16,7 +16,7 @@ import typer
 
 import evener
 from evener.errors import ConfigError
-from evener.run.child import apply_threads, run_child
+from evener.run.child import apply_threads, loading_libraries, run_child
 from evener.run.emulate import parse_emulation
 from evener.run.environment import DistributedTrainConfig, local_devices
 from evener.run.options import PretrainOptions
@@ -200,7 +200,8 @@ def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
         return _launch_pretraining(options, arguments)
     if place.launched_by != "evener":
         _refuse_launch_options(place, options.nproc, options.port)
-    apply_threads(place)
+    with loading_libraries():
+        apply_threads(place)
     # On its way out Python would look through all of torch for garbage: up to three seconds, of the
     # five that a rank has when it is told to stop.
     atexit.register(gc.freeze)

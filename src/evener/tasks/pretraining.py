@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.errors import ConfigError
+from evener.run.child import loading_libraries
 from evener.run.options import Allowed, PretrainOptions
 from evener.run.signals import StopSignals
 
@@ -109,21 +110,23 @@ def _run(
             f"data.path is {config.data.path!r}, but a data set is given as well; leave one of "
             "them out"
         )
-    import torch
+    with loading_libraries():
+        import torch
 
-    from evener.run.ddp import Ddp
-    from evener.run.emulate import parse_emulation
-    from evener.run.environment import DistributedTrainConfig
-    from evener.run.settings import DdpConfig
-    from evener.tasks.causal_lm import PretrainingRun
-    from evener.tasks.optimization import TokenSchedule, make_optimizer
-    from evener.tasks.text_data import choose_vocabulary
+        from evener.run.ddp import Ddp
+        from evener.run.emulate import parse_emulation
+        from evener.run.environment import DistributedTrainConfig
+        from evener.run.settings import DdpConfig
+        from evener.tasks.causal_lm import PretrainingRun
+        from evener.tasks.optimization import TokenSchedule, make_optimizer
+        from evener.tasks.text_data import choose_vocabulary
 
     environment = DistributedTrainConfig.from_env()
     slow = parse_emulation(options.emulate_slow, environment.world_size)
     torch.manual_seed(config.seed)
-    vocabulary = choose_vocabulary(config.data)
-    model = _build_model(config, vocabulary)
+    with loading_libraries():  # transformers
+        vocabulary = choose_vocabulary(config.data)
+        model = _build_model(config, vocabulary)
     schedule = TokenSchedule(config.optimizer)
     ddp = Ddp.setup(
         model,
