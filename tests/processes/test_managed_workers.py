@@ -191,7 +191,7 @@ def test_a_worker_that_leaves_without_a_report_is_an_error_and_its_last_words_ar
 # ── scripts, as users write them ─────────────────────────────────────────────────────────────────
 
 SCRIPT = """
-import os, sys, torch
+import os, psutil, sys, torch
 from torch import nn
 from evener import Ddp, record_scalar
 tell("script runs")
@@ -207,10 +207,15 @@ def train(model, batch):
     return (model(x) - y).square().mean()
 def optimizer(params):
     return torch.optim.SGD(params, lr=rate)
-builder = Ddp.builder(lambda device: nn.Linear(1, 1), optimizer, train, devices=["cpu", "cpu"],
-    dataset=Squares(), batch_size=8, collate_fn=collate, num_epochs=int(sys.argv[1]),
-    num_workers=int(sys.argv[2]), quiet=True)
-handle = builder.run()
+handle = Ddp.builder(lambda device: nn.Linear(1, 1), optimizer, train, devices=["cpu", "cpu"],
+    dataset=Squares(), batch_size=8, collate_fn=collate, num_epochs=10**6, num_workers=1,
+    quiet=True).run()
+tell(f"x {next(handle.metrics()).scalars['x']}")
+mine = psutil.Process()
+workers = [child for child in mine.children() if child.pid in handle._run.pids]
+loaders = [p for w in workers for p in w.children() if "spawn_main" in " ".join(p.cmdline())]
+tell("pids " + " ".join(str(p.pid) for p in [*workers, *loaders]))
+wait_forever()
 """
 
 
@@ -221,24 +226,13 @@ def sandbox(tmp_path):
     box.close()
 
 
-def test_an_unguarded_script_runs_once_and_its_classes_reach_loading_processes(sandbox):
-    script = sandbox.script(
-        SCRIPT + "state = handle.join()\n(m,) = handle.poll_metrics()\n"
-        "print('x', m.scalars['x'], 'steps', state.progress.steps)\n"
-    )
-    ended = sandbox.start(sys.executable, script, 1, 1).end(55)
-    assert ended.code == 0, ended.err
-    assert ended.out.split() == ["x", "0.484375", "steps", "4"]
-    assert sandbox.mailbox.rest() == ["0 script runs"]
-
-
-def test_workers_end_with_a_script_that_is_killed(sandbox):
-    script = sandbox.script(
-        SCRIPT + "next(handle.metrics())\ntell('pids %s %s' % handle._run.pids)\nwait_forever()\n"
-    )
-    killed = sandbox.start(sys.executable, script, 10**6, 0)
-    lines = sandbox.mailbox.read(2, 55)
-    pids = [int(word) for line in lines if "pids" in line for word in line.split()[2:]]
-    assert len(pids) == 2
+def test_an_unguarded_script_runs_once_and_takes_all_its_processes_with_it(sandbox):
+    script = sandbox.script(SCRIPT)
+    killed = sandbox.start(sys.executable, script)
+    lines = sandbox.mailbox.read(3, 55)
+    assert lines[1:] == ["0 script runs", "0 x 0.484375"]
+    pids = [int(word) for word in lines[0].split()[2:]]
+    assert len(pids) == 4, "two workers, and a process for each that loads classes of the script"
     os.kill(killed.process.pid, signal.SIGKILL)
     assert all(wait_until_gone(pid) for pid in pids)
+    assert sandbox.mailbox.rest() == []
