@@ -76,7 +76,7 @@ class DdpBuilder:
         return self._set("dataset", dataset)
 
     def batch_size(self, num_samples: int) -> Self:
-        """Samples of one optimizer step, over all devices."""
+        """Samples of one optimizer step: of all devices; without ``"sync"``, of each."""
         return self._set("batch_size", num_samples)
 
     def micro_batch_size(self, num_samples: int | Literal["auto"]) -> Self:
@@ -102,7 +102,7 @@ class DdpBuilder:
         return self._set("num_epochs", number)
 
     def num_steps(self, number: int) -> Self:
-        """Ends the run after so many windows (optimizer steps), wherever the epoch is."""
+        """Ends the run after so many optimizer steps of all devices, wherever the epoch is."""
         return self._set("num_steps", number)
 
     # ── devices and exchange ─────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
 from evener.run.backends import check_backend, check_policy
+from evener.run.engines import choose_policy
 from evener.run.environment import AverageBackend, DistributedTrainConfig
 from evener.run.metrics import EpochMetrics
 from evener.run.placement import Devices, devices_of_host
@@ -159,7 +160,8 @@ def make_job(
         cadence={n: given.pop(n) for n in CADENCE_OPTIONS if n in given},
         **{**given, "devices": devices, "policy": policy, "backend": backend},
     )
-    job.config(lambda: False)  # what it checks should be known before workers start
+    # What these check should be known before workers start.
+    choose_policy(policy, job.config(lambda: False))
     return job
 
 
@@ -236,10 +238,8 @@ def _check_numbers(given: dict[str, Any]) -> None:
 
 def _check_policy(given: dict[str, Any]) -> ApplyPolicy:
     policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
-    if policy is not ApplyPolicy.SYNC:
-        raise ConfigError(f"policy {policy.value!r} is not supported yet; use 'sync'")
     for option in CADENCE_OPTIONS:
-        if option in given:
+        if policy is ApplyPolicy.SYNC and option in given:
             raise ConfigError(
                 f"{option} is {given[option]!r}, but has no effect with policy 'sync', which "
                 "averages after every optimizer step; leave it out"

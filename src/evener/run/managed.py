@@ -129,12 +129,12 @@ class ManagedRank:
         ddp.backward(loss, weight)
         if not share.timing:
             self._scalars.end_micro_batch(share.micro_batch_weight)
-        result = ddp.step()
-        if result is not None:
-            self._scalars.end_window(applied=not result.skipped)
+        ddp.step()
 
     def _on_commit(self, result: WindowResult) -> None:
         self._tally.add(result)
+        own = result.ranks[self.ddp.rank]
+        self._scalars.commit(own.micro_batches, applied=not result.skipped)
         job = self.job
         if job.checkpoint_fn is None or job.checkpoint_every is None:
             return

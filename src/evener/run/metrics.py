@@ -1,5 +1,6 @@
 """What an epoch came to: the team's totals, and scalars that ``train_fn`` records."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -97,14 +98,15 @@ class _Sum:
 
 
 class ScalarRecorder:
-    """Sums what one rank records: first for a micro-batch, then its window, then the epoch.
+    """Sums what one rank records, as its micro-batches turn out to be part of the model.
 
-    A window can be dropped, and then what was recorded in it must not count.
+    A window can be dropped, and then what was recorded in it must not count. Micro-batches are
+    committed in the order in which they were computed.
     """
 
     def __init__(self) -> None:
         self._micro_batch: dict[str, float | Tensor] = {}
-        self._window: dict[str, _Sum] = {}
+        self._pending: deque[tuple[float, dict[str, float | Tensor]]] = deque()
         self._epoch: dict[str, _Sum] = {}
 
     @contextmanager
@@ -136,23 +138,22 @@ class ScalarRecorder:
             ) from None
 
     def end_micro_batch(self, weight: float) -> None:
-        """Adds the micro-batch to its window."""
-        if weight:
-            for name, value in self._micro_batch.items():
-                self._window.setdefault(name, _Sum()).add(value * weight, weight)
+        """Keeps what the micro-batch has recorded until its window is committed."""
+        self._pending.append((weight, self._micro_batch))
         self._micro_batch = {}
 
-    def end_window(self, *, applied: bool) -> None:
-        """Adds the window to the epoch, or drops it."""
-        if applied:
-            for name, amount in self._window.items():
-                self._epoch.setdefault(name, _Sum()).add(amount.product, amount.weight)
-        self._window = {}
+    def commit(self, num_micro_batches: int, *, applied: bool) -> None:
+        """Adds the oldest micro-batches to the epoch, or drops them."""
+        for _ in range(num_micro_batches):
+            weight, values = self._pending.popleft()
+            for name, value in values.items() if applied and weight else ():
+                self._epoch.setdefault(name, _Sum()).add(value * weight, weight)
 
     def end_epoch(self) -> dict[str, tuple[float, float]]:
         """Hands out (Σ weight · value, Σ weight) by name, and starts anew."""
         sums = {name: (float(s.product), s.weight) for name, s in self._epoch.items()}
-        self._window, self._epoch = {}, {}
+        self._pending.clear()
+        self._epoch = {}
         return sums
 
 

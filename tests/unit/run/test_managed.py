@@ -126,6 +126,26 @@ def test_timing_and_windows_that_were_left_out_record_nothing():
     assert metrics[0].scalars == {"one": 1.0, "bad": 0.0}
 
 
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_local_steps_count_every_sample_once(policy):
+    """What was recorded in a window counts when the window is committed, whoever closed it."""
+    results = run_job(2, policy=policy, batch_size=4, anchor=2, num_epochs=3, speed_hint=(1, 2))
+    for metrics, state in results:
+        assert [m.samples for m in metrics] == [SAMPLES] * 3
+        for m in metrics:
+            assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
+            assert m.scalars["first"] == pytest.approx(float(data()[:][0][:, 0].mean()), rel=1e-9)
+        assert metrics[2].avg_loss < metrics[0].avg_loss
+        for name, tensor in state.params.items():
+            assert torch.equal(tensor, results[0][1].params[name]), "the consensus"
+
+
+def test_steps_end_a_run_of_local_steps():
+    ((metrics, state), _) = run_job(2, policy="cadence", batch_size=4, num_epochs=None, num_steps=7)
+    assert state.progress.steps == 7
+    assert [(m.complete, m.samples, m.steps) for m in metrics] == [(False, 28, 7)]
+
+
 def test_scheduler_precision_and_clipping_reach_the_loop():
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
@@ -385,6 +405,8 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"speed_hint": ["fast"]}, "give a number for each device"),
         ({"anchor": 10}, "anchor is 10, but has no effect with policy 'sync'"),
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
+        ({"policy": "cadence", "anchor": 0}, "anchor is 0"),
+        ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1.0\] with policy"),
         ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
     ],
 )
