@@ -1,20 +1,27 @@
 """Kill a run with SIGKILL, resume it on other numbers of ranks: nothing is lost or seen twice."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from evener.observe.lineage import check_exactly_once
+from helpers.forking import Zygote
 from helpers.pretraining import (
+    NEEDED,
     NUM_SAMPLES,
     NUM_WINDOWS,
     ONCE,
     RUN_TIMEOUT_S,
     WINDOWS_PER_EPOCH,
     Lab,
+    be_evener,
     kill_all,
     relative_difference,
     seen_samples,
     wait_for_events,
 )
+from helpers.ranks import Rank, RankTeam
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -123,3 +130,37 @@ def test_resume_takes_the_newest_run_of_the_name(lab):
     assert finished.said.endswith(f"run folder: {lab.path_of('twice-2').path}\n")
     assert len(lab.path_of("twice").of_type("window")) == 1
     assert len(lab.path_of("twice-2").of_type("window")) == 2
+
+
+def lose_the_folder(rank: Rank, folder: str) -> int:
+    """``evener pretrain`` in which somebody removes the run's folder before the save of step 4."""
+    import shutil
+
+    from evener.run.checkpointing import Checkpointer
+
+    save = Checkpointer.save
+
+    def lose_then_save(self: Checkpointer, cursor_state: Any) -> None:
+        if self._ddp.window == 4 and self._writer is not None:
+            assert self._writer.wait(RUN_TIMEOUT_S)
+            shutil.rmtree(Path(folder) / "runs" / "lost")
+        save(self, cursor_state)
+
+    Checkpointer.save = lose_then_save  # type: ignore[method-assign]
+    return be_evener(rank, folder, ["pretrain", "run.yaml", "--name", "lost"])
+
+
+def test_a_run_whose_folder_is_lost_goes_on_and_can_be_resumed(lab):
+    Zygote.get().preload(*NEEDED)
+    with RankTeam(lose_the_folder, 2, str(lab.folder)) as team:
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
+    run = lab.path_of("lost")
+    said = outcomes[0].output
+    assert f"warning: {run.path / 'checkpoints'} had gone, and earlier checkpoints with it" in said
+    assert f"warning: events are missing from {run.path / 'events.jsonl'}: the file was rem" in said
+    assert run.checkpoints[-1].name == f"step-{NUM_WINDOWS}"
+    assert run.summary["steps"] == NUM_WINDOWS
+    assert [event["window"] for event in run.of_type("window")] == list(range(4, NUM_WINDOWS))
+    more = lab.run("run.yaml", "--name", "lost", "--resume", "--set", "epochs=3")
+    assert f"resumed after step {NUM_WINDOWS}" in more.said

@@ -16,8 +16,9 @@ from evener.observe.events import Event, Sink
 class JsonlSink(Sink):
     """Appends events to a file; each is with the kernel when ``emit`` returns.
 
-    A line that was torn by a killed process or a full disk is ended before the next one begins.
-    Numbers that are not finite become ``null``, for readers that know strict JSON only.
+    A file that is removed meanwhile is begun anew. A line that was torn by a killed process or a
+    full disk is ended before the next one begins. Numbers that are not finite become ``null``, for
+    readers that know strict JSON only.
     """
 
     def __init__(self, path: Path, *, on_warning: Callable[[str], None] | None = None) -> None:
@@ -34,9 +35,7 @@ class JsonlSink(Sink):
         self._on_warning = on_warning
         self._lock = threading.Lock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-            self._file: int | None = os.open(path, flags, 0o666)
+            self._file: int | None = _open(path)
         except OSError as error:
             raise EvenerError(
                 f"event file {path} cannot be opened: {error}; choose a folder that is writable"
@@ -50,8 +49,10 @@ class JsonlSink(Sink):
             if self._file is None:
                 self._warn("it is closed")
                 return
-            data = b"\n" + line if self._torn else line
             try:
+                if os.fstat(self._file).st_nlink == 0:
+                    self._begin_anew()
+                data = b"\n" + line if self._torn else line
                 written = os.write(self._file, data)
             except OSError as error:
                 self._warn(str(error))
@@ -73,6 +74,14 @@ class JsonlSink(Sink):
                 self._warn(str(error))
             finally:
                 os.close(file)
+
+    def _begin_anew(self) -> None:
+        """Goes on in a new file: the old one was removed, and with it what was in it."""
+        assert self._file is not None
+        fresh = _open(self._path)
+        os.close(self._file)
+        self._file, self._torn = fresh, _ends_torn(fresh)
+        self._warn("the file was removed, and is begun anew")
 
     def _warn(self, cause: str) -> None:
         on_warning, self._on_warning = self._on_warning, None
@@ -140,6 +149,12 @@ def strict_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [strict_json(item) for item in value]
     return value
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    return os.open(path, flags, 0o666)
 
 
 def _ends_torn(file: int) -> bool:

@@ -135,3 +135,17 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         JsonlSink(tmp_path)
     with pytest.raises(EvenerError, match=r"missing\.jsonl cannot be read"):
         read_events(tmp_path / "missing.jsonl")
+
+
+def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    warnings: list[str] = []
+    with JsonlSink(path, on_warning=warnings.append) as sink:
+        sink.emit(event(0))
+        path.unlink()
+        path.parent.rmdir()
+        sink.emit(event(1))
+        sink.emit(event(2))
+    assert numbers(path) == [1, 2]
+    (warning,) = warnings
+    assert f"events are missing from {path}: the file was removed, and is begun anew" in warning
