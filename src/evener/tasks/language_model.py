@@ -44,7 +44,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
     Raises:
         ConfigError: An unknown type, a bad key, a folder without a model, a model too short.
     """
-    with _quiet():
+    with quiet():
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if config.path is not None:
@@ -59,14 +59,14 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
                     dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
                 )
             built = AutoConfig.for_model(config.type, **keys)
-            _refuse_unknown_keys(config, built)
+            refuse_unknown_keys(config, built)
             model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
         except ConfigError:
             raise
         except Exception as error:  # whatever the architecture makes of numbers that do not fit
             raise ConfigError(
                 f"no causal language model can be built from model.type={config.type!r} and "
-                f"model.config={dict(config.config)}: {_in_short(error)}"
+                f"model.config={dict(config.config)}: {in_short(error)}"
             ) from error
     return model
 
@@ -185,7 +185,7 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
         )
     except Exception as error:  # damaged files, other kinds of models: each fails in its own way
         raise ConfigError(
-            f"model.path {str(folder)!r} cannot be loaded: {_in_short(error)}; give a folder "
+            f"model.path {str(folder)!r} cannot be loaded: {in_short(error)}; give a folder "
             "written by save_pretrained or a checkpoint of evener"
         ) from error
     longest = getattr(model.config, "max_position_embeddings", None)
@@ -211,13 +211,18 @@ def _check_type(name: str) -> None:
     )
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """The message on one line; libraries explain themselves in paragraphs."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
-def _refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
+def refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
+    """Refuses keys of ``model.config`` that the type does not have.
+
+    Raises:
+        ConfigError: Names the first.
+    """
     known = set(type(built)().to_dict()) | set(built.attribute_map)
     for key, value in config.config.items():
         if key not in known:
@@ -228,7 +233,7 @@ def _refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """Silences transformers' progress bars and advice for the length of the block."""
     from transformers.utils import logging
 

@@ -154,7 +154,7 @@ class FolderTokenizer(CausalTokenizer):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        tokenizer = _load(folder)
+        tokenizer = load_auto_tokenizer(folder)
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
@@ -163,7 +163,7 @@ class FolderTokenizer(CausalTokenizer):
         self._tokenizer = tokenizer
         self._eos_id = int(tokenizer.eos_token_id)
         self._vocab_size: int = max(*tokenizer.get_vocab().values(), self._eos_id) + 1
-        self._files = _read_files(folder, (*_DEFINING_FILES, *_OTHER_FILES))
+        self._files = tokenizer_files(folder)
         self._fingerprint = _fingerprint(_read_files(folder, _DEFINING_FILES))
         self._is_fast = bool(tokenizer.is_fast)
         if self._is_fast:
@@ -230,7 +230,7 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
             f"holds tokenizer.json (hf download NAME --local-dir FOLDER fetches one), or none for "
             f"the byte-level tokenizer"
         )
-    return ByteTokenizer() if _is_byte_level(folder) else FolderTokenizer(folder)
+    return ByteTokenizer() if is_byte_level(folder) else FolderTokenizer(folder)
 
 
 def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
@@ -251,7 +251,13 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
         )
 
 
-def _load(folder: Path) -> Any:
+def load_auto_tokenizer(folder: Path) -> Any:
+    """Loads the ``transformers`` tokenizer of a local folder, and runs no code from it.
+
+    Raises:
+        DataError: It does not load.
+        ConfigError: transformers is not installed.
+    """
     try:
         with _quiet():
             from transformers import AutoTokenizer
@@ -272,12 +278,18 @@ def _load(folder: Path) -> Any:
         ) from error
 
 
-def _is_byte_level(folder: Path) -> bool:
+def is_byte_level(folder: Path) -> bool:
+    """Whether a folder holds what ``ByteTokenizer.save`` writes."""
     try:
         names = _byte_level_files()
         return all(json.loads((folder / name).read_bytes()) == names[name] for name in names)
     except (OSError, ValueError):
         return False
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that make up its tokenizer, by name."""
+    return _read_files(folder, (*_DEFINING_FILES, *_OTHER_FILES))
 
 
 def _read_files(folder: Path, globs: Sequence[str]) -> dict[str, bytes]:

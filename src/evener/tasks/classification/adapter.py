@@ -1,0 +1,179 @@
+"""The LoRA adapter on a frozen base: made, loaded, saved alone and merged into the base."""
+
+import copy
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from evener.errors import ConfigError, EvenerError
+from evener.run.classify_config import LoraConfig
+from evener.tasks.language_model import in_short, quiet
+
+_DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+#: Linear layers that an adapter usually sits on, by model type. Others get all linear layers.
+TARGETS: Mapping[str, list[str]] = {
+    **dict.fromkeys(
+        ("gemma", "gemma2", "llama", "mistral", "olmo", "olmo2", "qwen2", "qwen3", "smollm3"),
+        _DECODER,
+    ),
+    **{
+        key: ["query", "key", "value"]
+        for key in ("albert", "bert", "camembert", "electra", "roberta", "xlm-roberta")
+    },
+    "distilbert": ["q_lin", "k_lin", "v_lin", "out_lin"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
+    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+}
+
+
+@final
+class AdapterModel(nn.Module):
+    """A classifier whose state is what is trained: adapter and head.
+
+    The frozen base is the same before and after; checkpoints need not hold it.
+
+    Args:
+        network: A ``PeftModel`` for sequence classification.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits ``(B, num_classes)`` of texts; both arguments are ``(B, T)``, int64."""
+        logits: Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
+        return logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The trainable parameters by name."""
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        whole = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in whole.items() if name in trained}
+
+
+def add_adapter(base: nn.Module, config: LoraConfig) -> nn.Module:
+    """Puts a new adapter on a base and freezes the rest, but for the head.
+
+    Raises:
+        ConfigError: ``lora.target_modules`` names layers that the base does not have.
+    """
+    from peft import LoraConfig as PeftLora
+    from peft import TaskType, get_peft_model
+
+    kind = base.config.model_type  # type: ignore[union-attr]
+    targets: Any = config.target_modules or TARGETS.get(str(kind), "all-linear")
+    try:
+        with _hushed():
+            network: nn.Module = get_peft_model(
+                base,
+                PeftLora(
+                    task_type=TaskType.SEQ_CLS,
+                    r=config.rank,
+                    lora_alpha=config.alpha,
+                    lora_dropout=config.dropout,
+                    target_modules=targets,
+                ),
+            )
+    except ValueError as error:
+        linear = {n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)}
+        raise ConfigError(
+            f"no adapter can be put on a {kind} with lora.target_modules={targets}: "
+            f"{in_short(error)}. Its linear layers are {', '.join(sorted(linear))}"
+        ) from error
+    return network
+
+
+def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
+    """Puts a saved adapter and its head on a base, to go on training it.
+
+    Raises:
+        ConfigError: There is none, or it does not fit this base.
+    """
+    from peft import PeftModel
+
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{folder} holds no adapter (adapter_config.json); give a folder that save or peft's "
+            "save_pretrained has written"
+        )
+    try:
+        with _hushed():
+            network: nn.Module = PeftModel.from_pretrained(
+                base,
+                str(folder),
+                is_trainable=True,
+                local_files_only=True,
+            )
+    except Exception as error:  # missing layers, other shapes, damaged files
+        raise ConfigError(
+            f"the adapter in {folder} does not fit this base model: {in_short(error)}. Give the "
+            "base that it was trained on"
+        ) from error
+    return network
+
+
+def save_adapter(network: nn.Module, folder: Path, base_path: str) -> None:
+    """Writes adapter and head; ``PeftModel.from_pretrained`` loads them onto the base."""
+    network.peft_config["default"].base_model_name_or_path = base_path  # type: ignore[index, union-attr]
+    with _hushed():
+        network.save_pretrained(folder)  # type: ignore[operator]
+    (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
+
+
+def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) -> None:
+    """Writes the base with the adapter merged into it.
+
+    ``AutoModelForSequenceClassification.from_pretrained`` loads it.
+    """
+    with _hushed(), torch.no_grad():
+        whole = copy.deepcopy(network).cpu().merge_and_unload()  # type: ignore[operator]
+        for key, rate in dropout.items():
+            setattr(whole.config, key, rate)
+        whole.save_pretrained(folder)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of ``folder``.
+
+    Raises:
+        EvenerError: It cannot be written.
+    """
+    fresh = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        if folder.exists():
+            shutil.rmtree(folder)
+        fresh.rename(folder)
+    except OSError as error:
+        raise EvenerError(
+            f"{folder} cannot be written: {error}; free disk space there or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a JSON file."""
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Without progress bars, advice, and warnings that libraries cause in one another."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,328 @@
+"""``DataParallelCoordinator``: one classifier per device, trained together in one process."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, final
+
+import torch
+
+from evener.averaging.weights import combine, power_of_two_near
+from evener.cadence.fixed import FixedShares
+from evener.cadence.plan import WindowPlan
+from evener.cadence.policies import Policy
+from evener.cadence.sync import SyncPolicy
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.threads import ThreadTeam
+from evener.errors import ConfigError, UsageError
+from evener.run.classify_config import ClassifyConfig, ClassifyModelConfig
+from evener.run.config import ModelConfig, load_config
+from evener.run.environment import threads_per_rank
+from evener.run.finite import find_non_finite, overflow
+from evener.run.placement import Devices, devices_of_host
+from evener.tasks.classification.metrics import Evaluation, add_confusions
+from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
+from evener.tasks.classification.replica import Replica
+from evener.tasks.classification.samples import LabelSet, Sample
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """What a batch came to, over all replicas.
+
+    Attributes:
+        avg_loss: Mean loss by class weight, before the update, in nats; ``nan`` for an empty batch.
+        correct: Samples whose class was found, before the update.
+        total: Samples, each counted once.
+        grad_norm: 2-norm of the averaged gradient, before clipping; ``nan`` without an update.
+    """
+
+    avg_loss: float
+    correct: int
+    total: int
+    grad_norm: float
+
+
+@final
+class DataParallelCoordinator:
+    """Trains one LoRA classifier on several devices of this process, each at its own speed.
+
+    There is a replica, and a thread, for each device. A batch is shared out in proportion to
+    measured speeds; every replica computes the gradient of its samples, the gradients are summed
+    by weight, and every replica makes the update that one device would have made on the whole
+    batch. So replicas stay bit-identical. Only adapter and head travel; replicas on one device
+    share the memory of the frozen base.
+
+    Use it from one thread at a time, and close it (or use ``with``). Replicas on the CPU share its
+    cores: while there are two or more of them, torch's number of threads is lowered.
+
+    Args:
+        model_config: The base: a local folder, keys such as ``{"path": ...}`` or
+            ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
+        classify_config: What is trained, and how; ``labels`` must be given. Or its keys.
+        devices: ``"auto"`` (every CUDA device, else the CPU), a list such as
+            ``["cuda:0", "cuda:1", "cpu"]``, one device, or a number of them.
+        partition_ratios: Shares relative to one another, instead of measured speeds.
+        emulate_slow: Factor by device number by which to slow it on purpose.
+
+    Attributes:
+        devices: The device of each replica.
+
+    Raises:
+        ConfigError: A device that is not there, a base that does not load, a bad option.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig | Mapping[str, Any] | str | Path,
+        classify_config: ClassifyConfig | Mapping[str, Any],
+        devices: Devices = "auto",
+        *,
+        partition_ratios: Sequence[float] | None = None,
+        emulate_slow: Mapping[int, float] | None = None,
+    ) -> None:
+        names = devices_of_host(devices, torch.cuda.device_count())
+        self.devices = tuple(torch.device(name) for name in names)
+        config = _classify_config(classify_config)
+        if config.labels is None:
+            raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
+        labels = LabelSet(config.labels)
+        weights = labels.weights(config.class_weights, ())
+        first = ClassifyPipeline.build(
+            _model_config(model_config), config, labels, class_weights=weights
+        )
+        first.to(self.devices[0])
+        self._config = config
+        self._window = 0
+        self._usable = True
+        # Devices of different kinds round an update differently.
+        self._unlike = len({_kind(d) for d in self.devices}) > 1
+        self._planner = self._make_planner(partition_ratios)
+        pipelines = [first, *(first.replica(device) for device in self.devices[1:])]
+        slow = emulate_slow or {}
+        micro = None if config.micro_batch_size == "auto" else config.micro_batch_size
+        self._replicas = [
+            Replica(p, comm, slow=slow.get(rank, 1.0), micro_batch_size=micro)
+            for rank, (p, comm) in enumerate(zip(pipelines, _connect(len(names)), strict=True))
+        ]
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"evener-replica-{rank}")
+            for rank in range(len(names))
+        ]
+        self._torch_threads = torch.get_num_threads()
+        on_cpu = sum(device.type == "cpu" for device in self.devices)
+        if on_cpu > 1:
+            each = threads_per_rank(None, on_cpu)
+            self._on_all(lambda _: torch.set_num_threads(each))
+
+    @property
+    def primary_pipeline(self) -> ClassifyPipeline:
+        """The classifier on the first device; the others hold the same values."""
+        return self._replicas[0].pipeline
+
+    @property
+    def pipelines(self) -> tuple[ClassifyPipeline, ...]:
+        """The classifiers, one for each device."""
+        return tuple(replica.pipeline for replica in self._replicas)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that have been trained on."""
+        return self._window
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How the next hundred samples would be shared out, by device."""
+        return self._planner.plan(self._window, 0, 0, 100).shares
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the adapter; may be set between batches."""
+        return float(self._replicas[0].optimizer.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        ratios = (1.0, self._config.optimizer.head_lr_ratio)
+        for replica in self._replicas:
+            for group, ratio in zip(replica.optimizer.param_groups, ratios, strict=True):
+                group["lr"] = value * ratio
+
+    def train_batch_parallel(self, samples: Sequence[Sample]) -> BatchResult:
+        """Makes one update with a batch of samples, each seen by exactly one replica.
+
+        Args:
+            samples: Any number. Fewer than devices leave some without work; none make no update.
+
+        Returns:
+            The result over all of them.
+
+        Raises:
+            DataError: A bad sample; nothing was computed.
+            NonFiniteGradientError: A loss or gradient is not finite; nothing was applied.
+        """
+        self._check_usable()
+        encoded = self.primary_pipeline.encode(samples)
+        if not encoded:
+            return BatchResult(avg_loss=math.nan, correct=0, total=0, grad_norm=math.nan)
+        window = self._window
+        weight = self.primary_pipeline.weight_of([label for _, label in encoded])
+        scale = power_of_two_near(weight)
+        plan = self._planner.plan(window, 0, 0, len(encoded))
+        places = [[p for r in plan.positions(k) for p in r] for k in range(len(self.devices))]
+
+        def compute(replica: Replica) -> Any:
+            own = places[replica.comm.rank]
+            return replica.compute([encoded[p] for p in own], own, scale, window)
+
+        try:
+            computed = self._on_all(compute)
+        except BaseException:
+            self._on_all(Replica.drop)
+            raise
+        reports = [c.report for c in computed]
+        self._window += 1
+        correct = sum(c.correct for c in computed)
+        combined = combine(reports)
+        assert combined is not None  # class weights are above 0
+        total_weight, loss = combined
+        norm = math.nan
+        bad = find_non_finite(reports, plan, self._replicas[0].flat.names, window + 1)
+        if bad is not None:
+            self._on_all(Replica.drop)
+            if self._config.non_finite == "raise":
+                raise bad
+        else:
+            norm = self._update(plan, scale, total_weight)
+        self._planner.observe(reports, plan, 0.0)
+        return BatchResult(avg_loss=loss, correct=correct, total=len(encoded), grad_norm=norm)
+
+    def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
+        """Classifies labelled texts on all devices and compares.
+
+        Raises:
+            DataError: A bad sample.
+        """
+        self._check_usable()
+        encoded = self.primary_pipeline.encode(samples)
+        pieces = self._pieces(encoded)
+        parts = self._on_all(lambda r: r.pipeline.evaluate_encoded(pieces[r.comm.rank]))
+        loss_sum, weight = 0.0, 0.0
+        for part in parts:
+            loss_sum += part[0]
+            weight += part[1]
+        return Evaluation(
+            loss=loss_sum / weight if weight else math.nan,
+            confusion=add_confusions([part[2] for part in parts]),
+        )
+
+    def predict(self, texts: Sequence[str]) -> list[Prediction]:
+        """The classes of texts, in their order, on all devices.
+
+        Raises:
+            DataError: A text is empty.
+        """
+        self._check_usable()
+        pieces = self._pieces(list(texts))
+        parts = self._on_all(lambda r: r.pipeline.predict(pieces[r.comm.rank]))
+        return [prediction for part in parts for prediction in part]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes adapter and merged weights; see ``ClassifyPipeline.save``."""
+        self.primary_pipeline.save(folder)
+
+    def close(self) -> None:
+        """Ends the threads; the pipelines stay usable. Idempotent."""
+        self._usable = False
+        for thread in self._threads:
+            thread.shutdown()
+        for replica in self._replicas:
+            replica.close()
+        if torch.get_num_threads() != self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _update(self, plan: WindowPlan, scale: float, total_weight: float) -> float:
+        window = plan.window
+        try:
+            norms = self._on_all(
+                lambda r: r.update(scale, total_weight, window, unlike=self._unlike)
+            )
+        except BaseException:
+            # Some replicas may have made the update and others not.
+            self._usable = False
+            raise
+        if not math.isfinite(norms[0]) and self._config.non_finite == "raise":
+            raise overflow(plan, window + 1)
+        return norms[0] if math.isfinite(norms[0]) else math.nan
+
+    def _make_planner(self, ratios: Sequence[float] | None) -> Policy:
+        members = [f"{device}/{rank}" for rank, device in enumerate(self.devices)]
+        if ratios is not None:
+            return FixedShares(members, ratios)
+        size = self._config.micro_batch_size
+        return SyncPolicy(members, [None if size == "auto" else size] * len(members))
+
+    def _pieces(self, whole: Sequence[_T]) -> list[list[_T]]:
+        """A part of a list for each replica, in order, in proportion to speed."""
+        pieces, start = [], 0
+        for share in self._planner.plan(self._window, 0, 0, len(whole)).shares:
+            pieces.append(list(whole[start : start + share]))
+            start += share
+        return pieces
+
+    def _on_all(self, work: Callable[[Replica], _T]) -> list[_T]:
+        """Runs ``work`` on every replica's thread; raises the first error when all have ended."""
+        futures = [
+            thread.submit(work, replica)
+            for thread, replica in zip(self._threads, self._replicas, strict=True)
+        ]
+        wait(futures)
+        return [future.result() for future in futures]
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise UsageError(
+                "this coordinator was closed, or an update of it failed half-way; make a new one"
+            )
+
+
+def _connect(number: int) -> list[Communicator]:
+    if number == 1:
+        return [SingleCommunicator()]
+    team = ThreadTeam(number)
+    return [team.communicator(rank) for rank in range(number)]
+
+
+def _model_config(given: ModelConfig | Mapping[str, Any] | str | Path) -> ModelConfig:
+    if isinstance(given, ModelConfig):
+        return given
+    if isinstance(given, str | Path):
+        return ClassifyModelConfig(path=str(given))
+    return load_config(ClassifyModelConfig, None, base=given)
+
+
+def _classify_config(given: ClassifyConfig | Mapping[str, Any]) -> ClassifyConfig:
+    return (
+        given
+        if isinstance(given, ClassifyConfig)
+        else load_config(ClassifyConfig, None, base=given)
+    )
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

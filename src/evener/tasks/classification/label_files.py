@@ -1,0 +1,113 @@
+"""Files of labelled texts: JSON Lines and CSV, one sample a line."""
+
+import csv
+import gzip
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from evener.data.record_files import parse_line
+from evener.errors import DataError
+from evener.tasks.classification.samples import Record
+
+_CSV = (".csv", ".tsv")
+_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")
+
+
+def read_labelled(
+    path: Path, *, text_key: str, label_key: str | None, group_key: str | None = None
+) -> list[Record]:
+    """Reads a file of samples; empty lines are left out.
+
+    Args:
+        path: ``.jsonl`` (also ``.jsonl.gz``), ``.csv`` or ``.tsv``, whose first row
+            names the columns.
+        text_key: Key or column of the text.
+        label_key: Key or column of the label; ``None`` where only texts are wanted, which may then
+            be any lines.
+        group_key: Key or column of what texts have in common.
+
+    Raises:
+        DataError: The file is missing, unreadable, of another kind or empty; a line is malformed,
+            lacks a key, or has an empty text. Names the file and the line.
+    """
+    name = path.name.lower()
+    if not name.endswith(_CSV + _LINES):
+        raise DataError(
+            f"{path} is neither JSON Lines nor CSV by its name; give a file that ends in "
+            f"{', '.join((*_LINES[:2], *_CSV))}"
+        )
+    records = []
+    try:
+        with path.open("rb") as stream:
+            rows = _csv_rows(path, stream) if name.endswith(_CSV) else _json_rows(path, stream)
+            for where, row in rows:
+                records.append(_record(where, row, text_key, label_key, group_key))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; check the path") from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not records:
+        raise DataError(f"{path} holds no samples; give a file with one on each line")
+    return records
+
+
+def _json_rows(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    lines: Any = gzip.GzipFile(fileobj=stream) if path.name.lower().endswith(".gz") else stream
+    for number, line in enumerate(lines, start=1):
+        content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if not content.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            yield where, parse_line(content)
+        except ValueError as error:
+            raise DataError(f"{where} is malformed: {error}; mend the line") from None
+
+
+def _csv_rows(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+    delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    before = 1
+    try:
+        for row in reader:
+            where, before = f"{path}:{before + 1}", reader.line_num
+            if None in row or None in row.values():
+                found = (
+                    len(row) - 1 + len(row.get(None) or ())
+                    if None in row
+                    else sum(value is not None for value in row.values())
+                )
+                raise DataError(
+                    f"{where} is malformed: {found} columns where the first row names "
+                    f"{len(reader.fieldnames or ())}; quote texts that hold a {delimiter!r}"
+                )
+            yield where, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}:{before + 1} is malformed: {error}; mend the line") from None
+
+
+def _record(
+    where: str, row: Any, text_key: str, label_key: str | None, group_key: str | None
+) -> Record:
+    if isinstance(row, str) and label_key is None:
+        row = {text_key: row}
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{where} holds a {type(row).__name__}; write {{"{text_key}": ..., "{label_key}": ...}}'
+        )
+    for key in (text_key, label_key, group_key):
+        if key is not None and key not in row:
+            raise DataError(
+                f"{where} lacks {key!r}; it has {', '.join(map(repr, row)) or 'nothing'}. Name the "
+                "keys with data.text_key, data.label_key and data.group_key"
+            )
+    text, label = row[text_key], row[label_key] if label_key is not None else 0
+    if not isinstance(text, str) or not text.strip():
+        what = "an empty text" if isinstance(text, str) else f"{text!r} as its text"
+        raise DataError(f"{where} has {what}; give it a text, or leave the line out")
+    if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+        raise DataError(f"{where} has {label!r} as its label; give a class by name or by index")
+    return Record(text, label, None if group_key is None else str(row[group_key]), where)

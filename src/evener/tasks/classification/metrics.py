@@ -1,0 +1,89 @@
+"""What predictions are worth: accuracy, F1, and which class is taken for which. Plain numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Confusion = tuple[tuple[int, ...], ...]
+"""Row: the true class. Column: the predicted one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How well labelled texts are classified.
+
+    Attributes:
+        loss: Mean cross-entropy by class weight, in nats.
+        confusion: Samples by true class (row) and predicted class (column).
+    """
+
+    loss: float
+    confusion: Confusion
+
+    @property
+    def total(self) -> int:
+        """Samples."""
+        return sum(map(sum, self.confusion))
+
+    @property
+    def correct(self) -> int:
+        """Samples whose class was found."""
+        return sum(row[i] for i, row in enumerate(self.confusion))
+
+    @property
+    def accuracy(self) -> float:
+        """Part of the samples whose class was found."""
+        return self.correct / self.total if self.total else float("nan")
+
+    @property
+    def f1(self) -> tuple[float, ...]:
+        """Harmonic mean of precision and recall for each class; 0 where a class was never hit."""
+        scores = []
+        for i, row in enumerate(self.confusion):
+            found = sum(other[i] for other in self.confusion)
+            both = sum(row) + found
+            scores.append(2 * row[i] / both if both else 0.0)
+        return tuple(scores)
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean of ``f1`` over classes, each counting the same."""
+        return sum(self.f1) / len(self.f1)
+
+    @property
+    def majority_accuracy(self) -> float:
+        """The best that a constant answer could do on these samples."""
+        return max(map(sum, self.confusion)) / self.total if self.total else float("nan")
+
+    def score(self, metric: str) -> float:
+        """The number that decides which of two is better: the higher one."""
+        if metric == "loss":
+            return -self.loss
+        return self.accuracy if metric == "accuracy" else self.macro_f1
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {"loss": self.loss, "confusion": [list(row) for row in self.confusion]}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "Evaluation":
+        """Inverse of ``to_json``."""
+        return cls(
+            loss=float(document["loss"]),
+            confusion=tuple(tuple(int(n) for n in row) for row in document["confusion"]),
+        )
+
+
+def count_confusion(true: Sequence[int], predicted: Sequence[int], num_classes: int) -> Confusion:
+    """Counts pairs of true and predicted class."""
+    table = [[0] * num_classes for _ in range(num_classes)]
+    for t, p in zip(true, predicted, strict=True):
+        table[t][p] += 1
+    return tuple(map(tuple, table))
+
+
+def add_confusions(parts: Sequence[Confusion]) -> Confusion:
+    """Adds tables of equal size."""
+    return tuple(
+        tuple(sum(cells) for cells in zip(*rows, strict=True)) for rows in zip(*parts, strict=True)
+    )

@@ -1,0 +1,392 @@
+"""``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.errors import ConfigError, DataError
+from evener.run.classify_config import ClassifyConfig, ClassifyModelConfig
+from evener.run.config import ModelConfig
+from evener.tasks.classification.adapter import (
+    AdapterModel,
+    add_adapter,
+    load_adapter,
+    replacing,
+    save_adapter,
+    save_merged,
+    write_json,
+)
+from evener.tasks.classification.base_model import base_folder, build_base, fingerprint
+from evener.tasks.classification.dropout import Draws, own_dropout
+from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
+from evener.tasks.classification.metrics import Evaluation, count_confusion
+from evener.tasks.classification.samples import LabelSet, Sample
+
+DOCUMENT = "classify.json"
+"""What evener wants to know of an adapter beyond what peft writes."""
+
+_EVAL_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The class of a text.
+
+    Attributes:
+        label: Its name.
+        index: Its index.
+        probabilities: By class.
+    """
+
+    label: str
+    index: int
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """The loss of a batch.
+
+    Attributes:
+        loss: Scalar; the mean over ``weight``.
+        weight: Σ of the class weights of its samples; their number without class weights.
+        correct: Scalar, int64: samples whose class was found.
+    """
+
+    loss: Tensor
+    weight: float
+    correct: Tensor
+
+
+@final
+class ClassifyPipeline:
+    """A frozen base with adapter and head, the tokenizer before them and the classes behind.
+
+    Give ``model`` to ``Ddp.setup`` to train it with a process per device, as ``evener classify``
+    does; ``DataParallelCoordinator`` trains several in the threads of one process.
+
+    Attributes:
+        model: Takes token ids and gives logits; only adapter and head are trainable.
+        encoder: The tokenizer.
+        labels: The classes.
+        config: What it was made with.
+        device: Where it lives.
+        draws: Source of its dropout.
+    """
+
+    def __init__(
+        self,
+        model: AdapterModel,
+        encoder: TextEncoder,
+        labels: LabelSet,
+        config: ClassifyConfig,
+        *,
+        base: "BaseNote",
+        class_weights: Sequence[float] | None = None,
+    ) -> None:
+        self.model = model
+        self.encoder = encoder
+        self.labels = labels
+        self.config = config
+        self.device = torch.device("cpu")
+        self.draws = Draws()
+        self._base = base
+        self._class_weights = None if class_weights is None else tuple(class_weights)
+        self._weight_tensor: Tensor | None = None
+        own_dropout(model, self.draws)
+
+    @classmethod
+    def build(
+        cls,
+        model_config: ModelConfig,
+        config: ClassifyConfig,
+        labels: LabelSet,
+        *,
+        tokenizer: Path | None = None,
+        class_weights: Sequence[float] | None = None,
+    ) -> Self:
+        """Makes a classifier on the CPU, in ``eval()``.
+
+        Args:
+            model_config: The base, and perhaps an adapter to go on with.
+            config: What is trained, and how.
+            labels: The classes.
+            tokenizer: Folder of the tokenizer; that of the base by default, bytes where the base
+                starts from scratch.
+            class_weights: A weight for each class.
+
+        Raises:
+            ConfigError: Base, adapter and tokenizer do not fit one another.
+        """
+        folder = base_folder(model_config.path) if model_config.path else None
+        encoder = TextEncoder.load(tokenizer or folder, config.seq_len)
+        adapter = getattr(model_config, "adapter", None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            base, rates = build_base(model_config, labels.names, encoder)
+            note = BaseNote(str(folder) if folder else "", fingerprint(base), rates)
+            if adapter is None:
+                network = add_adapter(base, config.lora)
+            else:
+                _check_adapter(Path(adapter).expanduser(), note, labels)
+                network = load_adapter(base, Path(adapter).expanduser())
+        made = AdapterModel(network).eval()
+        return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
+
+    @classmethod
+    def load(cls, folder: str | Path, base: str | Path | None = None) -> Self:
+        """Loads what ``save`` has written.
+
+        Args:
+            folder: The one that was saved to.
+            base: Folder of the base, where it has moved.
+
+        Raises:
+            ConfigError: There is none, or the base is another one.
+        """
+        folder = Path(folder)
+        adapter = folder / "adapter"
+        document = _read_document(adapter)
+        own_base = folder / "base"
+        path = str(base or (own_base if own_base.is_dir() else document["base"]["path"]))
+        return cls.build(
+            ClassifyModelConfig(path=path, adapter=str(adapter)),
+            ClassifyConfig(seq_len=int(document["seq_len"])),
+            LabelSet(document["labels"]),
+            tokenizer=adapter,
+        )
+
+    def replica(self, device: torch.device) -> Self:
+        """A classifier of its own on ``device``, with the same values.
+
+        What is frozen is shared with this one where both live on the same device.
+        """
+        shared = self.device == device
+        memo: dict[int, Any] = {id(self.draws): Draws()}
+        if shared:
+            memo |= {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        other = type(self)(
+            copy.deepcopy(self.model, memo),
+            self.encoder,
+            self.labels,
+            self.config,
+            base=self._base,
+            class_weights=self._class_weights,
+        )
+        other.to(device)
+        return other
+
+    def to(self, device: torch.device) -> None:
+        """Moves the model."""
+        self.model.to(device)
+        self.device = device
+        self._weight_tensor = (
+            None
+            if self._class_weights is None
+            else torch.tensor(self._class_weights, device=device)
+        )
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────
+
+    def encode(self, samples: Sequence[Sample], where: str = "sample") -> list[Encoded]:
+        """Token ids and class index of each sample.
+
+        Raises:
+            DataError: An empty text, or a label that is unknown or out of range; names the sample.
+        """
+        encoded = []
+        for number, sample in enumerate(samples):
+            place = f"{where} {number}"
+            if not sample.text.strip():
+                raise DataError(f"{place} has an empty text; give it a text, or leave it out")
+            index = self.labels.index(sample.label, place)
+            encoded.append((self.encoder.encode(sample.text), index))
+        return encoded
+
+    def weight_of(self, labels: Sequence[int]) -> float:
+        """What samples of these classes weigh together."""
+        if self._class_weights is None:
+            return float(len(labels))
+        total = 0.0
+        for label in labels:
+            total += self._class_weights[label]
+        return total
+
+    def loss(self, batch: Batch) -> BatchLoss:
+        """The loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
+        logits = self._logits(batch)
+        labels = batch.labels.to(self.device)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        weight = self.weight_of(batch.labels.tolist())
+        if self._weight_tensor is None:
+            loss = losses.mean()
+        else:
+            loss = (losses * self._weight_tensor[labels]).sum() / weight
+        return BatchLoss(loss, weight, (logits.argmax(-1) == labels).sum())
+
+    # ── use ──────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def evaluate_encoded(self, encoded: Sequence[Encoded]) -> tuple[float, float, Any]:
+        """Σ weight · loss, Σ weight and the confusion of encoded samples, in ``eval()``."""
+        loss_sum, weight_sum = 0.0, 0.0
+        true: list[int] = []
+        found: list[int] = []
+        with self._evaluating():
+            for start in range(0, len(encoded), _EVAL_BATCH):
+                batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
+                logits = self._logits(batch)
+                labels = batch.labels.tolist()
+                losses = F.cross_entropy(logits.cpu(), batch.labels, reduction="none")
+                for label, loss in zip(labels, losses.tolist(), strict=True):
+                    weight = self.weight_of([label])
+                    loss_sum += weight * loss
+                    weight_sum += weight
+                true += labels
+                found += logits.argmax(-1).tolist()
+        return loss_sum, weight_sum, count_confusion(true, found, len(self.labels))
+
+    def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
+        """Classifies labelled texts and compares.
+
+        Raises:
+            DataError: There are none, or one is bad.
+        """
+        loss_sum, weight, confusion = self.evaluate_encoded(self.encode(samples))
+        return Evaluation(loss=loss_sum / weight if weight else float("nan"), confusion=confusion)
+
+    @torch.no_grad()
+    def predict(self, texts: Sequence[str]) -> list[Prediction]:
+        """The classes of texts, in their order.
+
+        Raises:
+            DataError: A text is empty.
+        """
+        encoded = self.encode([Sample(text, 0) for text in texts], "text")
+        predictions = []
+        with self._evaluating():
+            for start in range(0, len(encoded), _EVAL_BATCH):
+                batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
+                for row in torch.softmax(self._logits(batch), -1).tolist():
+                    index = max(range(len(row)), key=row.__getitem__)
+                    predictions.append(
+                        Prediction(
+                            label=self.labels.names[index], index=index, probabilities=tuple(row)
+                        )
+                    )
+        return predictions
+
+    def save(self, folder: str | Path) -> None:
+        """Writes ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
+
+        ``PeftModel.from_pretrained`` loads the adapter onto the base,
+        ``AutoModelForSequenceClassification.from_pretrained`` the merged weights; both folders
+        hold the tokenizer.
+
+        Raises:
+            EvenerError: They cannot be written.
+        """
+        folder = Path(folder).absolute()
+        note = self._base
+        if not note.path:
+            with replacing(folder / "base") as fresh:
+                self._save_base(fresh)
+            note = replace(note, path=str(folder / "base"))
+        with replacing(folder / "adapter") as fresh:
+            save_adapter(self.model.network, fresh, note.path)
+            write_json(fresh / DOCUMENT, self._document(note))
+            self._write_tokenizer(fresh)
+        with replacing(folder / "merged") as fresh:
+            save_merged(self.model.network, fresh, note.dropout)
+            self._write_tokenizer(fresh)
+
+    def _document(self, note: "BaseNote") -> dict[str, Any]:
+        return {
+            "labels": list(self.labels.names),
+            "seq_len": self.encoder.seq_len,
+            "base": {"path": note.path, "fingerprint": note.fingerprint},
+        }
+
+    def _save_base(self, folder: Path) -> None:
+        network = copy.deepcopy(self.model.network).cpu()
+        bare = network.unload()  # type: ignore[operator]
+        for key, rate in self._base.dropout.items():
+            setattr(bare.config, key, rate)
+        bare.save_pretrained(folder)
+        self._write_tokenizer(folder)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        for name, content in self.encoder.files.items():
+            (folder / name).write_bytes(content)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.model(
+            batch.input_ids.to(self.device), batch.attention_mask.to(self.device)
+        )
+        return logits.float()
+
+    def _evaluating(self) -> Any:
+        return _Evaluating(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseNote:
+    """Where a base is, what tells it from others, and the dropout that it was made with."""
+
+    path: str
+    fingerprint: str
+    dropout: dict[str, float]
+
+
+class _Evaluating:
+    """Puts a model into ``eval()`` for the length of a block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._was_training = model.training
+
+    def __enter__(self) -> None:
+        self._model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self._model.train(self._was_training)
+
+
+def _read_document(adapter: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((adapter / DOCUMENT).read_text(encoding="utf-8"))
+        assert isinstance(document, dict)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{adapter} has no {DOCUMENT}; give a folder that a ClassifyPipeline was saved to, or "
+            "a run folder of evener classify"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{adapter / DOCUMENT} cannot be read: {error}") from None
+    return document
+
+
+def _check_adapter(adapter: Path, base: BaseNote, labels: LabelSet) -> None:
+    """Refuses an adapter of another base or for other classes, as far as it says what it is of."""
+    if not (adapter / DOCUMENT).is_file():
+        return
+    document = _read_document(adapter)
+    theirs = document["base"]
+    if theirs["fingerprint"] != base.fingerprint:
+        raise ConfigError(
+            f"the adapter in {adapter} was trained on another base model than {base.path!r}: on "
+            f"{theirs['path']!r}, whose weights differ. Give that base, or train an adapter on "
+            "this one"
+        )
+    if tuple(document["labels"]) != labels.names:
+        raise ConfigError(
+            f"the adapter in {adapter} tells {', '.join(document['labels'])} apart, this run "
+            f"{', '.join(labels.names)}; give the same labels in the same order"
+        )

@@ -1,0 +1,169 @@
+"""Labelled texts and the classes they belong to."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from evener.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A text and its class.
+
+    Attributes:
+        text: What is classified.
+        label: The class, by name or by index from 0.
+    """
+
+    text: str
+    label: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A sample from a file.
+
+    Attributes:
+        text: What is classified.
+        label: The class as it stands there.
+        group: What it has in common with others; ``None`` where that plays no part.
+        where: File and line, for errors.
+    """
+
+    text: str
+    label: str | int
+    group: str | None
+    where: str
+
+
+class LabelSet:
+    """The classes, in the order of their indices.
+
+    Args:
+        names: Two or more different names.
+
+    Raises:
+        ConfigError: Fewer than two, or one twice.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        if len(names) < 2 or len(set(names)) != len(names):
+            raise ConfigError(f"labels are {list(names)}; give two or more different class names")
+        self.names = tuple(names)
+        self._index = {name: i for i, name in enumerate(names)}
+
+    def __len__(self) -> int:
+        """Number of classes."""
+        return len(self.names)
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> "LabelSet":
+        """The classes that occur: sorted names, or as many as the highest index says.
+
+        Raises:
+            DataError: Fewer than two, or an index below the highest one does not occur.
+        """
+        labels = {record.label for record in records}
+        indices = {index for label in labels if (index := _as_index(label)) is not None}
+        if len(indices) < len(labels):
+            names = sorted(str(label) for label in labels)
+        else:
+            names = [str(i) for i in range(max(indices, default=-1) + 1)]
+        if len(names) < 2:
+            where = records[0].where if records else "the data"
+            raise DataError(
+                f"{where} and what follows have {len(names)} class(es) {names}; classification "
+                "needs two or more"
+            )
+        return cls(names)
+
+    def index(self, label: str | int, where: str) -> int:
+        """The index of a class.
+
+        Args:
+            label: Its name, or its index; a name goes before.
+            where: What it belongs to, for the error.
+
+        Raises:
+            DataError: It is unknown or out of range.
+        """
+        if isinstance(label, str) and label in self._index:
+            return self._index[label]
+        index = _as_index(label)
+        shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
+        if index is None:
+            raise DataError(
+                f"{where}: label {label!r} is unknown; the {len(self)} classes are {shown}"
+            )
+        if not 0 <= index < len(self.names):
+            raise DataError(
+                f"{where}: label {label!r} is out of range; the {len(self)} classes have the "
+                f"indices 0 to {len(self) - 1} ({shown})"
+            )
+        return index
+
+    def require_all(self, indices: Iterable[int], what: str) -> None:
+        """Refuses data in which a class does not occur.
+
+        Args:
+            indices: The classes of the samples.
+            what: The data, for the error.
+
+        Raises:
+            DataError: Names the classes that are missing.
+        """
+        counts = Counter(indices)
+        missing = [name for i, name in enumerate(self.names) if not counts[i]]
+        if missing:
+            raise DataError(
+                f"no sample of {', '.join(map(repr, missing))} in {what}: a class that never "
+                "occurs cannot be learnt. Add samples of it, or leave it out of labels"
+            )
+
+    def weights(
+        self,
+        chosen: Literal["balanced"] | Sequence[float] | Mapping[str, float] | None,
+        indices: Sequence[int],
+    ) -> tuple[float, ...] | None:
+        """A weight for each class; ``None`` for 1 each.
+
+        Args:
+            chosen: See ``ClassifyConfig.class_weights``. With ``"balanced"``, class c weighs
+                num_samples / (num_classes · samples of c), as in scikit-learn.
+            indices: The classes of the training samples.
+
+        Raises:
+            ConfigError: Not one for each class, or an unknown name.
+        """
+        if chosen is None:
+            return None
+        if chosen == "balanced":
+            if not indices:
+                raise ConfigError(
+                    "class_weights is 'balanced', which needs training samples to count; give a "
+                    "number for each class instead"
+                )
+            self.require_all(indices, "the training data")
+            counts = Counter(indices)
+            return tuple(len(indices) / (len(self) * counts[i]) for i in range(len(self)))
+        if isinstance(chosen, Mapping):
+            if unknown := [name for name in chosen if name not in self._index]:
+                raise ConfigError(
+                    f"class_weights names {unknown[0]!r}, which is no class; the classes are "
+                    f"{', '.join(map(repr, self.names))}"
+                )
+            return tuple(float(chosen.get(name, 1.0)) for name in self.names)
+        if len(chosen) != len(self):
+            raise ConfigError(
+                f"class_weights has {len(chosen)} numbers for {len(self)} classes; give one for "
+                "each, in the order of labels"
+            )
+        return tuple(float(weight) for weight in chosen)
+
+
+def _as_index(label: str | int) -> int | None:
+    if isinstance(label, int):
+        return label
+    return int(label) if label.isascii() and label.isdigit() else None

@@ -1,0 +1,69 @@
+"""Which samples are held out: class by class, and by whole groups where there are any."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from evener.errors import DataError
+from evener.tasks.classification.samples import Record
+
+
+def split_records(
+    records: Sequence[Record], fraction: float, seed: int
+) -> tuple[list[Record], list[Record]]:
+    """Splits samples into training and held-out ones.
+
+    Each class gives about ``fraction`` of its samples, at least one. Samples of one group stay
+    together: a text is never held out while one of its group is trained on. Which ones depends on
+    ``seed`` and on what they are, not on their order.
+
+    Args:
+        records: The samples; either all have a group, or none.
+        fraction: Part to hold out, between 0 and 1.
+        seed: Seed of the choice.
+
+    Raises:
+        DataError: A class has too few samples or groups to be on both sides.
+    """
+    sizes: dict[str | int, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        sizes[record.label][_group(record)] += 1
+    held: set[str] = set()
+    for label in sorted(sizes, key=str):
+        held |= _choose(sizes[label], fraction, seed, held)
+    training = [record for record in records if _group(record) not in held]
+    heldout = [record for record in records if _group(record) in held]
+    for label, groups in sizes.items():
+        if all(group in held for group in groups) or not any(group in held for group in groups):
+            noun = "group(s)" if records[0].group is not None else "different text(s)"
+            raise DataError(
+                f"class {label!r} has {len(groups)} {noun}, too few to be both in training and in "
+                "the held-out part; add samples of it, or give the held-out part as "
+                "data.heldout_path"
+            )
+    return training, heldout
+
+
+def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) -> set[str]:
+    """Groups of about ``fraction`` of a class, in an order that the seed decides."""
+    order = sorted(
+        groups, key=lambda g: hashlib.blake2b(f"{seed} {g}".encode(), digest_size=8).digest()
+    )
+    wanted = fraction * sum(groups.values())
+    num_held = sum(groups[g] for g in groups if g in held)
+    chosen: set[str] = set()
+    for group in order:
+        # A group that overshoots by half of what is wanted waits for one that fits better.
+        if group not in held and num_held + groups[group] <= 1.5 * wanted:
+            if num_held >= wanted:
+                break
+            chosen.add(group)
+            num_held += groups[group]
+    if not num_held:
+        chosen.add(min(order, key=lambda g: groups[g]))
+    return chosen
+
+
+def _group(record: Record) -> str:
+    # The same text on both sides would be a group of its own that leaks.
+    return record.text if record.group is None else record.group
