@@ -19,7 +19,7 @@ from evener.errors import ConfigError
 from evener.run.child import apply_threads, loading_libraries, run_child
 from evener.run.emulate import parse_emulation
 from evener.run.environment import DistributedTrainConfig, local_devices
-from evener.run.options import PretrainOptions
+from evener.run.options import ClassifyOptions, PretrainOptions
 
 app = typer.Typer(
     name="evener",
@@ -176,6 +176,57 @@ def bench(
     )
 
 
+@app.command()
+def classify(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
+    ] = None,
+    emulate_slow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+    ] = False,
+    predict: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Classify its texts with the newest finished run."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print neither the team nor progress.")
+    ] = False,
+) -> None:
+    """Train a text classifier: a LoRA adapter on a frozen model, and a head for the classes."""
+    options = ClassifyOptions(
+        config=config,
+        nproc=nproc,
+        emulate_slow=tuple(emulate_slow or ()),
+        overrides=tuple(overrides or ()),
+        resume=resume,
+        predict=predict,
+        out=out,
+        name=name,
+        port=port,
+        quiet=quiet,
+    )
+    raise typer.Exit(run_child(lambda: _classify(options, context.obj)))
+
+
 @app.command("launch", context_settings={"allow_interspersed_args": False})
 def launch_script(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")],
@@ -233,6 +284,49 @@ def _bench(**values: Any) -> int:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
+    from evener.tasks.classification.command import predict_file, run_classification
+
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by == "alone":
+        if options.predict is not None:
+            return predict_file(options)
+        return _launch_classification(options, arguments)
+    if place.launched_by != "evener":
+        _refuse_launch_options(place, options.nproc, options.port)
+    apply_threads(place)
+    atexit.register(gc.freeze)  # as in _pretrain
+    return run_classification(options)
+
+
+def _launch_classification(options: ClassifyOptions, arguments: Sequence[str]) -> int:
+    from evener.run import classify_presets as presets
+    from evener.run.launch import check_nproc, launch
+
+    nproc = options.nproc
+    if nproc is None:
+        least = presets.DEFAULT_NPROC if options.config is None else 1
+        nproc = max(least, local_devices())
+    check_nproc(nproc)
+    parse_emulation(options.emulate_slow, nproc)
+    config = presets.resolve_classify(options)
+    command = [*_PYTHON, "evener", *arguments]
+    if presets.needs_demo_base(config):
+        parent = presets.classify_parent(options)
+        if presets.find_demo_base(parent) is None:
+            if not options.quiet:
+                print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
+            code = launch(
+                (*_PYTHON, "evener", *presets.demo_arguments(parent, quiet=options.quiet)),
+                nproc=presets.DEFAULT_NPROC,
+                store_waits=True,
+            )
+            if code != 0:
+                return code
+        command += ["--set", presets.model_override(presets.find_demo_base(parent))]
+    return launch(command, nproc=nproc, port=options.port, store_waits=True)
 
 
 def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> int:

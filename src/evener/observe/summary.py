@@ -67,6 +67,7 @@ class RunSummary:
         first_skipped_record: Where the first of them is, and what is wrong with it.
         machine: Facts about the machine (JSON).
         versions: Versions of what took part, by name.
+        details: Further figures of the job, by key of the JSON file.
     """
 
     tokens_per_s: float | None
@@ -91,6 +92,7 @@ class RunSummary:
     first_skipped_record: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def of_ideal(self) -> float | None:
@@ -102,7 +104,9 @@ class RunSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures, ``of_ideal`` too, as values that ``json.dumps`` accepts."""
-        return {**strict_json(self), "of_ideal": self.of_ideal}
+        document = strict_json(self)
+        details = document.pop("details")
+        return {**document, **details, "of_ideal": self.of_ideal}
 
     def write(self, path: Path) -> None:
         """Write the JSON file, whole or not at all.

@@ -12,6 +12,35 @@ ALLOWED: tuple[Allowed, ...] = get_args(Allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyOptions:
+    """Options of ``evener classify``, as the user gave them; see ``PretrainOptions``.
+
+    Attributes:
+        config: The run's YAML file; ``None`` for the data set that every Python has.
+        nproc: Local ranks asked for; ``None`` when the user did not say.
+        emulate_slow: ``RANK:FACTOR`` texts.
+        overrides: ``key=value`` texts of ``--set``.
+        resume: Go on from the newest complete checkpoint.
+        out: Folder that runs go to.
+        name: Name of the run.
+        port: Port of the store.
+        predict: File of texts to classify with a finished run, instead of training.
+        quiet: Print neither the team nor the progress line.
+    """
+
+    config: Path | None = None
+    nproc: int | None = None
+    emulate_slow: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    resume: bool = False
+    out: Path | None = None
+    name: str | None = None
+    port: int | None = None
+    predict: Path | None = None
+    quiet: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainOptions:
     """Options of ``evener pretrain``, as the user gave them.
 

@@ -58,8 +58,28 @@ class TokenSchedule:
 
     def __call__(self, progress: Progress) -> float:
         """The factor of the base learning rate for the next update."""
-        done = min(1.0, progress.weight / self.total_tokens)
-        if done < self._warmup:
-            return max(done / self._warmup, 1e-3)
-        part = (done - self._warmup) / max(1e-9, 1 - self._warmup)
-        return self._least + (1 - self._least) * 0.5 * (1 + math.cos(math.pi * part))
+        return _warmup_cosine(progress.weight / self.total_tokens, self._warmup, self._least)
+
+
+class SampleSchedule:
+    """Linear warm-up, then cosine, by samples that the team has committed.
+
+    ``total_samples`` is set once the data is known.
+    """
+
+    def __init__(self, settings: OptimizerConfig) -> None:
+        self._warmup = settings.warmup
+        self._least = settings.min_lr_ratio
+        self.total_samples = 1.0
+
+    def __call__(self, progress: Progress) -> float:
+        """The factor of the base learning rate for the next update."""
+        return _warmup_cosine(progress.samples / self.total_samples, self._warmup, self._least)
+
+
+def _warmup_cosine(done: float, warmup: float, least: float) -> float:
+    done = min(1.0, done)
+    if done < warmup:
+        return max(done / warmup, 1e-3)
+    part = (done - warmup) / max(1e-9, 1 - warmup)
+    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * part))

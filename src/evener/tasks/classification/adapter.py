@@ -75,7 +75,7 @@ def add_adapter(base: nn.Module, config: LoraConfig) -> nn.Module:
     kind = base.config.model_type  # type: ignore[union-attr]
     targets: Any = config.target_modules or TARGETS.get(str(kind), "all-linear")
     try:
-        with _hushed():
+        with hushed():
             network: nn.Module = get_peft_model(
                 base,
                 PeftLora(
@@ -109,7 +109,7 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
             "save_pretrained has written"
         )
     try:
-        with _hushed():
+        with hushed():
             network: nn.Module = PeftModel.from_pretrained(
                 base,
                 str(folder),
@@ -127,7 +127,7 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
 def save_adapter(network: nn.Module, folder: Path, base_path: str) -> None:
     """Writes adapter and head; ``PeftModel.from_pretrained`` loads them onto the base."""
     network.peft_config["default"].base_model_name_or_path = base_path  # type: ignore[index, union-attr]
-    with _hushed():
+    with hushed():
         network.save_pretrained(folder)  # type: ignore[operator]
     (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
 
@@ -137,7 +137,7 @@ def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) 
 
     ``AutoModelForSequenceClassification.from_pretrained`` loads it.
     """
-    with _hushed(), torch.no_grad():
+    with hushed(), torch.no_grad():
         whole = copy.deepcopy(network).cpu().merge_and_unload()  # type: ignore[operator]
         for key, rate in dropout.items():
             setattr(whole.config, key, rate)
@@ -172,7 +172,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
+def hushed() -> Iterator[None]:
     """Without progress bars, advice, and warnings that libraries cause in one another."""
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ from evener.run.config import ModelConfig
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
+    hushed,
     load_adapter,
     replacing,
     save_adapter,
@@ -193,6 +194,11 @@ class ClassifyPipeline:
             else torch.tensor(self._class_weights, device=device)
         )
 
+    @property
+    def base_fingerprint(self) -> str:
+        """Tells the frozen base from others."""
+        return self._base.fingerprint
+
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
     def encode(self, samples: Sequence[Sample], where: str = "sample") -> list[Encoded]:
@@ -315,11 +321,12 @@ class ClassifyPipeline:
         }
 
     def _save_base(self, folder: Path) -> None:
-        network = copy.deepcopy(self.model.network).cpu()
-        bare = network.unload()  # type: ignore[operator]
-        for key, rate in self._base.dropout.items():
-            setattr(bare.config, key, rate)
-        bare.save_pretrained(folder)
+        with hushed():
+            network = copy.deepcopy(self.model.network).cpu()
+            bare = network.unload()  # type: ignore[operator]
+            for key, rate in self._base.dropout.items():
+                setattr(bare.config, key, rate)
+            bare.save_pretrained(folder)
         self._write_tokenizer(folder)
 
     def _write_tokenizer(self, folder: Path) -> None:

@@ -1,0 +1,121 @@
+"""What ``evener classify`` runs in each rank, and how it classifies a file."""
+
+import json
+import sys
+from pathlib import Path
+
+from evener.errors import ConfigError
+from evener.run.classify_presets import (
+    classify_parent,
+    find_demo_base,
+    needs_demo_base,
+    resolve_classify,
+)
+from evener.run.folders import runs_of
+from evener.run.options import ClassifyOptions
+from evener.run.signals import StopSignals
+from evener.run.terminal import say
+
+
+def run_classification(options: ClassifyOptions) -> int:
+    """Runs this rank's part of a classification run.
+
+    Args:
+        options: From the command line; the rank's place comes from the environment.
+
+    Returns:
+        The exit code: 0, or 128 + the number of the signal that stopped the run.
+
+    Raises:
+        UserError: An input is wrong; the message names value, cause and remedy.
+    """
+    with StopSignals() as signals:
+        _run(options, signals)
+        return signals.exit_code
+
+
+def predict_file(options: ClassifyOptions) -> int:
+    """Classifies the texts of a file with a finished run, and prints a line of JSON for each.
+
+    Args:
+        options: ``predict`` is the file; name and folder say which run.
+
+    Raises:
+        UserError: There is no finished run of that name, or the file is malformed.
+    """
+    from evener.tasks.classification.label_files import read_labelled
+    from evener.tasks.classification.pipeline import ClassifyPipeline
+
+    config = resolve_classify(options)
+    parent, name = classify_parent(options), str(config.name)
+    finished = [run for run in runs_of(parent, name) if (run / "adapter").is_dir()]
+    if not finished:
+        raise ConfigError(
+            f"no run {name!r} in {parent.absolute()} holds an adapter to predict with; train one "
+            "first, or check --out and --name"
+        )
+    assert options.predict is not None
+    records = read_labelled(options.predict, text_key=config.data.text_key, label_key=None)
+    pipeline = ClassifyPipeline.load(finished[0])
+    if not options.quiet:
+        say(f"classifying {len(records):,} texts with {finished[0]}")
+    for prediction in pipeline.predict([record.text for record in records]):
+        probability = prediction.probabilities[prediction.index]
+        document = {"label": prediction.label, "index": prediction.index}
+        sys.stdout.write(json.dumps({**document, "probability": round(probability, 6)}) + "\n")
+    return 0
+
+
+def _run(options: ClassifyOptions, signals: StopSignals) -> None:
+    from evener.run.ddp import Ddp
+    from evener.run.emulate import parse_emulation
+    from evener.run.environment import DistributedTrainConfig
+    from evener.run.settings import DdpConfig
+    from evener.tasks.classification.job import ClassificationRun
+    from evener.tasks.classification.pipeline import ClassifyPipeline
+    from evener.tasks.classification.replica import make_adapter_optimizer
+    from evener.tasks.classification.run_data import agree_on_data, load_data
+    from evener.tasks.optimization import SampleSchedule
+
+    config = resolve_classify(options)
+    if needs_demo_base(config):
+        base = find_demo_base(classify_parent(options))
+        if base is None:
+            raise ConfigError(
+                "the base model is that of the pretraining demo, which has not been run: run "
+                "'evener pretrain --demo' first, or name a model with model.path"
+            )
+        model = config.model.model_copy(update={"path": str(base)})
+        config = config.model_copy(update={"model": model})
+    environment = DistributedTrainConfig.from_env()
+    slow = parse_emulation(options.emulate_slow, environment.world_size)
+    data = load_data(config)
+    pipeline = ClassifyPipeline.build(
+        config.model,
+        config,
+        data.labels,
+        tokenizer=Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None,
+        class_weights=data.labels.weights(config.class_weights, data.train.indices),
+    )
+    schedule = SampleSchedule(config.optimizer)
+    ddp = Ddp.setup(
+        pipeline.model,
+        make_adapter_optimizer(pipeline.model, config.optimizer),
+        schedule,
+        backend=config.backend,
+        devices=config.devices,
+        precision=config.precision,
+        config=DdpConfig(
+            max_grad_norm=config.optimizer.max_grad_norm,
+            non_finite=config.non_finite,
+            timeout_s=config.timeout_s,
+            emulate_slow=slow,
+            stop_when=lambda: signals.requested is not None,
+            quiet=options.quiet,
+        ),
+        environment=environment,
+    )
+    with ddp:
+        pipeline.to(ddp.device)
+        agree_on_data(ddp.assembly.team, data)
+        ClassificationRun(config, options, ddp, pipeline, data, schedule).go()

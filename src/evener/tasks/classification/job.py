@@ -1,0 +1,350 @@
+"""``evener classify``: one rank's part of a run, from data to the report."""
+
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+
+from evener.checkpoint import Checkpoint
+from evener.errors import CheckpointError, EvenerError
+from evener.observe.progress import ProgressSink
+from evener.observe.tensorboard import TensorBoardSink
+from evener.run.checkpointing import Checkpointer
+from evener.run.classify_config import ClassifyRunConfig
+from evener.run.classify_presets import classify_parent
+from evener.run.closing import show, summarise
+from evener.run.ddp import Ddp
+from evener.run.folders import agree_on_folder, release_folder
+from evener.run.options import ClassifyOptions
+from evener.run.recorder import RunRecorder
+from evener.run.results import WindowResult
+from evener.run.terminal import say
+from evener.tasks.classification.baseline import linear_accuracy
+from evener.tasks.classification.encoding import Batch, EncodedSamples
+from evener.tasks.classification.pipeline import ClassifyPipeline
+from evener.tasks.classification.progress import EvaluationHistory
+from evener.tasks.classification.replica import apply_adapter_settings
+from evener.tasks.classification.report import write_report
+from evener.tasks.classification.run_data import LabelledData
+from evener.tasks.classification.team_evaluation import evaluate_team
+from evener.tasks.optimization import SampleSchedule
+from evener.tasks.resuming import RUN, choose_checkpoint, is_finished
+
+HISTORY = "evaluations.json"
+"""Document of a checkpoint: the evaluations until then."""
+
+BEST = "best.safetensors"
+"""Asset of a checkpoint: the best adapter and head until then."""
+
+
+class ClassificationRun:
+    """One rank's part of a run, from data to the report."""
+
+    recorder: RunRecorder
+    checkpointer: Checkpointer
+
+    def __init__(
+        self,
+        config: ClassifyRunConfig,
+        options: ClassifyOptions,
+        ddp: Ddp,
+        pipeline: ClassifyPipeline,
+        data: LabelledData,
+        schedule: SampleSchedule,
+    ) -> None:
+        self.config = config
+        self.options = options
+        self.ddp = ddp
+        self.team = ddp.assembly.team
+        self.pipeline = pipeline
+        self.data = data
+        self.history = EvaluationHistory(config.eval)
+        self.shares = [1] * ddp.world_size
+        self.resumed: Checkpoint | None = None
+        #: Into every checkpoint; filled as the run goes.
+        self.assets: dict[str, bytes] = {}
+        self.documents: dict[str, Any] = {RUN: self._describe(), HISTORY: {}}
+        if options.resume:
+            self.folder, self.resumed = choose_checkpoint(
+                self.team, classify_parent(options), str(config.name), say=self._warn
+            )
+        else:
+            self.folder = agree_on_folder(self.team, classify_parent(options), str(config.name))
+        try:
+            encoder = pipeline.encoder
+            self.train = EncodedSamples(encoder, data.train.texts, data.train.indices)
+            self.heldout = EncodedSamples(encoder, data.heldout.texts, data.heldout.indices)
+            self.loader = ddp.loader(
+                self.train,
+                batch_size=config.batch_size,
+                seed=config.seed,
+                collate_fn=encoder.collate,
+                micro_batch_size=config.micro_batch_size,
+                prefetch="thread",
+                max_steps=config.max_steps,
+            )
+            if self.resumed is not None:
+                self._restore(self.resumed)
+        except BaseException:
+            if ddp.is_main_process:
+                release_folder(self.folder)
+            raise
+        self.num_windows = config.max_steps or config.epochs * len(self.loader)
+        schedule.total_samples = max(1.0, self.num_windows * len(self.train) / len(self.loader))
+
+    def go(self) -> None:
+        """Does all that is left to do of the run."""
+        if (
+            self.resumed is not None
+            and self._has_ended
+            and is_finished(self.team, self.folder, self.ddp.window)
+        ):
+            self._say(
+                f"{self.folder} has been completed ({self.ddp.window} steps): nothing to do. Raise "
+                "epochs, max_steps or eval.patience to train on, or start a new run without "
+                "--resume"
+            )
+            return
+        with ExitStack() as stack:
+            self.recorder = stack.enter_context(closing(RunRecorder(self.ddp, self.folder)))
+            self.checkpointer = stack.enter_context(closing(self._make_checkpointer()))
+            try:
+                self._start()
+                self._train()
+            except Exception as error:
+                self.recorder.finish(self.ddp.window, "failed", f"{type(error).__name__}: {error}")
+                raise
+
+    # ── the run ──────────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> None:
+        if self.ddp.is_main_process and not self.options.quiet:
+            self.recorder.add_sink(ProgressSink(sys.stderr))
+        if self.ddp.is_main_process and self.config.tensorboard:
+            self.recorder.add_sink(TensorBoardSink(self.folder / "tensorboard"))
+        self.recorder.start(
+            run=self.folder.name,
+            policy="sync",
+            unit=self._unit,
+            num_samples=len(self.train),
+            total_windows=self.num_windows,
+            resumed_from=self.resumed.path if self.resumed is not None else None,
+        )
+        if self.history.frozen is None:
+            found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
+            self.history.frozen = None if found is None else found[0]
+        self.ddp.on_commit(self._on_commit)
+
+    def _train(self) -> None:
+        """Trains to the end or to a stop, saves, and says what came of it."""
+        while not self._has_ended and not self.ddp.stopping:
+            for batch in self.loader.epoch(self.loader.cursor.epoch):
+                self._backward(batch)
+                self.ddp.step()
+        # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
+        agreed = self.team.introduce({"history": self.history.state_dict(), "shares": self.shares})
+        self.history.load_state_dict(agreed[0]["history"])
+        self.shares = agreed[0]["shares"]
+        if not self.ddp.stopping and self.history.last_window != self.ddp.window:
+            self._evaluate()
+        stopped = self.ddp.stopping and not self.history.is_exhausted
+        self._save()
+        checkpoint = self.checkpointer.finish()
+        if self.ddp.is_main_process:
+            self._sum_up(checkpoint, self.recorder.tally.elapsed_s, stopped=stopped)
+
+    def _backward(self, batch: Batch) -> None:
+        result = self.pipeline.loss(batch)
+        self.ddp.backward(result.loss, result.weight)
+
+    def _on_commit(self, result: WindowResult) -> None:
+        self.shares = [r.samples for r in result.ranks]
+        self.recorder.window(result)
+        done, every = result.progress.window, self.config.eval.every
+        if every and done % every == 0 and not self.ddp.stopping:
+            self._evaluate()
+            if self.history.is_exhausted:
+                self.ddp.stop()
+        every = self.config.checkpoint.every
+        if every and done % every == 0:
+            self._save()
+        else:
+            self.checkpointer.report()
+
+    def _evaluate(self) -> None:
+        found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
+        if found is None:
+            return
+        evaluation, elapsed_s = found
+        is_best = self.history.add(self.ddp.window, evaluation)
+        if is_best and self.ddp.is_main_process:
+            state = self.pipeline.model.state_dict()
+            self.assets[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
+        weight = self.pipeline.weight_of(self.heldout.indices)
+        self.recorder.evaluation(self.ddp.window, evaluation.loss, weight, elapsed_s)
+        self._say(
+            f"step {self.ddp.window}: held-out accuracy {evaluation.accuracy:.1%}, macro F1 "
+            f"{evaluation.macro_f1:.3f}, loss {evaluation.loss:.3f}{' (best)' if is_best else ''}"
+        )
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether no window is left."""
+        if self.history.is_exhausted:
+            return True
+        if self.config.max_steps is not None:
+            return self.ddp.window >= self.config.max_steps
+        return self.loader.cursor.epoch >= self.config.epochs
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────
+
+    def _sum_up(self, checkpoint: Path | None, elapsed_s: float, *, stopped: bool) -> None:
+        """On rank 0, when no other rank is needed any more."""
+        figures = self._figures(stopped=stopped)
+        summary = summarise(
+            self.ddp,
+            self.recorder,
+            self.folder,
+            batch_size=self.config.batch_size,
+            policy="sync",
+            unit=self._unit,
+            heldout_loss=self.history.best.loss if self.history.best else None,
+            speeds=None,
+            checkpoint=checkpoint,
+            elapsed_s=elapsed_s,
+        )
+        summary = replace(summary, details=figures)
+        try:
+            self._save_best()
+            summary.write(self.folder / "summary.json")
+            if self.history.best is not None:
+                write_report(
+                    self.folder, _in_words(figures), self.history.best, self.pipeline.labels.names
+                )
+        except EvenerError as error:  # the checkpoint is safe; that is what counts
+            self._warn(f"warning: {error}")
+        if stopped:
+            self.recorder.finish(self.ddp.window, "stopped", "go on from there with --resume")
+        else:
+            self.recorder.finish(self.ddp.window, "completed")
+        if not self.options.quiet:
+            show(summary)
+            for name, value in _in_words(figures).items():
+                text = f"{value:.1%}" if isinstance(value, float) else value
+                say(f"{name}: {text}")
+
+    def _figures(self, *, stopped: bool) -> dict[str, Any]:
+        """What goes into ``summary.json`` beside the team's figures."""
+        best, frozen, config = self.history.best, self.history.frozen, self.config
+        linear = None
+        if config.eval.baseline and not stopped:
+            self._say("training a bag-of-words model to compare with ...")
+            linear = linear_accuracy(
+                self.data.train.texts,
+                self.data.train.indices,
+                self.data.heldout.texts,
+                self.data.heldout.indices,
+                len(self.data.labels),
+            )
+        counts = [p.numel() for p in self.pipeline.model.parameters() if p.requires_grad]
+        return {
+            "accuracy": best.accuracy if best else None,
+            "macro_f1": best.macro_f1 if best else None,
+            "majority_accuracy": best.majority_accuracy if best else None,
+            "linear_accuracy": linear,
+            "frozen_accuracy": frozen.accuracy if frozen else None,
+            "best_step": self.history.best_window,
+            "early_stopped": self.history.is_exhausted,
+            "confusion": [list(row) for row in best.confusion] if best else None,
+            "labels": list(self.pipeline.labels.names),
+            "num_train": len(self.train),
+            "num_heldout": len(self.heldout),
+            "data": self.data.description,
+            "trainable_parameters": sum(counts),
+            "adapter": str(self.folder / "adapter"),
+            "merged": str(self.folder / "merged"),
+        }
+
+    def _save_best(self) -> None:
+        if BEST in self.assets:
+            state = load_bytes(self.assets[BEST])
+            with torch.no_grad():
+                for name, tensor in self.pipeline.model.state_dict().items():
+                    tensor.copy_(state[name])
+        self.pipeline.save(self.folder)
+
+    @property
+    def _unit(self) -> str:
+        return "samples" if self.config.class_weights is None else "weighted samples"
+
+    def _say(self, text: str) -> None:
+        if not self.options.quiet:
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        if self.ddp.is_main_process:
+            say(text)
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────
+
+    def _save(self) -> None:
+        self.documents[HISTORY] = self.history.state_dict()
+        self.checkpointer.save(self.loader.cursor.state_dict())
+
+    def _make_checkpointer(self) -> Checkpointer:
+        return Checkpointer(
+            self.ddp,
+            self.folder / "checkpoints",
+            keep_last=self.config.checkpoint.keep_last,
+            assets=self.assets,
+            documents=self.documents,
+            on_written=lambda written: self.recorder.checkpoint(written),
+            on_failure=lambda failure: self._warn(f"warning: {failure}"),
+        )
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "data": self.data.signature,
+            "labels": list(self.data.labels.names),
+            "base": self.pipeline.base_fingerprint,
+            "config": self.config.model_dump(mode="json"),
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        saved, now = checkpoint.document(RUN), self.documents[RUN]
+        for key, what in (
+            ("base", "base model"),
+            ("labels", "classes"),
+            ("data", "data, or the same data split differently"),
+        ):
+            if saved.get(key) != now[key]:
+                raise CheckpointError(
+                    f"{checkpoint.path} was trained with another {what}; put that back "
+                    "(model.path, data.*, labels, seed), or start without --resume"
+                )
+        self.ddp.load(checkpoint.path)
+        for optimizer in self.ddp.assembly.optimizers:
+            apply_adapter_settings(optimizer, self.config.optimizer)
+        self.history.load_state_dict(checkpoint.document(HISTORY))
+        if BEST in checkpoint.manifest.files:
+            self.assets[BEST] = checkpoint.asset(BEST)
+
+
+def _in_words(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures for people, in the order in which they are compared."""
+    words = {
+        "held-out accuracy": figures["accuracy"],
+        "macro F1": None if figures["macro_f1"] is None else f"{figures['macro_f1']:.3f}",
+        "always the most frequent class": figures["majority_accuracy"],
+        "base with a random head, nothing trained": figures["frozen_accuracy"],
+        "bag-of-words linear model": figures["linear_accuracy"],
+        "best step": figures["best_step"],
+        "samples": f"{figures['num_train']:,} for training, {figures['num_heldout']:,} held out",
+        "data": figures["data"],
+    }
+    return {name: value for name, value in words.items() if value is not None}

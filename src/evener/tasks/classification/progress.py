@@ -1,0 +1,63 @@
+"""What a run knows of its evaluations: which adapter is the best, and whether to go on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evener.run.classify_config import ClassifyEvalConfig
+from evener.tasks.classification.metrics import Evaluation
+
+
+class EvaluationHistory:
+    """The evaluations of a run; the same on every rank that takes part.
+
+    Args:
+        settings: Which number decides, and how long to wait for a better one.
+
+    Attributes:
+        frozen: Of the base with a random head, before anything was trained.
+        best: The best so far, and the window it was made after.
+        last_window: The newest one's window.
+        since_best: Evaluations since the best.
+    """
+
+    def __init__(self, settings: ClassifyEvalConfig) -> None:
+        self._settings = settings
+        self.frozen: Evaluation | None = None
+        self.best: Evaluation | None = None
+        self.best_window = -1
+        self.last_window = -1
+        self.since_best = 0
+
+    def add(self, window: int, evaluation: Evaluation) -> bool:
+        """Takes an evaluation; true when it is the best so far."""
+        metric = self._settings.metric
+        self.last_window = window
+        if self.best is None or evaluation.score(metric) > self.best.score(metric):
+            self.best, self.best_window, self.since_best = evaluation, window, 0
+            return True
+        self.since_best += 1
+        return False
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether so many evaluations brought nothing better that the run shall end."""
+        patience = self._settings.patience
+        return bool(patience) and self.since_best >= patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {
+            "frozen": None if self.frozen is None else self.frozen.to_json(),
+            "best": None if self.best is None else self.best.to_json(),
+            "best_window": self.best_window,
+            "last_window": self.last_window,
+            "since_best": self.since_best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores ``state_dict``."""
+        self.frozen = Evaluation.from_json(state["frozen"]) if state["frozen"] else None
+        self.best = Evaluation.from_json(state["best"]) if state["best"] else None
+        self.best_window = int(state["best_window"])
+        self.last_window = int(state["last_window"])
+        self.since_best = int(state["since_best"])

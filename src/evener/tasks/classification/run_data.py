@@ -1,0 +1,103 @@
+"""The data of a classification run: read, checked, split, the same on every rank."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.errors import DataError
+from evener.run.classify_config import ClassifyRunConfig
+from evener.run.team import Team
+from evener.tasks.classification.label_files import read_labelled
+from evener.tasks.classification.samples import LabelSet, Record
+from evener.tasks.classification.splits import split_records
+from evener.tasks.classification.stdlib_functions import stdlib_functions
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Training or held-out texts and the index of each one's class."""
+
+    texts: tuple[str, ...]
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledData:
+    """What a run trains on and what it is measured by.
+
+    Attributes:
+        labels: The classes.
+        train: Training samples.
+        heldout: Held-out samples.
+        signature: Hash of all of it.
+        description: In words, for people.
+    """
+
+    labels: LabelSet
+    train: Side
+    heldout: Side
+    signature: str
+    description: str
+
+
+def load_data(config: ClassifyRunConfig) -> LabelledData:
+    """Reads and splits the data of a run.
+
+    Raises:
+        DataError: It is missing, malformed, has unknown labels, or lacks a class.
+    """
+    data = config.data
+    if data.path is None:
+        records = stdlib_functions()
+        training, heldout = split_records(records, data.heldout_fraction, config.seed)
+        words = "functions of Python's standard library by package, split by file"
+    else:
+        records = _read(data.path, config)
+        words = data.path
+        if data.heldout_path is not None:
+            training, heldout = records, _read(data.heldout_path, config)
+        else:
+            training, heldout = split_records(records, data.heldout_fraction, config.seed)
+            words += f", split by {data.group_key or 'text'}"
+    labels = LabelSet(config.labels) if config.labels is not None else LabelSet.of(training)
+    train, held = _side(training, labels), _side(heldout, labels)
+    labels.require_all(train.indices, "the training data")
+    hasher = hashlib.blake2b(digest_size=16)
+    for side in (train, held):
+        for text, index in zip(side.texts, side.indices, strict=True):
+            hasher.update(f"{index} {len(text)} {text}".encode())
+        hasher.update(b"|")
+    return LabelledData(labels, train, held, hasher.hexdigest(), words)
+
+
+def agree_on_data(team: Team, data: LabelledData) -> None:
+    """Refuses ranks that see other data; all ranks call it together.
+
+    Raises:
+        DataError: Names the first rank that differs from rank 0.
+    """
+    answers = team.introduce({"data": data.signature})
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise DataError(
+                f"rank {rank} sees other samples than rank 0; give every machine the same files"
+                " (and, for the functions of the standard library, the same version of Python)"
+            )
+
+
+def _read(path: str, config: ClassifyRunConfig) -> list[Record]:
+    data = config.data
+    return read_labelled(
+        Path(path).expanduser(),
+        text_key=data.text_key,
+        label_key=data.label_key,
+        group_key=data.group_key,
+    )
+
+
+def _side(records: Sequence[Record], labels: LabelSet) -> Side:
+    return Side(
+        tuple(record.text for record in records),
+        tuple(labels.index(record.label, record.where) for record in records),
+    )

@@ -1,0 +1,48 @@
+"""Held-out texts classified by the whole team."""
+
+import time
+from collections.abc import Sequence
+
+from evener.cadence.apportion import apportion
+from evener.run.ddp import Ddp
+from evener.tasks.classification.encoding import EncodedSamples
+from evener.tasks.classification.metrics import Evaluation, add_confusions
+from evener.tasks.classification.pipeline import ClassifyPipeline
+
+_PIECE = 64
+
+
+def evaluate_team(
+    ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples, shares: Sequence[int]
+) -> tuple[Evaluation, float] | None:
+    """Classifies held-out texts, each on one rank; all ranks call it together.
+
+    Args:
+        ddp: The team.
+        pipeline: This rank's classifier.
+        data: The held-out texts, the same on every rank.
+        shares: Relative amounts of work by rank; zeros are an equal split.
+
+    Returns:
+        The same on every rank, and the seconds it took here; ``None`` when a rank was told to stop.
+    """
+    split = apportion(len(data), shares if sum(shares) else [1] * ddp.world_size)
+    first = sum(split[: ddp.rank])
+    stop = first + split[ddp.rank]
+    loss_sum, weight, size = 0.0, 0.0, len(pipeline.labels)
+    confusion = tuple((0,) * size for _ in range(size))
+    began_s = time.perf_counter()
+    for start in range(first, stop, _PIECE):
+        if ddp.wants_stop():
+            break
+        with ddp.emulated_slowness():
+            piece = [data[i] for i in range(start, min(start + _PIECE, stop))]
+            part = pipeline.evaluate_encoded(piece)
+        loss_sum, weight = loss_sum + part[0], weight + part[1]
+        confusion = add_confusions([confusion, part[2]])
+    loss = ddp.all_reduce(loss_sum / weight if weight else 0.0, weight)
+    if ddp.stopping:
+        return None
+    parts = ddp.assembly.engine.team.introduce({"confusion": confusion})
+    whole = add_confusions([part["confusion"] for part in parts])
+    return Evaluation(loss=loss, confusion=whole), time.perf_counter() - began_s
