@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from evener.errors import WorkerError as WorkerError
     from evener.observe.events import Sink as Sink
     from evener.run.builder import DdpBuilder as DdpBuilder
+    from evener.run.classify_config import ClassifyConfig as ClassifyConfig
     from evener.run.ddp import Ddp as Ddp
     from evener.run.environment import AverageBackend as AverageBackend
     from evener.run.environment import DistributedBackend as DistributedBackend
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
     from evener.run.results import WindowResult as WindowResult
     from evener.run.settings import DdpConfig as DdpConfig
     from evener.run.trained import TrainedState as TrainedState
+    from evener.tasks.classification.coordinator import BatchResult as BatchResult
+    from evener.tasks.classification.coordinator import (
+        DataParallelCoordinator as DataParallelCoordinator,
+    )
+    from evener.tasks.classification.pipeline import ClassifyPipeline as ClassifyPipeline
+    from evener.tasks.classification.samples import Sample as Sample
     from evener.tasks.pretraining import PretrainResult as PretrainResult
     from evener.tasks.pretraining import pretrain as pretrain
 
@@ -49,15 +56,19 @@ if TYPE_CHECKING:
 _MODULE_OF: Final = {
     "ApplyPolicy": "evener.cadence.policies",
     "AverageBackend": "evener.run.environment",
+    "BatchResult": "evener.tasks.classification.coordinator",
     "CheckpointError": "evener.errors",
+    "ClassifyConfig": "evener.run.classify_config",
+    "ClassifyPipeline": "evener.tasks.classification.pipeline",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
     "CollectiveTimeoutError": "evener.errors",
     "ConfigError": "evener.errors",
     "DataError": "evener.errors",
+    "DataParallelCoordinator": "evener.tasks.classification.coordinator",
     "Ddp": "evener.run.ddp",
-    "DdpConfig": "evener.run.settings",
     "DdpBuilder": "evener.run.builder",
+    "DdpConfig": "evener.run.settings",
     "DdpHandle": "evener.run.handle",
     "DistributedBackend": "evener.run.environment",
     "DistributedRole": "evener.run.environment",
@@ -71,13 +82,14 @@ _MODULE_OF: Final = {
     "PretrainResult": "evener.tasks.pretraining",
     "ProtocolError": "evener.errors",
     "Replicas": "evener.run.replicas",
+    "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
     "TrainedState": "evener.run.trained",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
     "WindowResult": "evener.run.results",
-    "pretrain": "evener.tasks.pretraining",
     "WorkerError": "evener.errors",
+    "pretrain": "evener.tasks.pretraining",
     "record_scalar": "evener.run.metrics",
 }
 

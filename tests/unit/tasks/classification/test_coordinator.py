@@ -1,0 +1,329 @@
+"""Several replicas make the updates that one would make, and no sample is lost or seen twice."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from evener import BatchResult, DataParallelCoordinator, Sample
+from evener.errors import ConfigError, DataError, NonFiniteGradientError, UsageError
+from evener.tasks.classification.pipeline import ClassifyPipeline
+from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
+
+#: Twenty batches whose sizes divide nothing, some smaller than the team.
+SIZES = (7, 11, 2, 13, 5, 1, 9, 3, 17, 4, 7, 6, 2, 11, 5, 8, 1, 13, 3, 10)
+
+
+def batches() -> list[list[Sample]]:
+    return [samples(size, first=100 * i) for i, size in enumerate(SIZES)]
+
+
+def make(
+    devices: Any = ("cpu",), model: dict[str, Any] = TINY_LLAMA, **options: Any
+) -> DataParallelCoordinator:
+    chosen = {k: options.pop(k) for k in ("partition_ratios", "emulate_slow") if k in options}
+    return DataParallelCoordinator(model, config(**options), list(devices), **chosen)
+
+
+def states(coordinator: DataParallelCoordinator) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: value.clone() for name, value in pipeline.model.state_dict().items()}
+        for pipeline in coordinator.pipelines
+    ]
+
+
+def assert_identical(coordinator: DataParallelCoordinator) -> None:
+    first, *others = states(coordinator)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def train(
+    coordinator: DataParallelCoordinator,
+) -> tuple[list[BatchResult], dict[str, torch.Tensor]]:
+    results = []
+    with coordinator:
+        for batch in batches():
+            results.append(coordinator.train_batch_parallel(batch))
+            assert_identical(coordinator)
+        return results, states(coordinator)[0]
+
+
+def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    squared = sum(float((a[k].double() - b[k].double()).square().sum()) for k in a)
+    return math.sqrt(squared / sum(float(a[k].double().square().sum()) for k in a))
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[BatchResult], dict[str, torch.Tensor]]:
+    return train(make(class_weights=[1.0, 2.0, 0.5]))
+
+
+# ── the mathematics ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "team",
+    [
+        {"devices": ["cpu"] * 2, "partition_ratios": [3, 1]},
+        {"devices": ["cpu"] * 3, "partition_ratios": [5, 2, 1], "micro_batch_size": 2},
+        {"devices": ["cpu"] * 3, "emulate_slow": {1: 4.0}},
+    ],
+    ids=["two", "three with accumulation", "three by measured speed"],
+)
+def test_twenty_steps_equal_those_of_one_device(
+    alone: tuple[list[BatchResult], dict[str, torch.Tensor]], team: dict[str, Any]
+) -> None:
+    results, state = train(make(class_weights=[1.0, 2.0, 0.5], **team))
+    expected, own_state = alone
+    # Sums in another order: float32 rounds at 6e-8, which twenty steps of Adam may amplify.
+    for one, other in zip(expected, results, strict=True):
+        assert other.avg_loss == pytest.approx(one.avg_loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+        assert (other.correct, other.total) == (one.correct, one.total)
+    assert relative_difference(own_state, state) <= 1e-5
+
+
+def test_one_device_makes_the_steps_of_plain_pytorch() -> None:
+    """The reference shares nothing with the coordinator but the model: loss, clipping, AdamW."""
+    chosen = config(class_weights=[1.0, 2.0, 0.5])
+    with DataParallelCoordinator(TINY_LLAMA, chosen, ["cpu"]) as coordinator:
+        reference = coordinator.primary_pipeline.replica(torch.device("cpu"))
+        reference.model.train()
+        trained = [p for p in reference.model.parameters() if p.requires_grad]
+        settings = chosen.optimizer
+        optimizer = torch.optim.AdamW(
+            trained, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        for batch in batches()[:5]:
+            data = reference.encoder.collate(reference.encode(batch))
+            logits = reference.model(data.input_ids, data.attention_mask)
+            weights = torch.tensor([1.0, 2.0, 0.5])
+            loss = torch.nn.functional.cross_entropy(logits, data.labels, weight=weights)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            result = coordinator.train_batch_parallel(batch)
+            assert result.avg_loss == pytest.approx(loss.item(), rel=1e-5)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        own, other = coordinator.primary_pipeline.model.state_dict(), reference.model.state_dict()
+        assert relative_difference(own, other) <= 1e-5
+
+
+def test_every_sample_contributes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[str] = Counter()
+    true_loss = ClassifyPipeline.loss
+
+    def counting(self: ClassifyPipeline, batch: Any) -> Any:
+        result = true_loss(self, batch)
+        result.loss.register_hook(lambda _: seen.update(_texts(batch)))
+        return result
+
+    monkeypatch.setattr(ClassifyPipeline, "loss", counting)
+    batch = samples(23)
+    with make(["cpu"] * 3, partition_ratios=[4, 2, 1], micro_batch_size=4) as coordinator:
+        result = coordinator.train_batch_parallel(batch)
+    assert result.total == 23
+    assert seen == Counter(sample.text for sample in batch)
+
+
+def _texts(batch: Any) -> list[str]:
+    rows = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
+    return [
+        bytes(i for i, m in zip(ids, mask, strict=True) if m and i < 256).decode()
+        for ids, mask in rows
+    ]
+
+
+def test_only_adapter_and_head_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    with make(["cpu"] * 2) as coordinator:
+        replica = coordinator._replicas[0]
+        all_reduce = replica.comm.all_reduce
+        monkeypatch.setattr(
+            replica.comm,
+            "all_reduce",
+            lambda tensor, **words: (sent.append(tensor.numel()), all_reduce(tensor, **words)),
+        )
+        coordinator.train_batch_parallel(samples(6))
+        model = replica.pipeline.model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        names = set(model.state_dict())
+    exact, padding = sum(p.numel() for p in trained), 17 * len(trained) + 2
+    assert exact <= sum(sent) <= exact + padding < frozen
+    assert all(".lora_" in name or "score" in name for name in names)
+
+
+def test_dropout_is_the_same_in_every_run_and_another_in_every_batch() -> None:
+    def run() -> list[float]:
+        with make(["cpu"] * 2, partition_ratios=[2, 1], lora={"dropout": 0.5}) as coordinator:
+            return [coordinator.train_batch_parallel(samples(9)).avg_loss for _ in range(4)]
+
+    state = torch.get_rng_state()
+    first = run()
+    assert run() == first
+    assert torch.equal(torch.get_rng_state(), state)  # the process's generator is left alone
+    assert first != [first[0]] * 4
+
+
+def test_a_slow_replica_gets_less() -> None:
+    with make(["cpu"] * 2, emulate_slow={1: 6.0}) as coordinator:
+        for i in range(8):
+            coordinator.train_batch_parallel(samples(24, first=24 * i))
+        shares = coordinator.shares
+    assert sum(shares) == 100
+    assert shares[1] < shares[0]
+
+
+# ── sizes that are special ───────────────────────────────────────────────────────────────────────
+
+
+def test_an_empty_batch_makes_no_update() -> None:
+    with make(["cpu"] * 2) as coordinator:
+        before = states(coordinator)
+        result = coordinator.train_batch_parallel([])
+        after = states(coordinator)
+    assert (result.correct, result.total) == (0, 0)
+    assert math.isnan(result.avg_loss)
+    assert math.isnan(result.grad_norm)
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+
+
+def test_fewer_samples_than_devices_leave_some_without_work() -> None:
+    with make(["cpu"] * 3) as coordinator:
+        result = coordinator.train_batch_parallel(samples(1))
+        assert result.total == 1
+        assert result.grad_norm > 0
+        assert_identical(coordinator)
+
+
+def test_another_family_trains_as_well() -> None:
+    with make(["cpu"] * 2, model=TINY_BERT) as coordinator:
+        losses = [coordinator.train_batch_parallel(samples(12)).avg_loss for _ in range(12)]
+        assert_identical(coordinator)
+    assert losses[-1] < losses[0]
+
+
+# ── use ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_learns_evaluates_and_predicts_on_all_devices() -> None:
+    with make(["cpu"] * 2, optimizer={"lr": 2e-2}) as coordinator:
+        for i in range(40):
+            coordinator.train_batch_parallel(samples(16, first=16 * i))
+        held = samples(30, first=5000)
+        evaluation = coordinator.evaluate(held)
+        predictions = coordinator.predict([sample.text for sample in held])
+    assert evaluation.total == 30
+    assert evaluation.accuracy > 0.9
+    found = sum(p.index == s.label for p, s in zip(predictions, held, strict=True))
+    assert found == evaluation.correct
+    assert all(p.label == LABELS[p.index] for p in predictions)
+    assert all(sum(p.probabilities) == pytest.approx(1, abs=1e-5) for p in predictions)
+
+
+def test_the_learning_rate_may_change_between_batches() -> None:
+    with make(["cpu"] * 2, optimizer={"lr": 1e-2, "head_lr_ratio": 2.0}) as coordinator:
+        coordinator.lr = 0.0
+        before = states(coordinator)[0]
+        coordinator.train_batch_parallel(samples(5))
+        assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
+
+
+# ── bad input ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (Sample("text", 3), "sample 1: label 3 is out of range"),
+        (Sample("text", -1), "label -1 is out of range"),
+        (Sample("text", "fourth"), "label 'fourth' is unknown"),
+        (Sample(" \n", 0), "sample 1 has an empty text"),
+    ],
+)
+def test_a_bad_sample_is_named_and_nothing_is_computed(sample: Sample, words: str) -> None:
+    with make(["cpu"] * 2) as coordinator:
+        before = states(coordinator)[0]
+        with pytest.raises(DataError, match=words):
+            coordinator.train_batch_parallel([Sample("text", 0), sample])
+        assert coordinator.num_batches == 0
+        assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
+        assert coordinator.train_batch_parallel([Sample("text", 0)]).total == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (["cpu", "cuda:99"], "torch finds \\d+ CUDA devices"),
+        ([], "name a device"),
+        (["tpu"], "choose 'auto', 'cpu'"),
+    ],
+)
+def test_a_device_that_is_not_there(devices: Sequence[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(devices)
+
+
+def test_classes_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="labels"):
+        make(labels=None)
+
+
+def test_balanced_weights_need_samples_to_count() -> None:
+    with pytest.raises(ConfigError, match="balanced"):
+        make(class_weights="balanced")
+
+
+def _poison(coordinator: DataParallelCoordinator, rank: int) -> None:
+    model = coordinator.pipelines[rank].model
+    head = next(p for n, p in model.named_parameters() if "score" in n and p.requires_grad)
+    with torch.no_grad():
+        head[0, 0] = math.inf
+
+
+def test_a_non_finite_loss_stops_every_replica() -> None:
+    with make(["cpu"] * 2, partition_ratios=[1, 1]) as coordinator:
+        _poison(coordinator, 1)
+        before = states(coordinator)
+        with pytest.raises(NonFiniteGradientError, match="rank 1"):
+            coordinator.train_batch_parallel(samples(6))
+        assert all(torch.equal(before[0][k], v) for k, v in states(coordinator)[0].items())
+
+
+def test_a_non_finite_loss_may_be_left_out() -> None:
+    with make(["cpu"] * 2, partition_ratios=[1, 1], non_finite="skip") as coordinator:
+        _poison(coordinator, 1)
+        before = states(coordinator)
+        assert math.isnan(coordinator.train_batch_parallel(samples(6)).grad_norm)
+        assert all(torch.equal(before[0][k], v) for k, v in states(coordinator)[0].items())
+
+
+def test_after_close_it_refuses_and_the_classifier_lives_on() -> None:
+    coordinator = make(["cpu"] * 2)
+    coordinator.close()
+    coordinator.close()
+    with pytest.raises(UsageError, match="closed"):
+        coordinator.train_batch_parallel(samples(2))
+    assert len(coordinator.primary_pipeline.predict(["a text"])) == 1
+
+
+# ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+def test_cuda_and_cpu_in_one_team(
+    alone: tuple[list[BatchResult], dict[str, torch.Tensor]],
+) -> None:
+    coordinator = make(["cuda:0", "cpu"], class_weights=[1.0, 2.0, 0.5], partition_ratios=[3, 1])
+    with coordinator:
+        results = [coordinator.train_batch_parallel(batch) for batch in batches()]
+        first, second = ({k: v.cpu() for k, v in s.items()} for s in states(coordinator))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    for one, other in zip(alone[0], results, strict=True):
+        assert other.avg_loss == pytest.approx(one.avg_loss, rel=1e-3)
