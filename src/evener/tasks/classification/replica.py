@@ -17,7 +17,7 @@ from evener.data.cursor import derive_seed
 from evener.run.classify_config import AdapterOptimizerConfig
 from evener.run.emulate import Slowdown, compute_clock
 from evener.run.loop import split_evenly
-from evener.run.precision import AutocastForward, choose_precision
+from evener.run.precision import HALF, AutocastForward, choose_precision
 from evener.run.share import Share
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.pipeline import ClassifyPipeline
@@ -96,9 +96,11 @@ class Replica:
         self._micro_batch_size = micro_batch_size
         self._max_norm = config.optimizer.max_grad_norm
         self._update_s = 0.0
-        precision = choose_precision(config.precision, pipeline.device)
+        precision = choose_precision(config.precision, pipeline.device, scaled=False)
         self._autocast = (
-            AutocastForward(pipeline.model, pipeline.device) if precision != "fp32" else None
+            AutocastForward(pipeline.model, pipeline.device, HALF[precision])
+            if precision in HALF
+            else None
         )
 
     def compute(
