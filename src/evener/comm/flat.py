@@ -22,9 +22,9 @@ from evener.errors import ConfigError, UsageError
 class FlatBuffers:
     """Flat buffers of all trainable parameters.
 
-    The life of a window: ``zero_()``; ``attach_grads()`` before and after each backward;
-    ``gather()`` after the last one; exchange ``group.grad`` of each group; ``mask_untouched()``;
-    ``optimizer.step()``; ``attach_data()``.
+    The life of a window: ``zero_()``; ``attach_grads()`` after each backward; ``gather()`` after
+    the last one; exchange ``group.grad`` of each group; ``mask_untouched()``; ``optimizer.step()``;
+    ``attach_data()``.
 
     A window starts with ``.grad = None``, so that the first backward writes fresh gradients instead
     of adding to zeros. With several ranks a hook then moves each into its place of the buffer,
@@ -97,32 +97,38 @@ class FlatBuffers:
         for group in self.groups_of(part):
             for i in group.indices:
                 self._held[i] = self.parameters[i].grad = None
-        self._fresh = part is None
 
     def stamps(self) -> list[int]:
         """A number for each parameter that changes when its accumulated gradient is written."""
         return [-1 if held is None else held._version for held in self._held]
 
-    def find_write(self, stamps: Sequence[int]) -> int | None:
-        """Flat number of a parameter whose ``.grad`` was written or assigned since ``stamps``.
-
-        A ``.grad`` that was dropped does not count: ``attach_grads`` puts it back.
+    def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
+        """Look for what was done to ``.grad`` since ``attach_grads()`` and ``stamps()``.
 
         Args:
             stamps: As ``stamps()`` gave them; empty for those after ``zero_()``.
+
+        Returns:
+            Flat number of a parameter whose gradient was written or assigned, if any; and whether
+            some were dropped, which ``attach_grads`` undoes.
         """
+        dropped = False
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
-            if parameter.grad is not None and parameter.grad is not held:
-                return i
+            grad = parameter.grad
+            if grad is not held:
+                if grad is not None:
+                    return i, dropped
+                dropped = True
             before = stamps[i] if i < len(stamps) else -1
             if (-1 if held is None else held._version) != before:
-                return i
-        return None
+                return i, dropped
+        return None, dropped
 
     def attach_grads(self) -> int:
         """Undo what the user did to ``.grad`` since the last backward of this window.
 
-        To be called before and after each backward. A parameter whose ``.grad`` was dropped
+        To be called after each backward, and before the next where ``find_write`` says so. A
+        parameter whose ``.grad`` was dropped
         (``zero_grad(set_to_none=True)``) gets back what it has accumulated; a ``.grad`` that was
         assigned replaces that.
 
@@ -136,9 +142,6 @@ class FlatBuffers:
             thawed = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             self._add(thawed)
-        if self._fresh:  # nothing to lose yet
-            self._fresh = False
-            return 0
         broken = 0
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
             grad = parameter.grad
@@ -175,7 +178,6 @@ class FlatBuffers:
             UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
         """
         self.attach_data()
-        self._fresh = False
         self.attach_grads()
         groups = self.groups_of(part)
         for group in groups if self._views else ():

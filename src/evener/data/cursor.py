@@ -190,10 +190,14 @@ class Cursor:
         """Whether nothing of ``epoch`` is left to do."""
         return epoch < self._epoch
 
-    def begin(self, epoch: int) -> bool:
+    def begin(self, epoch: int, *, abandon: bool = False) -> bool:
         """Move planning to ``epoch``.
 
         An epoch that nobody has begun may be passed over; it then counts as committed.
+
+        Args:
+            epoch: The epoch.
+            abandon: An earlier epoch that is partly done counts as committed, too.
 
         Returns:
             Whether there is anything to do in it: ``False`` for a committed epoch, from which
@@ -205,7 +209,7 @@ class Cursor:
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must not be negative")
         if epoch > self._epoch:
-            if self._leases or self._committed.total > 0:
+            if self._leases or (self._committed.total > 0 and not abandon):
                 raise UsageError(
                     f"epoch {epoch} cannot begin: epoch {self._epoch} has "
                     f"{self._committed.total} of {self.num_samples} samples committed and "
@@ -213,6 +217,8 @@ class Cursor:
                     f"epoch {self._epoch} to its end first"
                 )
             self._epoch = epoch
+            self._committed = RangeSet()
+            self._busy = RangeSet()
         self._planning_epoch = epoch
         return epoch == self._epoch
 

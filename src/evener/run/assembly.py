@@ -13,7 +13,7 @@ from evener.averaging.buffers import BufferAverager
 from evener.cadence.policies import ApplyPolicy, Planner
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.errors import CheckpointError
+from evener.errors import CheckpointError, UsageError
 from evener.run.backends import check_backend, connect_team
 from evener.run.child import apply_threads
 from evener.run.engines import (
@@ -30,12 +30,13 @@ from evener.run.models import (
     Schedulers,
     check_optimizers,
     check_parameters,
-    check_schedulers,
     combine_models,
+    parts_of,
 )
 from evener.run.ownership import OptimizerGuard
 from evener.run.placement import Devices, choose_device
 from evener.run.precision import HALF, AutocastForward, Precision, choose_precision
+from evener.run.registry import Registry
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
 from evener.run.team import Member, Team, check_alike, describe_self, member_document, own_versions
@@ -56,10 +57,12 @@ class Assembly:
     backend_reason: str
     team: Team
     members: tuple[Member, ...]
+    several_models: bool
     flat: FlatBuffers
     buffers: BufferAverager
     engine: Engine
     autocast: list[AutocastForward]
+    registry: Registry
     guard: OptimizerGuard
 
     @property
@@ -71,6 +74,25 @@ class Assembly:
         """Tells the planner the largest micro-batch, the same on every rank."""
         self.policy.set_micro_batch_sizes([size] * self.team.world_size)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether optimizers are likely to be stepped one by one: several, of several models."""
+        return self.several_models and len(self.optimizers) > 1
+
+    def part_of(self, optimizer: Optimizer) -> int:
+        """Number of one of the optimizers.
+
+        Raises:
+            UsageError: It is none of them.
+        """
+        for number, own in enumerate(self.optimizers):
+            if own is optimizer:
+                return number
+        raise UsageError(
+            f"this {type(optimizer).__name__} was not given to Ddp.setup; pass it there, in the "
+            "list of optimizers"
+        )
+
     def agree_on_failure(self, failure: str) -> None:
         """Raises rank 0's failure on every rank; all ranks call it together."""
         answers = self.engine.team.introduce({"failure": failure})
@@ -80,6 +102,7 @@ class Assembly:
     def close(self) -> None:
         """Gives back hooks and connections; idempotent."""
         self.engine.close_down()
+        self.engine.options.habits.close()
         self.flat.close()
         self.guard.remove()
         while self.autocast:
@@ -103,8 +126,7 @@ def assemble(
     """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
     chosen = choose_policy(policy, config)
     check_backend(backend)
-    check_optimizers(optimizers)
-    check_schedulers(scheduler, optimizers)
+    check_optimizers(optimizers, scheduler)
     whole, models = combine_models(model)
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device, scaled=chosen is ApplyPolicy.SYNC)
@@ -117,12 +139,12 @@ def assemble(
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
         members = _introduce(team, whole, environment, device, config, resolved)
-        flat = lay_out(whole, chosen, comm.world_size)
+        flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers))
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
         whole.train()
-        schedule = Schedule(optimizers, scheduler)
-        parts = Parts(team, members, whole, flat, list(optimizers), schedule, config)
+        schedule, registry = Schedule(optimizers, scheduler), Registry()
+        parts = Parts(team, members, whole, flat, list(optimizers), schedule, registry, config)
         engine = make_engine(chosen, parts)
     except BaseException:
         comm.close()
@@ -138,10 +160,12 @@ def assemble(
         backend_reason=reason,
         team=team,
         members=members,
+        several_models=len(models) > 1,
         flat=flat,
         buffers=engine.buffers,
         engine=engine,
         autocast=[AutocastForward(m, device, HALF[resolved]) for m in models if resolved in HALF],
+        registry=registry,
         guard=OptimizerGuard(optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:

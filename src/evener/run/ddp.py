@@ -1,40 +1,33 @@
 """``Ddp``: data-parallel training in the user's own loop, on devices of unequal speed."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
 
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
-from evener.data.cursor import Cursor
-from evener.data.loader import make_fetcher
-from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.assembly import Assembly, assemble
 from evener.run.builder import DdpBuilder
 from evener.run.environment import DistributedTrainConfig
-from evener.run.loaders import make_loader
-from evener.run.local_engine import LocalEngine
-from evener.run.loop import TeamLoader
+from evener.run.feeding import DataSide
 from evener.run.models import Models, Schedulers
-from evener.run.options import Allowed
 from evener.run.placement import Devices, devices_of_host
 from evener.run.replicas import wrap
 from evener.run.results import Progress, WindowResult
 from evener.run.settings import DdpConfig
+from evener.run.share import Share
 from evener.run.starting import start_all_ranks
-from evener.run.state import load_state, save_state
 from evener.run.team import Meeting, Member
 
 
-class Ddp:
+class Ddp(DataSide):
     """A rank's place in the team; made by ``Ddp.setup``.
 
     Attributes:
@@ -48,11 +41,8 @@ class Ddp:
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        self.assembly = assembly
-        self._engine = assembly.engine
-        self._loaders: list[TeamLoader] = []
-        self._restored: Mapping[str, Any] | None = None
-        self._allows_new_data = False
+        super().__init__(assembly)
+        self._closed = False
         self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
         self.device = assembly.device
@@ -160,56 +150,9 @@ class Ddp:
         """Whether the team has agreed to stop; loaders then yield nothing more."""
         return self._engine.stopping
 
-    def loader(
-        self,
-        dataset: Dataset[Any],
-        *,
-        batch_size: int,
-        seed: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        micro_batch_size: int | Literal["auto"] = "auto",
-        prefetch: Literal["auto", "inline", "thread", "process"] = "auto",
-        max_steps: int | None = None,
-    ) -> TeamLoader:
-        """A loader over a map-style data set that gives each sample to exactly one rank.
-
-        Args:
-            dataset: Anything with ``len`` and ``[index]``; the same on every rank.
-            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
-                local step in CADENCE and ASYNC.
-            seed: Seed of the epochs' permutations and of derived random numbers.
-            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
-            num_workers: 0 loads in this process, more in that many worker processes.
-            micro_batch_size: Most samples of one forward/backward on this rank; ``"auto"`` is
-                the equal share of the batch, or all of it in CADENCE and ASYNC.
-            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
-                numbers. ``"auto"`` loads inline, or ahead with worker processes.
-            max_steps: End the run after this many optimizer steps (of all ranks together).
-
-        Raises:
-            ConfigError: Sizes that make no sense, or an empty data set.
-        """
-        num_samples = len(dataset)  # type: ignore[arg-type]
-        _check_sizes(num_samples, batch_size, micro_batch_size, max_steps)
-        local = isinstance(self._engine, LocalEngine)
-        share = -(-min(batch_size, num_samples) // (1 if local else self.world_size))
-        micro = share if micro_batch_size == "auto" else micro_batch_size
-        cursor = Cursor(num_samples, seed)
-        self.assembly.set_micro_batch_size(micro)
-        self._restore_position(cursor)
-        loader = make_loader(
-            self._engine,
-            make_fetcher(dataset, collate_fn, seed, num_workers, prefetch),
-            cursor,
-            batch_size=batch_size,
-            micro_batch_size=micro,
-            max_steps=max_steps,
-        )
-        self._loaders.append(loader)
-        return loader
-
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | None = None, *, optimizer: Optimizer | None = None
+    ) -> None:
         """Adds a micro-batch's gradient to the window.
 
         The window's gradient is Σ ``weight · ∇loss`` / Σ ``weight`` over all ranks and
@@ -219,28 +162,81 @@ class Ddp:
         Args:
             loss: Scalar; the mean over ``weight`` units.
             weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
-                default. 0 leaves the micro-batch out.
+                default, and 1 outside of a loader. 0 leaves the micro-batch out.
+            optimizer: The optimizer that the loss is for, where several take turns: only its
+                parameters get a gradient. See ``step``.
 
         Raises:
-            UsageError: Outside a micro-batch, a bad weight, or a second weight that differs.
+            UsageError: Outside a micro-batch, a bad weight, a second weight that differs, or
+                gradients that something else has written.
         """
-        flat = self.assembly.flat
-        flat.attach_grads()  # a zero_grad() since the last call must not lose sums
-        self._engine.share.backward(loss, weight)
-        flat.attach_grads()  # nor one after this call
+        engine = self._engine
+        habits, share = engine.options.habits, engine.share
+        if not (share.in_micro_batch or engine.in_epoch):
+            share = self._start_unplanned()
+        habits.before_backward(share, loss, weight)
+        if optimizer is None:
+            share.backward(loss, weight)
+        else:
+            own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            share.backward(loss, weight, self.assembly.part_of(optimizer), own)
+        habits.after_backward(share)
 
-    def step(self) -> WindowResult | None:
+    def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
         """Ends a micro-batch; with the last one of this rank's share, closes the window.
+
+        Several optimizers are stepped together, or they take turns on the same samples, as in a
+        GAN::
+
+            for real, noise in loader.epoch(epoch):
+                ddp.backward(loss_of_discriminator(...), optimizer=opt_d)
+                ddp.step(opt_d)
+                ddp.backward(loss_of_generator(...), optimizer=opt_g)
+                ddp.step(opt_g)
+
+        Each ``ddp.step(optimizer)`` averages and applies what was accumulated for that optimizer;
+        the window closes when the loop asks for the next batch. Every rank takes the same turns in
+        the same order. The loader must hand out a rank's share of a window as one micro-batch
+        (``micro_batch_size="share"``, the default with several models and optimizers), because the
+        next turn needs what the turn before has made of *all* samples.
+
+        Args:
+            optimizer: Step this one alone.
 
         Returns:
             ``None`` inside a window; then the window's result, the same on every rank: gradients
-            averaged, clipped, the optimizer stepped, gradients zeroed.
+            averaged, clipped, the optimizer stepped, gradients zeroed. A turn returns its own
+            update.
 
         Raises:
             NonFiniteGradientError: On every rank, nothing applied.
             CollectiveMismatchError: Another rank joined another collective.
+            UsageError: Gradients were written by something else than ``backward``.
         """
-        return self._engine.end_micro_batch()
+        engine = self._engine
+        habits = engine.options.habits
+        habits.before_step(engine.share)
+        with habits.stepping():
+            if optimizer is None:
+                result = engine.end_micro_batch()
+            else:
+                result = engine.step_part(self.assembly.part_of(optimizer))
+        if result is not None:
+            habits.after_update(engine.share)
+        return result
+
+    def _start_unplanned(self) -> Share:
+        """Starts a window outside of any loader: one contribution of each rank."""
+        engine = self._engine
+        engine.options.habits.tell_once(
+            "training without ddp.loader: every ddp.step() is one update, to which each rank "
+            "contributes once, with the weight given to ddp.backward (1 by default). Not "
+            "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
+            "that follow speed, and going on in mid-epoch after a restart"
+        )
+        share = engine.open_share(1)
+        share.start_micro_batch(1)
+        return share
 
     def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
         """The mean of a number over ranks, weighted; all ranks call it together.
@@ -276,48 +272,6 @@ class Ddp:
         """Asks the team to stop after the window that is being computed; any rank may call it."""
         self._engine.leave_soon = True
 
-    def save(self, path: str | Path) -> None:
-        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
-
-        Raises:
-            CheckpointError: Rank 0 could not write it.
-        """
-        self._meet(Meeting.SAVE)
-        self._engine.prepare_save()
-        self._engine.settle()  # parameters may be a window ahead of the data position
-        failure = ""
-        if self.is_main_process:
-            with self._engine.consensus():
-                failure = save_state(self.assembly, self._cursor_state(), Path(path))
-        self.assembly.agree_on_failure(failure)
-
-    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
-        """Restores a checkpoint, on any number of ranks; all ranks call it together.
-
-        Call it after ``setup``, before or after ``loader``, and before the first epoch.
-
-        Args:
-            path: The checkpoint, or a folder of which the newest complete one is taken.
-            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
-                first epoch on; model, optimizer and progress are kept.
-
-        Raises:
-            CheckpointError: Missing, damaged, of another model or data set, or not the same on
-                every rank.
-        """
-        self._restored = load_state(self.assembly, Path(path))
-        self._allows_new_data = "data" in allow
-        windows = self.assembly.team.introduce({"window": self.window})
-        for rank, other in enumerate(windows):
-            if other != windows[0]:
-                raise CheckpointError(
-                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
-                    f"0 that of window {windows[0]['window']}; use storage that every rank sees"
-                )
-        for loader in self._loaders:
-            self._restore_position(loader.cursor)
-            loader.skip_timing()
-
     def wants_stop(self) -> bool:
         """Whether this rank was told to stop; the team agrees at its next exchange."""
         return self._engine.wants_stop()
@@ -343,8 +297,15 @@ class Ddp:
             model.train(was_training)
 
     def close(self) -> None:
-        """Leaves the team: ends loaders and connections; idempotent."""
-        for loader in self._loaders:
+        """Leaves the team: ends loaders and connections; idempotent.
+
+        Where nothing has gone wrong, what has been applied is committed first, which all ranks do
+        together.
+        """
+        if not self._closed and sys.exception() is None:
+            self._engine.settle()
+        self._closed = True
+        for loader in [*self._loaders, *self._eval_loaders]:
             loader.close()
         self.assembly.close()
 
@@ -357,43 +318,5 @@ class Ddp:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closed = self._closed or error is not None
         self.close()
-
-    def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
-        rows, leaving = self._engine.team.meet(
-            kind, window=self.window, leaving=int(self._engine.wants_stop()), payload=payload
-        )
-        self._engine.stopping |= leaving > 0
-        return rows
-
-    def _restore_position(self, cursor: Cursor) -> None:
-        if self._restored is None:
-            return
-        state = self._restored["cursor"]
-        if self._allows_new_data and not cursor.is_of(state):
-            cursor.restart()
-        else:
-            cursor.load_state_dict(state)
-
-    def _cursor_state(self) -> dict[str, Any]:
-        if not self._loaders:
-            raise UsageError(
-                "ddp.save needs the data position: make the loader with ddp.loader first"
-            )
-        return self._loaders[0].cursor.state_dict()
-
-
-def _check_sizes(
-    num_samples: int, batch_size: int, micro_batch_size: int | str, max_steps: int | None
-) -> None:
-    if num_samples < 1:
-        raise ConfigError("the data set is empty; give at least one sample")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; give at least 1 sample per optimizer step")
-    if isinstance(micro_batch_size, str):
-        if micro_batch_size != "auto":
-            raise ConfigError(f"micro_batch_size is {micro_batch_size!r}; give a number or 'auto'")
-    elif micro_batch_size < 1:
-        raise ConfigError(f"micro_batch_size is {micro_batch_size}; give at least 1 sample")
-    if max_steps is not None and max_steps < 0:
-        raise ConfigError(f"max_steps is {max_steps}; give 0 or more")

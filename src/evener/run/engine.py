@@ -1,36 +1,26 @@
 """Runs SYNC windows on one rank: plan, compute, meet, average, update, commit."""
 
-import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, final
 
-import torch
-
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import GradientAverager
-from evener.averaging.weights import combine, power_of_two_near
-from evener.cadence.plan import WindowPlan, WindowReport
+from evener.cadence.plan import WindowPlan
 from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
-from evener.run.finite import find_non_finite, overflow
+from evener.run.finite import find_non_finite
+from evener.run.meetings import Met, WindowMeetings
 from evener.run.moments import SavedState, own_state
 from evener.run.notices import parked, slow_rank_0
 from evener.run.planning import AppliedWindow, PlanQueue, refuse_other_work
 from evener.run.results import Progress, RankRecord, WindowResult
-from evener.run.row import (
-    Note,
-    Row,
-    decode_row,
-    encode_row,
-    refuse_other_parameters,
-    seconds_of_exchange,
-)
+from evener.run.row import agree_on_part
 from evener.run.share import Share
 from evener.run.team import Meeting, Team
+from evener.run.updates import Updater
 from evener.run.windows import Engine, EngineOptions
 
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
@@ -59,19 +49,19 @@ class WindowEngine(Engine):
         *,
         team: Team,
         flat: FlatBuffers,
-        averager: GradientAverager,
         buffers: BufferAverager,
-        optimizers: Sequence[torch.optim.Optimizer],
+        updater: Updater,
         policy: Policy,
         options: EngineOptions,
     ) -> None:
         super().__init__(team, flat, buffers, options)
         self.plans = PlanQueue(team.rank, team.world_size, policy)
-        self._averager = averager
-        self._optimizers = optimizers
-        self._applied: AppliedWindow | None = None
-        self._expected_weight = 0.0
-        self._update_s = 0.0
+        self._updater = updater
+        #: Optimizers that have been stepped alone in this window.
+        self._turns: list[WindowResult] = []
+        self._meetings = WindowMeetings(self, self.plans, updater)
+        #: Epoch of windows without plans, and their samples so far.
+        self._stream = (0, 0)
         self._recall_at = 0
         self._warned_of_rank_0 = False
 
@@ -93,21 +83,36 @@ class WindowEngine(Engine):
         self.flat.attach_data()  # the model may have been given another memory format
         self.plans.begin(cursor, batch_size)
 
+    def begin_stream(self, epoch: int) -> None:
+        """Starts an epoch of windows without plans; all ranks call it together."""
+        self.settle()
+        self.flat.attach_data()
+        self._drop_plans()
+        self._stream = (epoch, 0)
+
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together."""
-        if self._applied is not None:
+        if self._turns and self.share.in_micro_batch:
+            self.end_micro_batch()
+        if self.left:
+            self._meetings.flush()
+            self.left = False
+            self._drop_plans()
+        else:
             self.flush()
 
     def exchange_plan(self, *, min_share: int = 0) -> None:
         """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
         draft = self.plans.draft(self.window, min_share=min_share)
-        rows = self._meet(Meeting.PLAN, [*draft, self.plans.fingerprint])
+        rows = self._meetings.meet(Meeting.PLAN, [*draft, self.plans.fingerprint])
         self.plans.compare([row[len(draft)] for row in rows], self.team.parked)
         self.plans.accept(rows[0])
 
     def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:
         """Gives every rank every rank's timings; all ranks call it together."""
-        rows = self._meet(Meeting.PROBE, [len(own), *(x for triple in own for x in triple)])
+        rows = self._meetings.meet(
+            Meeting.PROBE, [len(own), *(x for triple in own for x in triple)]
+        )
         return [
             [(int(r[3 * k + 1]), int(r[3 * k + 2]), r[3 * k + 3]) for k in range(int(r[0]))]
             for r in rows
@@ -116,7 +121,10 @@ class WindowEngine(Engine):
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts this rank's part of a window; with ``timing`` it will be dropped."""
         whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
-        scale = None if whole_window and not self.options.loss_scale.is_used else self._scale
+        if whole_window and not self.options.loss_scale.is_used:
+            scale = None
+        else:
+            scale = self._updater.scale(self.plans.batch_size or 1)
         self.share = Share(
             num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
         )
@@ -127,9 +135,42 @@ class WindowEngine(Engine):
         last = self.share.end_micro_batch()
         if self.share.timing:
             return None
+        if not self.in_epoch:
+            return self.close_unplanned()
         if self.options.stop_requested() and not last:
             return self.close(abandon=True)
         return self.close() if last else None
+
+    def step_part(self, part: int) -> WindowResult | None:
+        """Steps one optimizer alone on this window's samples, and leaves the window open.
+
+        Without plans it closes a window of its own.
+
+        Returns:
+            The update; ``None`` where it is dropped.
+        """
+        share = self.share
+        share.check_part(part)
+        share.turns += 1
+        if share.timing:
+            self.flat.zero_(part)
+            return None
+        if not self.in_epoch:
+            share.end_micro_batch()
+            return self.close_unplanned(part)
+        plan = self.plans.peek()
+        assert plan is not None
+        share.pause()
+        met = self._meetings.close(plan, self._meetings.report(part=part), part=part)
+        result = None
+        if met.abandoned:
+            self._abandon()
+            share.timing = True  # what is left of this batch goes through, for nothing
+        else:
+            agree_on_part(met.rows, plan.shares, part)
+            result = self._take_turn(part, plan, met)
+        share.resume()
+        return result
 
     def consensus(self) -> AbstractContextManager[None]:
         """Shows the agreed buffers; parameters are equal at all times."""
@@ -141,7 +182,13 @@ class WindowEngine(Engine):
 
     def saved_states(self) -> list[SavedState]:
         """This rank's optimizer states, which are every rank's."""
-        return [own_state(optimizer) for optimizer in self._optimizers]
+        return [own_state(optimizer) for optimizer in self._updater.optimizers]
+
+    def leave(self) -> None:
+        """Leaves an epoch in its middle; the others learn of it in ``settle``."""
+        self.left = True
+        if not self.share.turns:
+            self.drop_share()
 
     # ── closing ──────────────────────────────────────────────────────────────────────────────
 
@@ -158,42 +205,38 @@ class WindowEngine(Engine):
         Raises:
             NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
         """
-        plan = self.plans.pop()
-        report = self._report(abandon)
-        draft = self.plans.draft(self.window + 1)
-        misfit = self.policy.rank_to_park(self.plans.batch_size)
-        note = self._note(park=misfit, buffers_changed=self.buffers.changed())
-        own = Row(report, draft, note)
-        payload = encode_row(report, draft, note, self.team.world_size)
-        started_s = time.perf_counter()
-        numbers, leaving = self.team.meet(
-            Meeting.WINDOW, window=self.window, leaving=report.leaving, payload=payload
-        )
-        rows = [own if r == self.team.rank else decode_row(n) for r, n in enumerate(numbers)]
-        wait_s = time.perf_counter() - started_s
-        exchange_s = math.nan
-        if self._applied is not None:
-            exchange_s = seconds_of_exchange(rows, self.team.parked)
-        self._commit(rows)
-        self.stopping |= leaving > 0
-        if leaving == 2:
-            self.drop_share()
-            self.plans.drop()
+        plan = self.plans.peek()
+        assert plan is not None
+        # A rank without a share does not know whether an optimizer takes its turn, the window is
+        # closed, or the others have left the loop: it goes along.
+        idle = plan.shares[self.team.rank] == 0
+        while True:
+            met = self._meetings.close(
+                plan,
+                self._meetings.report(abandon and not self._turns, turns=bool(self._turns)),
+                idle=idle,
+            )
+            if met.abandoned:
+                self._abandon()
+                return None
+            part = agree_on_part(met.rows, plan.shares)
+            if not idle or part is None:
+                break
+            self._take_turn(part, plan, met)
+        if idle and not any(report.samples for report in met.reports):
+            self._drop_plans()
+            self.others_left = True
             return None
-        self.plans.accept(rows[0].plan)
-        reports = [r.report for r in rows]
-        refuse_other_work(reports, plan)
-        refuse_other_parameters(rows, self.team.parked)
-        bad = find_non_finite(reports, plan, self.flat.names, self.progress.steps + 1)
-        if bad is not None and not self._may_skip(reports):
-            self.flat.zero_()
-            raise self.options.loss_scale.exhausted(bad)
-        buffers_changed = any(r.note.buffers_changed for r in rows)
-        result, sync_s = self._apply(plan, reports, buffers_changed)
-        self._applied = AppliedWindow(result, self.plans.lease_of(plan.window), wait_s, sync_s)
-        self.policy.observe(reports, plan, exchange_s)
+        self.plans.pop()
+        self.plans.accept(met.rows[0].plan)
+        self._meetings.draft = None
+        refuse_other_work(met.reports, plan)
+        result, sync_s = self._apply(plan, met)
+        lease = self.plans.lease_of(plan.window)
+        self._meetings.applied = AppliedWindow(result, lease, met.wait_s, sync_s)
+        self.policy.observe(met.reports, plan, met.exchange_s)
         self.progress = result.progress
-        if (misfit := rows[0].note.park) == 0:
+        if (misfit := met.rows[0].note.park) == 0:
             self._warn_of_rank_0()
         elif misfit is not None:
             self._park(misfit)
@@ -201,10 +244,87 @@ class WindowEngine(Engine):
             self.recall(go_on=True)
         return result
 
+    def close_unplanned(
+        self, part: int | None = None, *, idle: bool = False
+    ) -> WindowResult | None:
+        """Closes a window that no plan was made for; all ranks call it together.
+
+        Args:
+            part: Only this optimizer is stepped.
+            idle: This rank has run out of data, and goes along with the others.
+
+        Returns:
+            The applied window; ``None`` when no rank had data, or the others have left.
+        """
+        met = self._meetings.close(None, self._meetings.report(part=part), part=part, idle=idle)
+        working = [report.micro_batches for report in met.reports]
+        if not any(working):
+            return None
+        part = agree_on_part(met.rows, working, part)
+        epoch, start = self._stream
+        shares = tuple(report.samples for report in met.reports)
+        plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
+        result, sync_s = self._apply(plan, met, part)
+        self._stream = (epoch, plan.stop)
+        self._meetings.applied = AppliedWindow(result, None, met.wait_s, sync_s)
+        self.progress = result.progress
+        return result
+
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""
-        payload = encode_row(WindowReport(), (), self._note(), self.team.world_size)
-        self._commit([decode_row(n) for n in self._meet(Meeting.FLUSH, payload)])
+        if self._meetings.applied is not None:
+            self._meetings.flush()
+
+    def _apply(
+        self, plan: WindowPlan, met: Met, part: int | None = None
+    ) -> tuple[WindowResult, float]:
+        """Averages and updates, unless the optimizers have taken their turns already."""
+        if not self._turns:
+            self._refuse_non_finite(plan, met, part)
+            return self._updater.apply(
+                plan,
+                met.reports,
+                self.share,
+                self.progress,
+                buffers_changed=met.buffers_changed,
+                part=part,
+            )
+        turns, self._turns = self._turns, []
+        weight, skipped = turns[0].weight, all(turn.skipped for turn in turns)
+        if met.buffers_changed:
+            self._updater.agree_on_buffers(self.share, weight, f"window {plan.window}")
+        result = replace(
+            turns[-1],
+            weight=weight,
+            skipped=skipped,
+            progress=self.progress.after(plan.size, 0.0 if skipped else weight, skipped),
+            applied_t=time.time(),
+            ranks=tuple(RankRecord.of(r) for r in met.reports),
+        )
+        return result, 0.0
+
+    def _take_turn(self, part: int, plan: WindowPlan, met: Met) -> WindowResult:
+        self._refuse_non_finite(plan, met, part)
+        result, _ = self._updater.apply(
+            plan, met.reports, self.share, self.progress, buffers_changed=False, part=part
+        )
+        self._turns.append(replace(result, progress=self.progress))
+        return self._turns[-1]
+
+    def _refuse_non_finite(self, plan: WindowPlan, met: Met, part: int | None) -> None:
+        bad = find_non_finite(met.reports, plan, self.flat.names, self.progress.steps + 1)
+        if bad is not None and not self._updater.may_skip(met.reports):
+            self.flat.zero_(part)
+            self._turns.clear()
+            raise self.options.loss_scale.exhausted(bad)
+
+    def _abandon(self) -> None:
+        self.drop_share()
+        self._drop_plans()
+
+    def _drop_plans(self) -> None:
+        self.plans.drop()
+        self._meetings.draft = None
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────
 
@@ -215,7 +335,7 @@ class WindowEngine(Engine):
             go_on: The epoch goes on, so new plans are made for the whole team.
         """
         self.flush()
-        self.plans.drop()
+        self._drop_plans()
         leaving = int(self.stopping or self.wants_stop())
         self.stopping |= self.team.recall(self.window, leaving, [float(go_on)]) > 0
         self._rejoined(go_on, receives=False)
@@ -230,7 +350,7 @@ class WindowEngine(Engine):
         """Goes on without a rank that costs more than it brings; all ranks call it together."""
         speeds = self.policy.solo_speeds(self.plans.batch_size)
         self.flush()
-        self.plans.drop()
+        self._drop_plans()
         self.team.park(rank)
         self._use_team()
         self._recall_at = self.window + PARKED_WINDOWS
@@ -241,21 +361,22 @@ class WindowEngine(Engine):
 
     def _warn_of_rank_0(self) -> None:
         if not self._warned_of_rank_0:
-            self.options.notice(slow_rank_0(self.policy.solo_speeds(self.plans.batch_size)))
+            speeds = self.policy.solo_speeds(self.plans.batch_size)
+            self.options.notice(slow_rank_0(speeds))
         self._warned_of_rank_0 = True
 
     def _rejoined(self, go_on: bool, *, receives: bool) -> None:
         cursor = self.plans.cursor
         counters: dict[str, Any] = {
             "progress": asdict(self.progress),
-            "expected_weight": self._expected_weight,
+            "expected_weight": self._updater.expected_weight,
             "cursor": cursor.state_dict(),
             "loss_scale": self.options.loss_scale.state_dict(),
         }
         counters = self.options.transfer_state(counters, receives)
         if receives:
             self.progress = Progress(**counters["progress"])
-            self._expected_weight = counters["expected_weight"]
+            self._updater.expected_weight = counters["expected_weight"]
             cursor.load_state_dict(counters["cursor"])
             self.options.loss_scale.load_state_dict(counters["loss_scale"])
             self.flat.zero_()
@@ -267,131 +388,4 @@ class WindowEngine(Engine):
 
     def _use_team(self) -> None:
         self.policy.set_parked(self.team.parked)
-        self._averager.comm = self.team.comm
-        self.buffers.comm = self.team.comm
-
-    @property
-    def _scale(self) -> float:
-        expected = self._expected_weight or float(self.plans.batch_size)
-        return power_of_two_near(expected) / self.options.loss_scale.value
-
-    def _meet(self, kind: Meeting, payload: Sequence[float]) -> list[list[float]]:
-        rows, leaving = self.team.meet(
-            kind, window=self.window, leaving=int(self.wants_stop()), payload=payload
-        )
-        self.stopping |= leaving > 0
-        return rows
-
-    def _note(self, *, park: int | None = None, buffers_changed: bool = False) -> Note:
-        wait_s, sync_s = (a.wait_s, a.sync_s) if (a := self._applied) else (0.0, 0.0)
-        return Note(
-            park=park,
-            buffers_changed=buffers_changed,
-            wait_s=wait_s,
-            sync_s=sync_s,
-            trainable=len(self.flat.parameters),
-        )
-
-    def _report(self, abandon: bool) -> WindowReport:
-        share = self.share
-        index = self._averager.gather()
-        loss_sum = share.loss_sum
-        non_finite = 0 if index is None else index + 1
-        if not math.isfinite(loss_sum):
-            non_finite = -1
-        return WindowReport(
-            weight=share.weight,
-            loss_sum=loss_sum,
-            # The last update is this rank's own work too, and part of what it costs a window.
-            compute_s=share.compute_s + self._update_s,
-            micro_batches=share.micro_batches,
-            samples=share.samples,
-            non_finite=non_finite,
-            leaving=2 if abandon else int(self.wants_stop()),
-        )
-
-    def _apply(
-        self, plan: WindowPlan, reports: Sequence[WindowReport], buffers_changed: bool
-    ) -> tuple[WindowResult, float]:
-        """Averages and updates; returns the result and the seconds of the exchange."""
-        total_weight, loss = combine(reports) or (0.0, math.nan)
-        what = f"window {plan.window}"
-        norm, sync_s = math.nan, 0.0
-        skipped = total_weight == 0 or any(r.non_finite for r in reports)
-        if not skipped:
-            started_s = time.perf_counter()
-            norm = self._averager.average(
-                self.share.scale, total_weight, what=what, max_norm=self.options.max_grad_norm
-            )
-            if buffers_changed:
-                self.buffers.average(self.share.weight, total_weight, what=what)
-            sync_s = time.perf_counter() - started_s
-            skipped = self._overflowed(norm, plan)
-        elif buffers_changed:
-            self.buffers.restore()
-        started_s, slow_start = time.perf_counter(), self.options.slowdown.start()
-        self.options.before_update(self.progress)
-        lr = float(self._optimizers[0].param_groups[0]["lr"])
-        if not skipped:
-            self._update()
-        # Also of a window left out: it may have overflowed because another weight was expected.
-        self._expected_weight = total_weight or self._expected_weight
-        if total_weight:
-            self.options.loss_scale.update(overflowed=skipped)
-        self.flat.zero_()
-        elapsed_s = time.perf_counter() - started_s
-        self._update_s = elapsed_s + self.options.slowdown.after(slow_start)
-        result = WindowResult(
-            window=plan.window,
-            epoch=plan.epoch,
-            start=plan.start,
-            size=plan.size,
-            loss=loss,
-            weight=total_weight,
-            grad_norm=norm,
-            lr=lr,
-            skipped=skipped,
-            progress=self.progress.after(plan.size, 0.0 if skipped else total_weight, skipped),
-            applied_t=time.time(),
-            ranks=tuple(RankRecord.of(r) for r in reports),
-        )
-        return result, sync_s
-
-    def _overflowed(self, norm: float, plan: WindowPlan) -> bool:
-        if math.isfinite(norm):
-            return False
-        if self._may_skip(()):
-            return True
-        self.flat.zero_()
-        raise overflow(plan, self.progress.steps + 1)
-
-    def _may_skip(self, reports: Sequence[WindowReport]) -> bool:
-        """Whether what is not finite is to be left out rather than to stop the team."""
-        return self.options.non_finite == "skip" or self.options.loss_scale.explains(reports)
-
-    def _update(self) -> None:
-        self.flat.mask_untouched()
-        for optimizer in self._optimizers:
-            optimizer.step()
-        self.flat.attach_data()
-        if self.options.unlike_devices:
-            self._averager.unify(what=f"parameters of window {self.window}")
-        self.options.after_update()
-
-    def _commit(self, rows: Sequence[Row]) -> None:
-        """All ranks are here, so all have applied the window before: it is committed."""
-        if self._applied is None:
-            return
-        applied, self._applied = self._applied, None
-        self.plans.commit(applied.lease)
-        if not self.options.on_commit:
-            return
-        ranks = tuple(
-            replace(record, wait_s=row.note.wait_s, sync_s=row.note.sync_s)
-            for record, row in zip(applied.result.ranks, rows, strict=True)
-        )
-        result = replace(applied.result, ranks=ranks)
-        # Buffers have moved on with this rank's part of the next window: show the consensus.
-        with self.buffers.consensus():
-            for callback in self.options.on_commit:
-                callback(result)
+        self._updater.use(self.team.comm)

@@ -1,7 +1,7 @@
 """Builds what runs the windows of a rank, for each policy."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import GradientAverager
 from evener.averaging.parameters import ParameterAverager
 from evener.cadence.cadence import CadencePolicy
 from evener.cadence.fixed import FixedShares
@@ -22,15 +21,18 @@ from evener.errors import ConfigError
 from evener.run.backends import check_policy
 from evener.run.emulate import Slowdown, compute_clock, patient_sleep
 from evener.run.engine import WindowEngine
+from evener.run.habits import Habits
 from evener.run.local_engine import LocalEngine
 from evener.run.local_update import LocalUpdate
 from evener.run.local_window import local_payload_length
 from evener.run.loss_scale import LossScale
+from evener.run.registry import Registry
 from evener.run.row import payload_length
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
 from evener.run.team import Member, Team
 from evener.run.transfer import transfer_state
+from evener.run.updates import Updater
 from evener.run.windows import Engine, EngineOptions
 
 
@@ -44,6 +46,7 @@ class Parts:
     flat: FlatBuffers
     optimizers: Sequence[Optimizer]
     schedule: Schedule
+    registry: Registry
     config: DdpConfig
 
 
@@ -73,13 +76,15 @@ def longest_payload(world_size: int) -> int:
     return max(payload_length(world_size), local_payload_length(world_size))
 
 
-def lay_out(model: nn.Module, policy: ApplyPolicy, world_size: int) -> FlatBuffers:
+def lay_out(
+    model: nn.Module, policy: ApplyPolicy, world_size: int, parts: Mapping[int, int]
+) -> FlatBuffers:
     """Moves the trainable parameters into flat buffers.
 
     Local steps exchange no gradients, so there they stay where autograd has put them.
     """
     exchanging = world_size if policy is ApplyPolicy.SYNC else 1
-    return FlatBuffers(list(model.named_parameters()), exchanging)
+    return FlatBuffers(list(model.named_parameters()), exchanging, parts=parts)
 
 
 def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
@@ -90,16 +95,16 @@ def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
 
 
 def _sync(parts: Parts) -> WindowEngine:
+    options, buffers = _options(parts), BufferAverager(parts.model, parts.team.comm)
     return WindowEngine(
         team=parts.team,
         flat=parts.flat,
-        averager=GradientAverager(parts.flat, parts.team.comm),
-        buffers=BufferAverager(parts.model, parts.team.comm),
-        optimizers=parts.optimizers,
+        buffers=buffers,
+        updater=Updater(parts.flat, buffers, parts.optimizers, parts.team.comm, options),
         policy=_sync_planner(
             [m.member for m in parts.members], parts.config, has_batch_statistics(parts.model)
         ),
-        options=_options(parts),
+        options=options,
     )
 
 
@@ -147,11 +152,13 @@ def _options(parts: Parts) -> EngineOptions:
             parts.flat,
             parts.optimizers,
             parts.schedule,
+            parts.registry,
             counters,
             receives=receives,
         )
 
     stop_requested = config.stop_when or _never
+    notice = _never_mind if config.quiet or team.rank else _warn
     alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
     return EngineOptions(
         max_grad_norm=config.max_grad_norm,
@@ -167,7 +174,8 @@ def _options(parts: Parts) -> EngineOptions:
         before_update=parts.schedule.before_update,
         after_update=parts.schedule.after_update,
         transfer_state=bring_up_to_date,
-        notice=_never_mind if config.quiet or team.rank else _warn,
+        notice=notice,
+        habits=Habits(parts.flat, parts.optimizers, notice),
     )
 
 

@@ -3,6 +3,7 @@
 from evener.data.cursor import Cursor
 from evener.data.loader import Fetcher
 from evener.run.engine import WindowEngine
+from evener.run.intake import Order
 from evener.run.local_engine import LocalEngine
 from evener.run.local_loop import LocalLoader
 from evener.run.loop import SyncLoader, TeamLoader
@@ -13,10 +14,12 @@ def make_loader(
     engine: Engine,
     fetcher: Fetcher,
     cursor: Cursor,
+    order: Order,
     *,
     batch_size: int,
     micro_batch_size: int,
     max_steps: int | None,
+    pin_memory: bool = False,
 ) -> TeamLoader:
     """A loader over what ``fetcher`` fetches; see ``Ddp.loader``."""
     if isinstance(engine, LocalEngine):
@@ -24,17 +27,21 @@ def make_loader(
             engine,
             fetcher,
             cursor,
+            order,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             max_steps=max_steps,
+            pin_memory=pin_memory,
         )
     assert isinstance(engine, WindowEngine)
     return SyncLoader(
         engine,
         fetcher,
         cursor,
+        order,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         max_steps=max_steps,
+        pin_memory=pin_memory,
         probe=engine.team.world_size > 1 and not engine.policy.is_calibrated,
     )

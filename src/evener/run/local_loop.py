@@ -6,8 +6,8 @@ from typing import Any, final
 
 from evener.data.cursor import Cursor, Slice
 from evener.data.loader import Fetcher, Pending
-from evener.data.order import EpochOrder
 from evener.errors import UsageError
+from evener.run.intake import Indices, Order
 from evener.run.local_engine import LocalEngine
 from evener.run.loop import TeamLoader
 
@@ -28,18 +28,22 @@ class LocalLoader(TeamLoader):
         engine: LocalEngine,
         fetcher: Fetcher,
         cursor: Cursor,
+        order: Order,
         *,
         batch_size: int,
         micro_batch_size: int,
         max_steps: int | None,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(
             engine,
             fetcher,
             cursor,
+            order,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             max_steps=max_steps,
+            pin_memory=pin_memory,
         )
         self._engine = engine
         self._queued: dict[Slice, deque[tuple[int, int, Pending]]] = {}
@@ -50,7 +54,7 @@ class LocalLoader(TeamLoader):
     def _forget(self) -> None:
         self._queued.clear()
 
-    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Iterator[Any]:
         engine = self._engine
         engine.limit = self._max_steps
         engine.exchange_plan()
@@ -61,7 +65,7 @@ class LocalLoader(TeamLoader):
             else:
                 yield from self._batch(piece, permutation)
 
-    def _batch(self, piece: Slice, permutation: EpochOrder) -> Iterator[Any]:
+    def _batch(self, piece: Slice, permutation: Indices) -> Iterator[Any]:
         engine = self._engine
         wanted = [piece, *engine.upcoming(_AHEAD)]
         self._queued = {
@@ -71,7 +75,7 @@ class LocalLoader(TeamLoader):
         micro_batches = self._queued.pop(piece)
         share = engine.open_share(len(micro_batches))
         for first, samples, pending in micro_batches:
-            batch = pending.result()
+            batch = self._received(pending)
             self._seed(engine.window, first)
             share.start_micro_batch(samples)
             yield batch

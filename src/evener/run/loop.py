@@ -2,17 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils._pytree import tree_map
 
 from evener.cadence.plan import WindowPlan
 from evener.data.cursor import Cursor, derive_seed
 from evener.data.loader import Fetcher, Pending
-from evener.data.order import EpochOrder
 from evener.errors import UsageError
 from evener.run.engine import Measurement, WindowEngine
+from evener.run.intake import Indices, Order
 from evener.run.windows import Engine
 
 
@@ -29,14 +30,20 @@ class TeamLoader(ABC):
         engine: Engine,
         fetcher: Fetcher,
         cursor: Cursor,
+        order: Order,
         *,
         batch_size: int,
         micro_batch_size: int,
         max_steps: int | None,
+        pin_memory: bool = False,
     ) -> None:
         self._team_engine = engine
         self._fetcher = fetcher
         self.cursor = cursor
+        self._order = order
+        self._pin_memory = pin_memory
+        self._next = 0
+        self._left = False
         self.batch_size = batch_size
         self.micro_batch_size = micro_batch_size
         self._max_steps = max_steps
@@ -44,6 +51,10 @@ class TeamLoader(ABC):
     def __len__(self) -> int:
         """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
         return self.cursor.num_windows(self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
+        return self.epoch(self._next)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """This rank's micro-batches of an epoch; all ranks call it with the same number.
@@ -61,20 +72,38 @@ class TeamLoader(ABC):
         Raises:
             UsageError: ``ddp.step()`` was not called for the micro-batch before.
         """
+        self._next = epoch + 1
         engine = self._team_engine
         if self._finished or self.cursor.is_committed(epoch):
             return
+        if engine.in_epoch:
+            raise UsageError(
+                f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
+                "leave it by break, first"
+            )
         engine.begin(self.cursor, self.batch_size)
-        self.cursor.begin(epoch)
-        permutation = EpochOrder(self.cursor.num_samples, self.cursor.seed, epoch)
+        # What is left of an epoch that was left by `break` is passed over.
+        self.cursor.begin(epoch, abandon=self._left)
+        self._left = False
+        indices = self._order.of(epoch)
+        self._compare(indices)
+        engine.in_epoch = True
         try:
-            yield from self._train(permutation)
-            engine.flush()
+            yield from self._train(indices)
+            if engine.others_left:
+                self._left = True
+            else:
+                engine.flush()
+        except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
+            self._left = True
+            engine.leave()
+            raise
         finally:
+            engine.in_epoch = engine.others_left = False
             self._forget()
 
     @abstractmethod
-    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Iterator[Any]:
         """Plans and computes what is left of the epoch."""
 
     @abstractmethod
@@ -91,13 +120,46 @@ class TeamLoader(ABC):
     def skip_timing(self) -> None:
         """Leaves out the timing before the first window: speeds have been restored."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """The data position; no rank count."""
+        return self.cursor.state_dict()
+
+    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
+        """Goes on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+
+        Raises:
+            CheckpointError: It is of another data set or seed.
+        """
+        if allow_new_data and not self.cursor.is_of(state):
+            self.cursor.restart()
+        else:
+            self.cursor.load_state_dict(state)
+
+    def _compare(self, indices: Indices) -> None:
+        """Refuses a sampler that draws other samples on another rank."""
+        if not (own := self._order.fingerprint(indices)):
+            return
+        team = self._team_engine.team
+        for rank, other in enumerate(team.introduce({"order": own})):
+            if other["order"] != own:
+                raise UsageError(
+                    f"the sampler draws other samples on rank {rank} than on rank {team.rank}; it "
+                    "must draw from torch's, NumPy's or Python's global generators, or be seeded "
+                    "alike, and not split the data by rank"
+                )
+
+    def _received(self, pending: Pending) -> Any:
+        """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        batch = pending.result()
+        return tree_map(_pinned, batch) if self._pin_memory else batch
+
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
         self._forget()
         self._fetcher.close()
 
     def _submit(
-        self, epoch: int, positions: Sequence[int], permutation: EpochOrder
+        self, epoch: int, positions: Sequence[int], permutation: Indices
     ) -> deque[tuple[int, int, Pending]]:
         """Asks for samples, in micro-batches: first position, number of samples, batch."""
         queue: deque[tuple[int, int, Pending]] = deque()
@@ -125,26 +187,30 @@ class SyncLoader(TeamLoader):
         engine: WindowEngine,
         fetcher: Fetcher,
         cursor: Cursor,
+        order: Order,
         *,
         batch_size: int,
         micro_batch_size: int,
         max_steps: int | None,
         probe: bool,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(
             engine,
             fetcher,
             cursor,
+            order,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             max_steps=max_steps,
+            pin_memory=pin_memory,
         )
         self._engine = engine
         self._probe = probe
         # By the plan itself: a plan may be replaced by another one for the same window.
         self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
-    def _train(self, permutation: EpochOrder) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Iterator[Any]:
         """Plans the first windows and computes what is left of the epoch."""
         engine = self._engine
         if self._probe:
@@ -163,7 +229,7 @@ class SyncLoader(TeamLoader):
     def _forget(self) -> None:
         self._fetched.clear()
 
-    def _windows(self, permutation: EpochOrder) -> Iterator[Any]:
+    def _windows(self, permutation: Indices) -> Iterator[Any]:
         engine = self._engine
         while True:
             if engine.team.is_parked:
@@ -179,12 +245,16 @@ class SyncLoader(TeamLoader):
             share = engine.open_share(len(micro_batches))
             if not micro_batches:
                 engine.close(abandon=engine.options.stop_requested())
+                if engine.others_left:
+                    return
             for first, samples, pending in micro_batches:
-                batch = pending.result()
+                batch = self._received(pending)
                 self._seed(plan.window, first)
                 share.start_micro_batch(samples)
                 yield batch
-                if share.in_micro_batch:
+                if share.in_micro_batch and share.turns:
+                    engine.end_micro_batch()
+                elif share.in_micro_batch:
                     raise UsageError(
                         "the loop asked for the next batch without ddp.step() on this one; call "
                         "ddp.backward(loss) and ddp.step() once for every batch of the loader"
@@ -197,14 +267,14 @@ class SyncLoader(TeamLoader):
     def _is_last(self, plan: WindowPlan) -> bool:
         return self._max_steps is not None and plan.window + 1 >= self._max_steps
 
-    def _fetch(self, plan: WindowPlan, permutation: EpochOrder) -> None:
+    def _fetch(self, plan: WindowPlan, permutation: Indices) -> None:
         """Asks for this rank's samples of a window, unless that has been done."""
         if plan in self._fetched:
             return
         positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
         self._fetched[plan] = self._submit(plan.epoch, positions, permutation)
 
-    def _time_two_sizes(self, permutation: EpochOrder) -> Iterator[Any]:
+    def _time_two_sizes(self, permutation: Indices) -> Iterator[Any]:
         """Times this rank at two sizes on copies of its own first sample; trains on nothing.
 
         Rank r's first sample of the first window is at position r whatever the shares will be,
@@ -243,6 +313,10 @@ def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tupl
     share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
     large = max(4, share // 2)
     return max(2, large // 4), large
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:

@@ -105,7 +105,7 @@ class ManagedRank:
         if job.num_workers:
             dataset = CarriedDataset(dataset)
             collate_fn = None if collate_fn is None else CarriedFunction(collate_fn)
-        return self.ddp.loader(
+        loader: TeamLoader = self.ddp.loader(
             dataset,
             batch_size=job.batch_size,
             seed=job.seed,
@@ -114,6 +114,7 @@ class ManagedRank:
             micro_batch_size=job.micro_batch_size,
             max_steps=job.num_steps,
         )
+        return loader
 
     @property
     def _has_ended(self) -> bool:

@@ -67,11 +67,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that a window cannot step.
+def check_optimizers(optimizers: Sequence[Optimizer], scheduler: Schedulers) -> None:
+    """Refuses optimizers that a window cannot step, and schedulers that cannot follow them.
 
     Raises:
-        ConfigError: There is none, or one steps on more than gradients.
+        ConfigError: There is none, or one steps on more than gradients; or a scheduler needs a
+            metric, or belongs to another optimizer.
     """
     if not optimizers:
         raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
@@ -85,14 +86,10 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS evaluates the loss several times in one step, which a window of unequal "
                 "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
             )
+    _check_schedulers(scheduler, optimizers)
 
 
-def check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses schedulers that cannot follow the team's progress.
-
-    Raises:
-        ConfigError: One needs a metric, or belongs to another optimizer.
-    """
+def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) -> None:
     if scheduler is None or (callable(scheduler) and not isinstance(scheduler, LRScheduler)):
         return
     for one in [scheduler] if isinstance(scheduler, LRScheduler) else scheduler:
@@ -131,3 +128,21 @@ def check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None
                         "not be averaged; make it a parameter of the model, or give Ddp.setup "
                         "every model: [generator, discriminator]"
                     )
+
+
+def parts_of(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """By ``id`` of a parameter, the number of the optimizer that holds it.
+
+    Raises:
+        ConfigError: Two optimizers hold the same parameter.
+    """
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owner.setdefault(id(parameter), number) != number:
+                    raise ConfigError(
+                        f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
+                        f"of shape {tuple(parameter.shape)}; give each parameter to one of them"
+                    )
+    return owner

@@ -22,7 +22,7 @@ class AppliedWindow:
     """A window that this rank has applied and that is not known to be committed."""
 
     result: WindowResult
-    lease: Slice
+    lease: Slice | None
     wait_s: float
     sync_s: float
 

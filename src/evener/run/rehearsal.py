@@ -134,8 +134,9 @@ class Rehearsal:
             slow_start = slowdown.start()
         flat = self._assembly.flat
         flat.mask_untouched()
-        for optimizer in self._assembly.optimizers:
-            optimizer.step()
+        with engine.options.habits.stepping():
+            for optimizer in self._assembly.optimizers:
+                optimizer.step()
         flat.attach_data()
         flat.zero_()
         slowdown.after(slow_start)

@@ -1,5 +1,6 @@
 """What a rank says in the meeting that closes a window, as one row of numbers."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from evener.cadence.plan import (
 )
 from evener.errors import UsageError
 
-_NOTE_LENGTH = 5
+_NOTE_LENGTH = 7
 
 
 def payload_length(world_size: int) -> int:
@@ -30,6 +31,8 @@ class Note:
         wait_s: How long it waited for others in the window before: known only after it.
         sync_s: How long that window's exchange took.
         trainable: How many of its parameters are trainable: those that are averaged.
+        part: The optimizer that is to be stepped alone; ``None`` closes the window.
+        rates: Sum of its learning rates, which must be the same on every rank.
     """
 
     park: int | None = None
@@ -37,6 +40,8 @@ class Note:
     wait_s: float = 0.0
     sync_s: float = 0.0
     trainable: int = 0
+    part: int | None = None
+    rates: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +64,29 @@ def encode_row(
 ) -> list[float]:
     """The row as numbers; a plan of no numbers says nothing about plans."""
     blank = [0.0] * (plan_length(world_size) - len(plan))
-    park = 0.0 if note.park is None else note.park + 1.0
-    remarks = (park, float(note.buffers_changed), note.wait_s, note.sync_s, float(note.trainable))
+    remarks = (
+        0.0 if note.park is None else note.park + 1.0,
+        float(note.buffers_changed),
+        note.wait_s,
+        note.sync_s,
+        float(note.trainable),
+        0.0 if note.part is None else note.part + 1.0,
+        note.rates,
+    )
     return [*encode_report(report), *plan, *blank, *remarks]
 
 
 def decode_row(numbers: Sequence[float]) -> Row:
     """Undoes ``encode_row``."""
-    park, changed, wait_s, sync_s, trainable = numbers[-_NOTE_LENGTH:]
+    park, changed, wait_s, sync_s, trainable, part, rates = numbers[-_NOTE_LENGTH:]
     note = Note(
         park=int(park) - 1 if park else None,
         buffers_changed=changed > 0,
         wait_s=wait_s,
         sync_s=sync_s,
         trainable=int(trainable),
+        part=int(part) - 1 if part else None,
+        rates=rates,
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 
@@ -91,3 +105,48 @@ def refuse_other_parameters(rows: Sequence[Row], absent: Collection[int]) -> Non
             "was called on some of them only. Call it on every rank, at the beginning of an epoch "
             "or when ddp.window, which is the same everywhere, reaches a number"
         )
+
+
+def refuse_other_rates(rows: Sequence[Row], absent: Collection[int]) -> None:
+    """Checks that every rank is about to step with the same learning rates.
+
+    Raises:
+        UsageError: On every rank; names two that differ, and the usual cause.
+    """
+    present = [rank for rank in range(len(rows)) if rank not in absent]
+    first = rows[present[0]].note.rates
+    for rank in present:
+        other = rows[rank].note.rates
+        if not math.isclose(other, first, rel_tol=1e-6):
+            raise UsageError(
+                f"learning rates differ: they sum to {first:.6g} on rank {present[0]} and to "
+                f"{other:.6g} on rank {rank}. Ranks go round the loop a different number of times, "
+                "so scheduler.step() must not be called there; give the scheduler to Ddp.setup, or "
+                "step it once an epoch"
+            )
+
+
+def agree_on_part(
+    rows: Sequence[Row], working: Sequence[float], own: int | None = None
+) -> int | None:
+    """The optimizer that all ranks with work want to step; ``None`` for all together.
+
+    Args:
+        rows: Of all ranks.
+        working: Larger than 0 for ranks with work; the others go along with them.
+        own: What this rank wants.
+
+    Raises:
+        UsageError: On every rank, when they want different ones.
+    """
+    wanted = {rank: row.note.part for rank, row in enumerate(rows) if working[rank]}
+    first = next(iter(wanted.values()), own)
+    for rank, part in wanted.items():
+        if part != first:
+            words = ["all optimizers" if p is None else f"optimizer {p}" for p in (first, part)]
+            raise UsageError(
+                f"rank {next(iter(wanted))} steps {words[0]}, rank {rank} {words[1]}: every rank "
+                "must step the same optimizers in the same order; decide by ddp.window, never by a "
+                "local counter"
+            )
+    return first

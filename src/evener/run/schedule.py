@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from evener.errors import UsageError
 from evener.run.results import Progress
 
 #: A factor of the base learning rate, from what the team has applied so far.
@@ -39,18 +40,31 @@ class Schedule:
             self._factor = scheduler
             for group in self._groups():
                 group.setdefault("initial_lr", group["lr"])
+        self._places = [_place(s) for s in self._schedulers]
 
     def before_update(self, progress: Progress) -> None:
-        """Sets the rates for the update that follows ``progress``."""
+        """Sets the rates for the update that follows ``progress``.
+
+        Raises:
+            UsageError: A scheduler of ``Ddp.setup`` was stepped by the user.
+        """
+        for scheduler, expected in zip(self._schedulers, self._places, strict=True):
+            if _place(scheduler) != expected:
+                raise UsageError(
+                    f"{type(scheduler).__name__}.step() was called in the loop, but it was given "
+                    "to Ddp.setup, which steps it after each window; remove one of the two"
+                )
         if self._factor is not None:
             factor = self._factor(progress)
             for group in self._groups():
                 group["lr"] = group["initial_lr"] * factor
 
-    def after_update(self) -> None:
-        """Moves torch schedulers on by one step."""
-        for scheduler in self._schedulers:
-            scheduler.step()
+    def after_update(self, optimizer: Optimizer | None = None) -> None:
+        """Moves torch schedulers on by one step: those of one optimizer, or all."""
+        for number, scheduler in enumerate(self._schedulers):
+            if optimizer is None or scheduler.optimizer is optimizer:
+                scheduler.step()
+                self._places[number] = _place(scheduler)
 
     # ── inside a window of local steps ───────────────────────────────────────────────────────────
 
@@ -126,3 +140,9 @@ class Schedule:
         """Restores ``state_dict``."""
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
+        self._places = [_place(s) for s in self._schedulers]
+
+
+def _place(scheduler: LRScheduler) -> object:
+    """Changes with each step; a chain of schedulers has no count of its own."""
+    return getattr(scheduler, "last_epoch", None)

@@ -1,6 +1,6 @@
 """What a checkpoint of a team holds, and how it goes back into one of another size."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def capture(
     *,
     assets: Mapping[str, bytes] | None = None,
     documents: Mapping[str, Any] | None = None,
+    further: Sequence[Mapping[str, Any]] = (),
     into: Snapshot | None = None,
 ) -> Snapshot:
     """Copies the team's state to CPU memory; training may go on afterwards.
@@ -41,6 +42,7 @@ def capture(
         cursor_state: The data position that belongs to the state.
         assets: Further files, by name.
         documents: Further JSON documents, by file name.
+        further: Data positions of further loaders, in the order in which they were made.
         into: An earlier snapshot that nobody reads any more; its memory is used again.
     """
     progress = assembly.engine.progress
@@ -66,6 +68,12 @@ def capture(
         "optimizers": optimizers,
         "loss_scale": assembly.engine.options.loss_scale.state_dict(),
     }
+    if further:
+        state["further_cursors"] = [dict(one) for one in further]
+    if assembly.registry:
+        state["registered"], own = assembly.registry.collect()
+        if own:
+            tensors["registered"] = copy_to_cpu(own, into=old.get("registered"))
     return Snapshot(
         step=progress.window,
         tensors=tensors,
@@ -105,20 +113,29 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> Mapping[str, Any]:
     assembly.schedule.load_state_dict(state["schedule"])
     assembly.policy.load_state_dict(state["planner"])
     assembly.engine.options.loss_scale.load_state_dict(state.get("loss_scale", {}))
+    registered = state.get("registered", {})
+    held = checkpoint.tensors("registered") if _names_tensors(registered) else {}
+    assembly.registry.restore(registered, held)
     assembly.engine.restored()
     assembly.engine.progress = Progress(**state["progress"])
     return state
 
 
-def save_state(assembly: Assembly, cursor_state: Mapping[str, Any], path: Path) -> str:
+def save_state(assembly: Assembly, positions: Sequence[Mapping[str, Any]], path: Path) -> str:
     """Writes a checkpoint at once.
+
+    Args:
+        assembly: The rank's parts.
+        positions: The data position of each loader.
+        path: Where to.
 
     Returns:
         What went wrong, or an empty string.
     """
     try:
         with CheckpointWriter(path, keep_last=None) as writer:
-            writer.submit(capture(assembly, cursor_state))
+            first, *further = positions or [{}]
+            writer.submit(capture(assembly, first, further=further))
             if not writer.wait(timeout_s=600.0):
                 return f"{path} was not written within 600 s; check the disk"
             error = writer.poll_error()
@@ -160,6 +177,12 @@ def _restore_model(assembly: Assembly, checkpoint: Checkpoint) -> None:
         )
     for name, tensor in own.items():
         tensor.copy_(saved[name])
+
+
+def _names_tensors(state: Any) -> bool:
+    if isinstance(state, dict):
+        return "$tensor" in state or any(_names_tensors(value) for value in state.values())
+    return isinstance(state, list) and any(_names_tensors(value) for value in state)
 
 
 def _stem(number: int) -> str:

@@ -34,6 +34,9 @@ class Meeting(IntEnum):
     REHEARSAL = 7
     PARKED = 8
     RECALL = 9
+    IDLE = 10
+    STEP = 11
+    EVALUATE = 12
 
     @property
     def deed(self) -> str:
@@ -42,13 +45,20 @@ class Meeting(IntEnum):
             Meeting.PLAN: "starting an epoch (loader.epoch)",
             Meeting.PROBE: "timing itself before the first window",
             Meeting.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
-            Meeting.FLUSH: "ending an epoch (the loader is exhausted)",
+            Meeting.FLUSH: "ending an epoch (the loader is exhausted, or break has left it)",
             Meeting.ALL_REDUCE: "averaging a value (ddp.all_reduce)",
             Meeting.SAVE: "saving (ddp.save)",
             Meeting.REHEARSAL: "measuring speeds",
             Meeting.PARKED: "parked, waiting to be called back",
             Meeting.RECALL: "calling parked ranks back",
+            Meeting.IDLE: "waiting in the loader, with nothing to do in this window",
+            Meeting.STEP: "closing a window (ddp.step, outside of a map-style ddp.loader)",
+            Meeting.EVALUATE: "starting an evaluation (iterating over its loader)",
         }[self]
+
+
+# What a rank without work may take part in: it goes along with whatever the others do.
+_WITH_IDLE = (Meeting.WINDOW, Meeting.FLUSH, Meeting.STEP, Meeting.IDLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +145,7 @@ class Team:
                 f"{error} (rank {self.rank} was {kind.deed} in window {window})",
                 missing=error.missing,
             ) from None
-        present = [r for r in rows if r[0] != Meeting.PARKED] or rows
-        recalled = len(present) == len(rows) or present[0][0] == Meeting.RECALL
-        if any(r[:2] != present[0][:2] for r in present) or not recalled:
+        if not _fits(rows):
             raise CollectiveMismatchError(_mismatch(rows))
         return [r[3:] for r in rows], int(max(r[2] for r in rows))
 
@@ -148,6 +156,20 @@ class Team:
         payload = json.dumps(greeting).encode()
         answers = self.comm.all_gather_bytes(payload, what="greetings", timeout_s=timeout_s)
         return [json.loads(answer) for answer in answers]
+
+
+def _fits(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether all ranks have come for the same."""
+    present = [r for r in rows if r[0] != Meeting.PARKED] or rows
+    if any(r[1] != present[0][1] for r in present):
+        return False
+    busy = {r[0] for r in present if r[0] != Meeting.IDLE} or {float(Meeting.IDLE)}
+    if len(busy) > 1:
+        return False
+    kind = busy.pop()
+    if any(r[0] == Meeting.IDLE for r in present) and kind not in _WITH_IDLE:
+        return False
+    return len(present) == len(rows) or kind == Meeting.RECALL
 
 
 def _mismatch(rows: Sequence[Sequence[float]]) -> str:

@@ -1,7 +1,7 @@
 """Brings a rank that was away up to the team's state, bit for bit."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from evener.checkpoint import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.run.registry import Registry
 from evener.run.schedule import Schedule
 
 
@@ -22,6 +23,7 @@ def transfer_state(
     flat: FlatBuffers,
     optimizers: Sequence[Optimizer],
     schedule: Schedule,
+    registry: Registry,
     counters: dict[str, Any],
     *,
     receives: bool,
@@ -34,6 +36,7 @@ def transfer_state(
         flat: The trainable parameters.
         optimizers: Their state travels.
         schedule: Its state travels.
+        registry: So do the states of registered objects.
         counters: Further JSON of rank 0; what others pass is ignored.
         receives: Whether this rank takes the state over; the others hold the same bits already.
 
@@ -48,11 +51,16 @@ def transfer_state(
             parts, document = flatten_optimizer(optimizer.state_dict())
             tensors |= {f"{number}/{name}": tensor for name, tensor in parts.items()}
             documents.append(document)
+    states: dict[str, Any] = {}
+    if sends:
+        states, own = registry.collect()
+        tensors |= {f"registered/{name}": tensor for name, tensor in own.items()}
     index = [[name, list(t.shape), str(t.dtype), str(t.device.type)] for name, t in tensors.items()]
     note = {
         "tensors": index,
         "optimizers": documents,
         "schedule": encode(schedule.state_dict(), path="schedule"),
+        "registered": states,
         "counters": counters,
     }
     answers = comm.all_gather_bytes(json.dumps(note).encode() if sends else b"", what="state index")
@@ -79,9 +87,12 @@ def transfer_state(
         for number, (optimizer, document) in enumerate(
             zip(optimizers, note["optimizers"], strict=True)
         ):
-            prefix = f"{number}/"
-            own = {n.removeprefix(prefix): t for n, t in arrived.items() if n.startswith(prefix)}
-            optimizer.load_state_dict(unflatten_optimizer(own, document))
+            optimizer.load_state_dict(unflatten_optimizer(_under(f"{number}/", arrived), document))
         schedule.load_state_dict(decode(note["schedule"]))
+        registry.restore(note["registered"], _under("registered/", arrived))
     counters = note["counters"]
     return counters
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

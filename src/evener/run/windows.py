@@ -6,12 +6,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.optim import Optimizer
+
 from evener.averaging.buffers import BufferAverager
 from evener.cadence.policies import Planner
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
+from evener.errors import UsageError
 from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
+from evener.run.habits import Habits
 from evener.run.loss_scale import LossScale
 from evener.run.moments import SavedState
 from evener.run.results import Progress, WindowResult
@@ -31,9 +35,10 @@ class EngineOptions:
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
     before_update: Callable[[Progress], None]
-    after_update: Callable[[], None]
+    after_update: Callable[[Optimizer | None], None]
     transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
     notice: Callable[[str], None]
+    habits: Habits
 
 
 class Engine(ABC):
@@ -48,6 +53,9 @@ class Engine(ABC):
         stopping: Whether the team has agreed to stop.
         leave_soon: Whether this rank wants to.
         share: The micro-batches between two updates, while they are computed.
+        in_epoch: Whether a loader with plans is being iterated over.
+        left: Whether the user has left a loader's loop by ``break``, and others may not know.
+        others_left: Whether the others have, while this rank had no share.
     """
 
     def __init__(
@@ -60,6 +68,9 @@ class Engine(ABC):
         self.progress = Progress()
         self.stopping = False
         self.leave_soon = False
+        self.in_epoch = False
+        self.left = False
+        self.others_left = False
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
 
     @property
@@ -96,6 +107,37 @@ class Engine(ABC):
     @abstractmethod
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts a share; with ``timing`` it will be dropped."""
+
+    def leave(self) -> None:
+        """Leaves an epoch in its middle, by ``break`` or with an error."""
+        self.drop_share()
+
+    def begin_stream(self, epoch: int) -> None:
+        """Starts an epoch of windows without plans; all ranks call it together.
+
+        Raises:
+            UsageError: This policy has none.
+        """
+        raise self._needs_plans()
+
+    def close_unplanned(
+        self, part: int | None = None, *, idle: bool = False
+    ) -> WindowResult | None:
+        """Closes a window without a plan; ``idle`` goes along with what the others do."""
+        raise self._needs_plans()
+
+    def step_part(self, part: int) -> WindowResult | None:
+        """Steps one optimizer alone; see ``Ddp.step``."""
+        raise UsageError(
+            "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is "
+            "stepped on every batch; leave the argument out, or use policy 'sync'"
+        )
+
+    def _needs_plans(self) -> UsageError:
+        return UsageError(
+            "windows of local steps need ddp.loader over a map-style data set, whose samples can "
+            "be queued for each rank; use one, or policy 'sync'"
+        )
 
     def drop_share(self) -> None:
         """Throws away what the open share has accumulated, in gradients and buffers."""

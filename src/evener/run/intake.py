@@ -1,0 +1,215 @@
+"""What a user's data set or ``DataLoader`` asks for, in evener's terms."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, final
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
+
+from evener.data.cursor import derive_seed
+from evener.data.order import EpochOrder
+from evener.data.randomness import preserved_generators, seed_generators
+from evener.errors import ConfigError, UsageError
+
+
+class Indices(Protocol):
+    """Indices into the data set, by position in the epoch."""
+
+    def __getitem__(self, position: int, /) -> int:
+        """The index at a position."""
+        ...
+
+
+class Order(ABC):
+    """In which order an epoch goes through the data set.
+
+    Attributes:
+        num_samples: Positions of an epoch.
+    """
+
+    num_samples: int
+
+    @abstractmethod
+    def of(self, epoch: int) -> Indices:
+        """The order of an epoch, the same on every rank."""
+
+    def fingerprint(self, indices: Indices) -> str:
+        """What ranks compare; empty where the order cannot differ."""
+        return ""
+
+
+@final
+class Shuffled(Order):
+    """Another permutation in each epoch, from the seed."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+
+    def of(self, epoch: int) -> Indices:
+        """The permutation of the epoch."""
+        return EpochOrder(self.num_samples, self._seed, epoch)
+
+
+@final
+class InOrder(Order):
+    """From first to last, in every epoch."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def of(self, epoch: int) -> Indices:
+        """The positions themselves."""
+        return range(self.num_samples)
+
+
+@final
+class Drawn(Order):
+    """As a sampler of the user draws it, from generators that are seeded by the epoch."""
+
+    def __init__(self, sampler: Iterable[int], seed: int) -> None:
+        self.num_samples = len(sampler)  # type: ignore[arg-type]
+        self._sampler = sampler
+        self._seed = seed
+
+    def of(self, epoch: int) -> Indices:
+        """Draws the epoch's indices.
+
+        Raises:
+            UsageError: The sampler does not give as many as its length says.
+        """
+        with preserved_generators():
+            seed_generators(derive_seed(self._seed, "sampler", epoch))
+            indices = [int(index) for index in self._sampler]
+        if len(indices) != self.num_samples:
+            raise UsageError(
+                f"{type(self._sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
+                f"length is {self.num_samples}; let __len__ say how many it gives"
+            )
+        return indices
+
+    def fingerprint(self, indices: Indices) -> str:
+        """A hash of the indices."""
+        return hashlib.blake2b(repr(indices).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """A map-style data set and how to go through it.
+
+    Attributes:
+        dataset: Map-style data set.
+        order: Which sample comes when.
+        batch_size: Samples of an optimizer step, if the user has said so.
+        drop_last: Leave out the samples that fill no whole batch.
+        collate_fn: Makes a batch; torch's default for ``None``.
+        num_workers: Worker processes.
+        pin_memory: Copy batches to page-locked memory.
+        remarks: What cannot be kept or guaranteed, for the user.
+    """
+
+    dataset: Any
+    order: Order
+    batch_size: int | None
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    pin_memory: bool = False
+    remarks: list[str] = field(default_factory=list)
+
+    def override(
+        self,
+        batch_size: int | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int | None,
+    ) -> Self:
+        """The same with what the user says beside it; ``None`` says nothing."""
+        return replace(
+            self,
+            batch_size=self.batch_size if batch_size is None else batch_size,
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            num_workers=self.num_workers if num_workers is None else num_workers,
+        )
+
+
+def is_stream(given: Dataset[Any] | DataLoader[Any]) -> bool:
+    """Whether samples cannot be asked for by index, or batches are the user's own business."""
+    if isinstance(given, DataLoader):
+        own_batches = given.batch_size is None and given.batch_sampler is not None
+        return own_batches or isinstance(given.dataset, IterableDataset)
+    return isinstance(given, IterableDataset)
+
+
+def read_dataset(dataset: Any, *, shuffle: bool, seed: int) -> Intake:
+    """A bare map-style data set."""
+    num_samples = len(dataset)
+    order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
+    return Intake(dataset=dataset, order=order, batch_size=None)
+
+
+def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> Intake:
+    """A ``DataLoader`` over a map-style data set.
+
+    Raises:
+        ConfigError: Its sampler splits the data among ranks itself.
+    """
+    if loader.batch_size is None:
+        raise ConfigError(
+            "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
+            "give it a batch_size, or pass the data set to ddp.loader with one"
+        )
+    dataset, sampler, remarks = loader.dataset, loader.sampler, []
+    num_samples = len(dataset)  # type: ignore[arg-type]
+    order: Order
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigError(
+            "the DataLoader has a DistributedSampler, but ddp.loader splits the data itself, by "
+            "speed; leave the sampler out, pass shuffle=True, and give batch_size for the whole "
+            "team (a DistributedSampler's loader has it for each rank)"
+        )
+    if isinstance(sampler, SequentialSampler):
+        order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
+    elif isinstance(sampler, RandomSampler) and _is_plain(sampler, num_samples):
+        order = InOrder(num_samples) if shuffle is False else Shuffled(num_samples, seed)
+    elif isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, list(sampler.indices))
+        order = Shuffled(len(sampler), seed)
+    else:
+        order = Drawn(sampler, seed)
+        remarks.append(
+            f"the order of samples comes from {type(sampler).__name__}: each position of what it "
+            "draws is trained on once an epoch. It must draw from torch's, NumPy's or Python's "
+            "global generators (which are seeded by the epoch) or be the same on every rank; "
+            "otherwise going on in mid-epoch may repeat or miss samples"
+        )
+    if loader.worker_init_fn is not None and loader.num_workers:
+        remarks.append(
+            "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, "
+            "epoch, index); open resources in the data set, when the first sample is read"
+        )
+    return Intake(
+        dataset=dataset,
+        order=order,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        remarks=remarks,
+    )
+
+
+def _is_plain(sampler: RandomSampler, num_samples: int) -> bool:
+    return not sampler.replacement and sampler.num_samples == num_samples
