@@ -28,6 +28,8 @@ class Trial:
         units: Weight committed up to then.
         losses: Mean training loss of each window.
         heldout_loss: The last one that was measured.
+        completed: Whether it had done all its steps before its time was over: its last loss is
+            also that of any later time.
     """
 
     policy: str
@@ -37,6 +39,7 @@ class Trial:
     units: Sequence[float]
     losses: Sequence[float]
     heldout_loss: float | None = None
+    completed: bool = False
 
     def speed(self) -> float:
         """Units per second, after the warm-up where there is enough for that."""
@@ -91,6 +94,7 @@ def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -
         units=units,
         losses=losses,
         heldout_loss=heldout[-1] if heldout else None,
+        completed=any(e["type"] == "run_finished" and e["reason"] == "completed" for e in events),
     )
 
 
@@ -100,7 +104,7 @@ class Candidate:
 
     Attributes:
         speed: Units per second.
-        loss_by_time: After the seconds that every trial has had.
+        loss_by_time: After the seconds that every trial has had, or has ended before.
         loss_by_units: After the units that every trial has done.
         spread: Largest difference of ``loss_by_time`` between rounds.
         heldout_loss: The last one, where the configuration evaluates.
@@ -163,7 +167,8 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
             recommended="",
             reason="no combination could be measured",
         )
-    seconds = min(t.elapsed_s[-1] for t in trials)
+    ends = [t.elapsed_s[-1] for t in trials if not t.completed]
+    seconds = min(ends) if ends else max(t.elapsed_s[-1] for t in trials)
     units = min(t.units[-1] for t in trials)
     rounds: dict[tuple[str, str], list[Trial]] = {}
     for trial in trials:

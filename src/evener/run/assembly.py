@@ -205,6 +205,7 @@ def _introduce(
     config: DdpConfig,
     precision: Precision,
 ) -> tuple[Member, ...]:
+    config.check_team(team.world_size)
     slow = config.emulate_slow.get(team.rank, 1.0)
     own = describe_self(
         team.rank,

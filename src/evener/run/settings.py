@@ -1,6 +1,7 @@
 """Options of ``Ddp.setup`` beyond its arguments."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -58,26 +59,87 @@ class DdpConfig:
     quiet: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
+        self._check_numbers()
+        for name in ("speed_hint", "partition_ratios"):
+            values = getattr(self, name)
+            least = "above 0" if name == "speed_hint" else "of 0 or more, not all 0"
+            if values is not None and not _fits(values, positive=name == "speed_hint"):
+                raise ConfigError(
+                    f"{name} is {values!r}; give a finite number {least} for each rank, relative "
+                    "to one another, such as (1.0, 0.33)"
+                )
+        if self.speed_hint is not None and self.partition_ratios is not None:
+            raise ConfigError(
+                f"speed_hint is {self.speed_hint!r} and partition_ratios "
+                f"{self.partition_ratios!r}; fixed shares need no speeds: give one of them"
+            )
+        if self.anchor > self.max_anchor:
+            raise ConfigError(
+                f"anchor is {self.anchor}, above max_anchor ({self.max_anchor}); lower it, or "
+                "raise max_anchor"
+            )
+        self.make_cadence(1)  # refuses bad numbers here, and not when training begins
+        make_guard(self.divergence_guard, self.divergence_threshold)
+
+    def check_team(self, world_size: int) -> None:
+        """Refuses options that name ranks which are not there; on every rank alike.
+
+        Raises:
+            ConfigError: Not one number for each rank, or a rank that the team does not have.
+        """
+        for name in ("speed_hint", "partition_ratios"):
+            values = getattr(self, name)
+            if values is not None and len(values) != world_size:
+                raise ConfigError(
+                    f"{name} is {values!r}, {len(values)} numbers for a team of {world_size}; give "
+                    "one for each rank"
+                )
+        for rank in self.emulate_slow:
+            if rank not in range(world_size):
+                raise ConfigError(
+                    f"emulate_slow names rank {rank!r}, but the team has ranks 0 to "
+                    f"{world_size - 1}"
+                )
+
+    def _check_types(self) -> None:
+        whole = ("anchor", "max_anchor", "max_batch_diff")
+        real = (
+            *("max_grad_norm", "overhead_target", "divergence_threshold", "lr_scale_ratio"),
+            "timeout_s",
+        )
+        for name in (*whole, *real):
+            value = getattr(self, name)
+            fits = _is_whole(value) if name in whole else _is_number(value)
+            optional = name in ("max_grad_norm", "max_batch_diff")
+            if fits or (value is None and optional):
+                continue
+            what = "a whole number" if name in whole else "a number"
+            raise ConfigError(f"{name} is {value!r}; give {what}{' or None' if optional else ''}")
+        stop_when: object = self.stop_when
+        if stop_when is not None and not callable(stop_when):
+            raise ConfigError(f"stop_when is {stop_when!r}; give a function without arguments")
+
+    def _check_numbers(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
                 f"max_grad_norm is {self.max_grad_norm}; give a positive number or None"
             )
         if self.non_finite not in ("raise", "skip"):
             raise ConfigError(f"non_finite is {self.non_finite!r}; choose 'raise' or 'skip'")
-        if self.speed_hint is not None and not all(s > 0 for s in self.speed_hint):
-            raise ConfigError(
-                f"speed_hint is {self.speed_hint}; give a speed above 0 for each rank, relative to "
-                "one another"
-            )
-        self.make_cadence(1)  # refuses bad numbers here, and not when training begins
-        make_guard(self.divergence_guard, self.divergence_threshold)
         if not 0 <= self.lr_scale_ratio < math.inf:
             raise ConfigError(
                 f"lr_scale_ratio is {self.lr_scale_ratio}; give 0 (off) or more, such as 1.0 for a "
                 "learning rate in proportion to the ranks"
             )
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; give seconds above 0")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; give finite seconds above 0")
+        for rank, factor in self.emulate_slow.items():
+            if not _is_number(factor) or not 1 <= factor < math.inf:
+                raise ConfigError(
+                    f"emulate_slow slows rank {rank} by {factor!r}; give a finite factor of 1 or "
+                    "more"
+                )
 
     def make_cadence(self, world_size: int) -> ElChe:
         """El Che with these settings, for a team of ``world_size`` ranks.
@@ -91,3 +153,19 @@ class DdpConfig:
             .with_max_anchor(self.max_anchor)
             .with_max_batch_diff(self.max_batch_diff)
         )
+
+
+def _fits(values: object, *, positive: bool) -> bool:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+        return False
+    if not all(_is_number(v) and 0 <= v < math.inf for v in values):
+        return False
+    return all(values) if positive else any(values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

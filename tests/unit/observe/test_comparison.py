@@ -1,6 +1,7 @@
 """Trials compared at equal time and at equal work, and what is recommended."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,15 @@ def test_the_lowest_loss_in_the_same_time_is_recommended_with_its_reason():
     assert result.recommended == "cadence/gloo"
     assert "its loss after 100 s is the lowest" in result.reason
     assert "of sync/gloo" in result.reason
+
+
+def test_a_trial_that_has_done_all_its_steps_does_not_shorten_the_comparison():
+    early = replace(trial("async", 400, falling, seconds=20), completed=True)
+    result = compare([trial("sync", 100, falling), early], {})
+    assert result.seconds == 100.0
+    assert result.candidates[1].loss_by_time == pytest.approx(early.loss_by_time(20.0))
+    both = [replace(trial("sync", 100, falling), completed=True), early]
+    assert compare(both, {}).seconds == 100.0
 
 
 def test_speed_that_costs_more_loss_than_it_saves_is_not():
@@ -105,4 +115,7 @@ def test_a_trial_is_read_from_the_events_of_a_run():
     assert read is not None
     assert (read.elapsed_s, read.units, read.losses) == ([1.0, 2.5], [40.0, 80.0], [3.0, 1.0])
     assert read.heldout_loss == 2.5
+    assert not read.completed
+    finished = {"type": "run_finished", "reason": "completed"}
+    assert read_trial([*events, finished], "sync", "auto").completed
     assert read_trial(events[:1], "sync", "auto") is None

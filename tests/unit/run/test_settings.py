@@ -1,0 +1,85 @@
+"""``DdpConfig``: every option is documented and checked, with value, cause and remedy."""
+
+import dataclasses
+import inspect
+import math
+import re
+
+import pytest
+
+from evener import ConfigError, DdpConfig
+
+BAD = [
+    ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a positive number or None"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
+    ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number or None"),
+    ({"max_grad_norm": True}, "max_grad_norm is True; give a number or None"),
+    ({"non_finite": "ignore"}, "non_finite is 'ignore'; choose 'raise' or 'skip'"),
+    ({"speed_hint": (1.0, 0.0)}, "speed_hint is (1.0, 0.0); give a finite number above 0 for each"),
+    ({"speed_hint": ()}, "speed_hint is (); give"),
+    ({"speed_hint": 2.0}, "speed_hint is 2.0; give"),
+    ({"speed_hint": "fast"}, "speed_hint is 'fast'; give"),
+    ({"speed_hint": (1.0, math.inf)}, "speed_hint is (1.0, inf); give"),
+    ({"partition_ratios": (0, 0)}, "partition_ratios is (0, 0); give a finite number of 0 or more"),
+    ({"partition_ratios": (1, -1)}, "partition_ratios is (1, -1); give"),
+    (
+        {"speed_hint": (1, 2), "partition_ratios": (1, 2)},
+        "fixed shares need no speeds: give one of them",
+    ),
+    ({"anchor": 0}, "anchor is 0: "),
+    ({"anchor": 2.5}, "anchor is 2.5; give a whole number"),
+    ({"anchor": 300}, "anchor is 300, above max_anchor (200); lower it, or raise max_anchor"),
+    ({"max_anchor": 0, "anchor": 1}, "anchor is 1, above max_anchor (0)"),
+    ({"max_batch_diff": -1}, "max_batch_diff is -1; give 0 or more"),
+    ({"overhead_target": math.nan}, "overhead_target is nan"),
+    ({"overhead_target": None}, "overhead_target is None; give a number"),
+    ({"divergence_guard": "trend"}, "'trend'"),
+    ({"divergence_threshold": -1.0}, "-1.0"),
+    ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 (off) or more"),
+    ({"timeout_s": 0.0}, "timeout_s is 0.0; give finite seconds above 0"),
+    ({"timeout_s": math.inf}, "timeout_s is inf; give finite seconds above 0"),
+    ({"emulate_slow": {1: 0.5}}, "emulate_slow slows rank 1 by 0.5; give a finite factor of 1 or"),
+    ({"stop_when": True}, "stop_when is True; give a function without arguments"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=[str(o) for o, _ in BAD])
+def test_bad_options_are_refused_at_once(options, words):
+    with pytest.raises(ConfigError) as caught:
+        DdpConfig(**options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speed_hint": (1.0, 0.5, 0.5)}, "3 numbers for a team of 2; give one for each rank"),
+        ({"partition_ratios": (1.0,)}, "1 numbers for a team of 2"),
+        ({"emulate_slow": {2: 3.0}}, "emulate_slow names rank 2, but the team has ranks 0 to 1"),
+    ],
+)
+def test_options_that_do_not_fit_the_team_are_refused(options, words):
+    config = DdpConfig(**options)
+    with pytest.raises(ConfigError) as caught:
+        config.check_team(2)
+    assert words in str(caught.value)
+
+
+def test_good_options_are_taken():
+    config = DdpConfig(
+        max_grad_norm=1,
+        speed_hint=[1, 0.25],
+        anchor=20,
+        max_anchor=50,
+        max_batch_diff=0,
+        overhead_target=0.9,  # clamped where it is used
+        emulate_slow={1: 3},
+    )
+    config.check_team(2)
+    assert config.make_cadence(2).anchor == 20
+
+
+def test_every_option_is_documented():
+    text = inspect.getdoc(DdpConfig) or ""
+    documented = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(DdpConfig)]
