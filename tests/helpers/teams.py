@@ -56,6 +56,7 @@ def setup(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     scheduler: Any = None,
     *,
+    policy: str = "sync",
     shares: Callable[[int, int], Sequence[float]] | Sequence[float] | None = None,
     **config: Any,
 ) -> Ddp:
@@ -67,14 +68,14 @@ def setup(
         model,
         optimizer,
         scheduler,
+        policy=policy,
         devices="cpu",
         environment=DistributedTrainConfig(),
         communicator=communicator,
         config=DdpConfig(quiet=True, timeout_s=20.0, **config),
     )
     if shares is not None:
-        policy = ScriptedPolicy(communicator.world_size, shares)
-        ddp.assembly.engine.plans.policy = policy
+        ddp.assembly.engine.plans.policy = ScriptedPolicy(communicator.world_size, shares)
     return ddp
 
 

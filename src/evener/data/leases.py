@@ -82,7 +82,9 @@ class LeaseBook:
 
     def _neediest(self, sizes: Sequence[int], *, full: bool) -> int | None:
         """The rank whose queue is emptiest for its size; with ``full``, also if all are filled."""
-        ranks = [r for r, size in enumerate(sizes) if full or len(self._queues[r]) < size]
+        ranks = [r for r, size in enumerate(sizes) if len(self._queues[r]) < size]
+        if not ranks and full:
+            ranks = list(range(len(sizes)))
         if not ranks:
             return None
         return min(ranks, key=lambda r: (len(self._queues[r]) / max(1, sizes[r]), r))

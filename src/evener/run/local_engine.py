@@ -97,7 +97,7 @@ class LocalEngine(Engine):
         self._applied: AppliedWindow | None = None
         self._spent_s = 0.0
         self._epoch_done = self._winding_down = self._stopped = False
-        self._last_weight = 0.0
+        self._recent_weight = 0.0
         self._saved: tuple[int, list[SavedState]] | None = None
 
     @property
@@ -298,7 +298,9 @@ class LocalEngine(Engine):
             self.buffers.agree(outcome.differences, moved_on=moved_on)
         if made := outcome.num_steps - outcome.num_skipped:
             self._steps.mean_weight = outcome.weight / made
-        self._last_weight = outcome.reports[self.team.rank].weight
+        # Recent work counts, as it does in the moments; one window alone may have had none.
+        self._recent_weight *= 0.5
+        self._recent_weight += outcome.reports[self.team.rank].weight
         return divergence
 
     def _follow(self, plan: LocalPlan) -> None:
@@ -376,7 +378,7 @@ class LocalEngine(Engine):
         """Forms the weighted mean of optimizer states; all ranks call it together."""
         if self._saved is None or self._saved[0] != self.window:
             with self._schedule.as_agreed():
-                states = mean_states(self.team.comm, self._update.optimizers, self._last_weight)
+                states = mean_states(self.team.comm, self._update.optimizers, self._recent_weight)
             self._saved = (self.window, states)
 
     def saved_states(self) -> list[SavedState]:

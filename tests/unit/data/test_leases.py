@@ -78,6 +78,13 @@ def test_only_the_back_of_a_queue_is_handed_on_and_only_when_asked():
     assert sum(len(book.queue(r)) for r in range(2)) == 12, "nothing is dropped"
 
 
+def test_a_rank_that_should_hold_nothing_gets_nothing_back():
+    book = LeaseBook(Cursor(2, 0), 2, 3)
+    book.fill([1, 0, 0])
+    book.fill([0, 0, 1], hand_on=True)
+    assert [len(book.queue(r)) for r in range(3)] == [0, 0, 1]
+
+
 def test_work_that_was_not_given_is_refused():
     book = LeaseBook(Cursor(10, 0), 4, 2)
     book.fill([1, 1])
