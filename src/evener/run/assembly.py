@@ -71,8 +71,9 @@ class Assembly:
         return self.engine.policy
 
     def set_micro_batch_size(self, size: int) -> None:
-        """Tells the planner the largest micro-batch, the same on every rank."""
-        self.policy.set_micro_batch_sizes([size] * self.team.world_size)
+        """Tells the planner the largest micro-batch, where memory sets no other limit."""
+        self.engine.limits.base = size
+        self.policy.set_micro_batch_sizes(self.engine.limits.sizes)
 
     @property
     def takes_turns(self) -> bool:

@@ -17,6 +17,7 @@ from evener.run.assembly import Assembly, assemble
 from evener.run.builder import DdpBuilder
 from evener.run.environment import DistributedTrainConfig
 from evener.run.feeding import DataSide
+from evener.run.memory import explain
 from evener.run.models import Models, Schedulers
 from evener.run.placement import Devices, devices_of_host
 from evener.run.replicas import wrap
@@ -319,4 +320,6 @@ class Ddp(DataSide):
         traceback: TracebackType | None,
     ) -> None:
         self._closed = self._closed or error is not None
+        if error is not None:
+            explain(error, self._engine.share.open_samples)
         self.close()

@@ -1,7 +1,7 @@
 """The loader of a team that makes local steps: each rank works off its own queue of batches."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, final
 
 from evener.data.cursor import Cursor, Slice
@@ -54,7 +54,7 @@ class LocalLoader(TeamLoader):
     def _forget(self) -> None:
         self._queued.clear()
 
-    def _train(self, permutation: Indices) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
         engine = self._engine
         engine.limit = self._max_steps
         engine.exchange_plan()
@@ -65,7 +65,7 @@ class LocalLoader(TeamLoader):
             else:
                 yield from self._batch(piece, permutation)
 
-    def _batch(self, piece: Slice, permutation: Indices) -> Iterator[Any]:
+    def _batch(self, piece: Slice, permutation: Indices) -> Generator[Any, None, None]:
         engine = self._engine
         wanted = [piece, *engine.upcoming(_AHEAD)]
         self._queued = {

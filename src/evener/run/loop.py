@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -14,6 +14,8 @@ from evener.data.loader import Fetcher, Pending
 from evener.errors import UsageError
 from evener.run.engine import Measurement, WindowEngine
 from evener.run.intake import Indices, Order
+from evener.run.memory import MicroBatchTooLarge
+from evener.run.share import Share
 from evener.run.windows import Engine
 
 
@@ -45,18 +47,24 @@ class TeamLoader(ABC):
         self._next = 0
         self._left = False
         self.batch_size = batch_size
-        self.micro_batch_size = micro_batch_size
+        self._micro_batch_size = micro_batch_size
         self._max_steps = max_steps
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
         return self.cursor.num_windows(self.batch_size)
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Most samples in one forward and backward on this rank."""
+        limit = self._team_engine.limits.own
+        return min(self._micro_batch_size, limit or self._micro_batch_size)
+
     def __iter__(self) -> Iterator[Any]:
         """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
         return self.epoch(self._next)
 
-    def epoch(self, epoch: int) -> Iterator[Any]:
+    def epoch(self, epoch: int) -> Generator[Any, None, None]:
         """This rank's micro-batches of an epoch; all ranks call it with the same number.
 
         A committed epoch yields nothing, a partly committed one goes on where the team is. Before
@@ -103,7 +111,7 @@ class TeamLoader(ABC):
             self._forget()
 
     @abstractmethod
-    def _train(self, permutation: Indices) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
         """Plans and computes what is left of the epoch."""
 
     @abstractmethod
@@ -210,7 +218,7 @@ class SyncLoader(TeamLoader):
         # By the plan itself: a plan may be replaced by another one for the same window.
         self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
-    def _train(self, permutation: Indices) -> Iterator[Any]:
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
         """Plans the first windows and computes what is left of the epoch."""
         engine = self._engine
         if self._probe:
@@ -229,7 +237,7 @@ class SyncLoader(TeamLoader):
     def _forget(self) -> None:
         self._fetched.clear()
 
-    def _windows(self, permutation: Indices) -> Iterator[Any]:
+    def _windows(self, permutation: Indices) -> Generator[Any, None, None]:
         engine = self._engine
         while True:
             if engine.team.is_parked:
@@ -247,22 +255,46 @@ class SyncLoader(TeamLoader):
                 engine.close(abandon=engine.options.stop_requested())
                 if engine.others_left:
                     return
-            for first, samples, pending in micro_batches:
-                batch = self._received(pending)
-                self._seed(plan.window, first)
-                share.start_micro_batch(samples)
-                yield batch
-                if share.in_micro_batch and share.turns:
-                    engine.end_micro_batch()
-                elif share.in_micro_batch:
-                    raise UsageError(
-                        "the loop asked for the next batch without ddp.step() on this one; call "
-                        "ddp.backward(loss) and ddp.step() once for every batch of the loader"
-                    )
-                if engine.window != plan.window or engine.stopping:
-                    break
+            else:
+                yield from self._compute(plan, share, micro_batches, permutation)
         if engine.team.parked:
             engine.recall(go_on=False)
+
+    def _compute(
+        self,
+        plan: WindowPlan,
+        share: Share,
+        micro_batches: deque[tuple[int, int, Pending]],
+        permutation: Indices,
+    ) -> Generator[Any, None, None]:
+        """Hands out this rank's share; all of it anew where a micro-batch does not fit."""
+        engine = self._engine
+        while micro_batches:
+            first, samples, pending = micro_batches.popleft()
+            batch = self._received(pending)
+            self._seed(plan.window, first)
+            share.start_micro_batch(samples)
+            try:
+                yield batch
+            except MicroBatchTooLarge:
+                if samples == 1 or share.turns:
+                    raise MicroBatchTooLarge(samples) from None
+                engine.limits.shrink(samples)
+                engine.drop_share()
+                self._fetched.clear()
+                self._fetch(plan, permutation)
+                micro_batches = self._fetched.pop(plan)
+                share = engine.open_share(len(micro_batches))
+                continue
+            if share.in_micro_batch and share.turns:
+                engine.end_micro_batch()
+            elif share.in_micro_batch:
+                raise UsageError(
+                    "the loop asked for the next batch without ddp.step() on this one; call "
+                    "ddp.backward(loss) and ddp.step() once for every batch of the loader"
+                )
+            if engine.window != plan.window or engine.stopping:
+                return
 
     def _is_last(self, plan: WindowPlan) -> bool:
         return self._max_steps is not None and plan.window + 1 >= self._max_steps
@@ -274,7 +306,7 @@ class SyncLoader(TeamLoader):
         positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
         self._fetched[plan] = self._submit(plan.epoch, positions, permutation)
 
-    def _time_two_sizes(self, permutation: Indices) -> Iterator[Any]:
+    def _time_two_sizes(self, permutation: Indices) -> Generator[Any, None, None]:
         """Times this rank at two sizes on copies of its own first sample; trains on nothing.
 
         Rank r's first sample of the first window is at position r whatever the shares will be,
@@ -287,20 +319,35 @@ class SyncLoader(TeamLoader):
         if engine.team.rank < len(window):
             position = window[engine.team.rank]
             sample = self._fetcher.load_once(self.cursor.epoch, permutation[position])
-            small, large = probe_sizes(
-                self.batch_size, engine.team.world_size, self.micro_batch_size
-            )
-            for size in (large, large, small):
+            sizes = self._sizes_to_time()
+            while sizes:
+                size = sizes.popleft()
                 share = engine.open_share(1, timing=True)
                 self._seed(engine.window, position)
                 batch = self._fetcher.collate([sample] * size)
                 share.start_micro_batch(size)
-                yield batch
+                try:
+                    yield batch
+                except MicroBatchTooLarge:
+                    if size == 1:
+                        raise MicroBatchTooLarge(size) from None
+                    engine.limits.shrink(size)
+                    engine.drop_share()
+                    timings, sizes = [], self._sizes_to_time()
+                    continue
                 timings.append((share.samples, share.micro_batches, share.compute_s))
                 engine.drop_share()
         for rank, measurements in enumerate(engine.exchange_timings(timings[1:])):
             if measurements:
                 engine.policy.probe(rank, measurements)
+
+    def _sizes_to_time(self) -> deque[int]:
+        """What to time, the first one for nothing but to set things up."""
+        world_size = self._engine.team.world_size
+        small, large = probe_sizes(self.batch_size, world_size, self.micro_batch_size)
+        if limit := self._engine.limits.own:
+            small, large = min(small, limit), min(large, limit)
+        return deque((large, large, small))
 
 
 def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from evener.run.ddp import Ddp
 from evener.run.environment import DistributedTrainConfig
 from evener.run.job import Job
 from evener.run.loop import TeamLoader
+from evener.run.memory import train_epoch
 from evener.run.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
 from evener.run.placement import choose_device
 from evener.run.results import WindowResult
@@ -69,6 +70,7 @@ class ManagedRank:
             self.ddp.close()
             raise
         self._scalars = ScalarRecorder()
+        self._share = self.ddp.assembly.engine.share
         self._tally = EpochTally(self.ddp.world_size)
         self.ddp.on_commit(self._on_commit)
 
@@ -84,8 +86,12 @@ class ManagedRank:
             if job.epoch_fn is not None:
                 job.epoch_fn(epoch, self.model)
             self._tally.start(time.perf_counter())
-            for batch in self.loader.epoch(epoch):
-                self._train_micro_batch(batch)
+            train_epoch(
+                self.loader.epoch(epoch),
+                self._train_micro_batch,
+                self.ddp.step,
+                on_redo=lambda: self._scalars.drop(self._share.micro_batches),
+            )
             metrics = self._finish_epoch(epoch)
             if metrics is not None:
                 yield metrics
@@ -123,14 +129,14 @@ class ManagedRank:
         return self.loader.cursor.epoch >= (self.job.num_epochs or 0)
 
     def _train_micro_batch(self, batch: Any) -> None:
-        ddp, share = self.ddp, self.ddp.assembly.engine.share
+        ddp = self.ddp
+        share = self._share = ddp.assembly.engine.share
         with self._scalars.recording():
             answer = self.job.train_fn(self.model, _to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
         if not share.timing:
             self._scalars.end_micro_batch(share.micro_batch_weight)
-        ddp.step()
 
     def _on_commit(self, result: WindowResult) -> None:
         self._tally.add(result)

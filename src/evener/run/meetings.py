@@ -108,7 +108,10 @@ class WindowMeetings:
         if self.applied is not None:
             exchange_s = seconds_of_exchange(rows, self._engine.team.parked)
         self._commit(rows)
-        self._engine.stopping |= leaving > 0
+        engine = self._engine
+        if engine.limits.learn([r.note.limit for r in rows]):
+            engine.policy.set_micro_batch_sizes(engine.limits.sizes)
+        engine.stopping |= leaving > 0
         refuse_other_parameters(rows, self._engine.team.parked)
         refuse_other_rates(rows, self._engine.team.parked)
         return Met(rows, leaving == 2, wait_s, exchange_s)
@@ -145,6 +148,7 @@ class WindowMeetings:
             trainable=len(self._engine.flat.parameters),
             part=part,
             rates=self._updater.rates(),
+            limit=self._engine.limits.own,
         )
 
     def _commit(self, rows: Sequence[Row]) -> None:

@@ -149,6 +149,11 @@ class ScalarRecorder:
             for name, value in values.items() if applied and weight else ():
                 self._epoch.setdefault(name, _Sum()).add(value * weight, weight)
 
+    def drop(self, num_micro_batches: int) -> None:
+        """Forgets the newest micro-batches: they are computed once more."""
+        for _ in range(num_micro_batches):
+            self._pending.pop()
+
     def end_epoch(self) -> dict[str, tuple[float, float]]:
         """Hands out (Σ weight · value, Σ weight) by name, and starts anew."""
         sums = {name: (float(s.product), s.weight) for name, s in self._epoch.items()}

@@ -13,7 +13,7 @@ from evener.cadence.plan import (
 )
 from evener.errors import UsageError
 
-_NOTE_LENGTH = 7
+_NOTE_LENGTH = 8
 
 
 def payload_length(world_size: int) -> int:
@@ -33,6 +33,7 @@ class Note:
         trainable: How many of its parameters are trainable: those that are averaged.
         part: The optimizer that is to be stepped alone; ``None`` closes the window.
         rates: Sum of its learning rates, which must be the same on every rank.
+        limit: Largest micro-batch that fits into its memory; 0 while there was enough.
     """
 
     park: int | None = None
@@ -42,6 +43,7 @@ class Note:
     trainable: int = 0
     part: int | None = None
     rates: float = 0.0
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,14 @@ def encode_row(
         float(note.trainable),
         0.0 if note.part is None else note.part + 1.0,
         note.rates,
+        float(note.limit),
     )
     return [*encode_report(report), *plan, *blank, *remarks]
 
 
 def decode_row(numbers: Sequence[float]) -> Row:
     """Undoes ``encode_row``."""
-    park, changed, wait_s, sync_s, trainable, part, rates = numbers[-_NOTE_LENGTH:]
+    park, changed, wait_s, sync_s, trainable, part, rates, limit = numbers[-_NOTE_LENGTH:]
     note = Note(
         park=int(park) - 1 if park else None,
         buffers_changed=changed > 0,
@@ -87,6 +90,7 @@ def decode_row(numbers: Sequence[float]) -> Row:
         trainable=int(trainable),
         part=int(part) - 1 if part else None,
         rates=rates,
+        limit=int(limit),
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 

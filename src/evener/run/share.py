@@ -10,6 +10,7 @@ from torch import Tensor
 
 from evener.errors import UsageError
 from evener.run.emulate import Slowdown
+from evener.run.memory import explain
 
 
 @dataclass(slots=True)
@@ -165,7 +166,11 @@ class Share:
         total.losses.append((units, loss.detach()))
         factor = units / self.scale_of(part)
         scaled = loss if factor == 1.0 else loss * factor
-        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        try:
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            explain(error, micro.samples)
+            raise
 
     def check_part(self, part: int) -> None:
         """Refuses to step one optimizer alone where that would not act on the whole share.

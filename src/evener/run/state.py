@@ -66,6 +66,9 @@ def capture(
         "planner": assembly.policy.state_dict(),
         "schedule": assembly.schedule.state_dict(),
         "optimizers": optimizers,
+        "micro_batch_limits": assembly.engine.limits.state_dict(
+            [m.member for m in assembly.members]
+        ),
         "loss_scale": assembly.engine.options.loss_scale.state_dict(),
     }
     if further:
@@ -112,6 +115,10 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> Mapping[str, Any]:
             ) from error
     assembly.schedule.load_state_dict(state["schedule"])
     assembly.policy.load_state_dict(state["planner"])
+    members = [m.member for m in assembly.members]
+    limits = assembly.engine.limits
+    limits.load_state_dict(state.get("micro_batch_limits", {}), members, assembly.team.rank)
+    assembly.policy.set_micro_batch_sizes(limits.sizes)
     assembly.engine.options.loss_scale.load_state_dict(state.get("loss_scale", {}))
     registered = state.get("registered", {})
     held = checkpoint.tensors("registered") if _names_tensors(registered) else {}

@@ -17,6 +17,7 @@ from evener.run.active import ActiveTeam
 from evener.run.emulate import Slowdown
 from evener.run.habits import Habits
 from evener.run.loss_scale import LossScale
+from evener.run.memory import MicroBatchLimits
 from evener.run.moments import SavedState
 from evener.run.results import Progress, WindowResult
 from evener.run.share import Share
@@ -71,6 +72,7 @@ class Engine(ABC):
         self.in_epoch = False
         self.left = False
         self.others_left = False
+        self.limits = MicroBatchLimits(team.world_size)
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
 
     @property

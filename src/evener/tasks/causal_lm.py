@@ -19,6 +19,7 @@ from evener.run.config import RunConfig
 from evener.run.ddp import Ddp
 from evener.run.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.loop import TeamLoader
+from evener.run.memory import train_epoch
 from evener.run.options import PretrainOptions
 from evener.run.presets import run_parent
 from evener.run.recorder import RunRecorder
@@ -159,9 +160,8 @@ class PretrainingRun:
     def _train(self) -> PretrainResult:
         """Trains to the end or to a stop, saves, measures, and says what came of it."""
         while not self._has_ended and not self.ddp.stopping:
-            for batch in self.loader.epoch(self.loader.cursor.epoch):
-                self._backward(batch)
-                self.ddp.step()
+            batches = self.loader.epoch(self.loader.cursor.epoch)
+            train_epoch(batches, self._backward, self.ddp.step)
         # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
         agreed = self.team.introduce({"heldout": self.heldout_loss, "shares": self.shares})[0]
         self.heldout_loss, self.shares = agreed["heldout"], agreed["shares"]

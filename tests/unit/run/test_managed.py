@@ -82,6 +82,29 @@ def test_unequal_devices_train_what_a_plain_loop_trains(ratios):
     )
 
 
+def test_out_of_memory_a_share_is_done_again_and_counted_once():
+    """The first micro-batch of 8 fits and the second does not: the first is forgotten as well."""
+    tried = []
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = train_step(model, batch)
+        tried.append(len(batch[0]))
+        if len(batch[0]) > 3 and len(tried) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    ((metrics, state),) = run_job(1, train_fn=train, micro_batch_size=8)
+    model, losses = train_plainly(6)
+    assert_same(state.state_dict(), model)
+    assert tried[:4] == [8, 8, 4, 2]
+    assert max(tried[3:]) == 2
+    for m in metrics:
+        sizes = [16, 16, 14]
+        expected = sum(n * x for n, x in zip(sizes, losses[3 * m.epoch :], strict=False))
+        assert m.avg_loss == pytest.approx(expected / SAMPLES, rel=1e-12)
+        assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
+
+
 def test_a_rank_without_a_share_records_nothing():
     ((metrics, _), _) = run_job(2, partition_ratios=(1.0, 0.0), num_epochs=1)
     assert metrics[0].per_rank[1] == {}
