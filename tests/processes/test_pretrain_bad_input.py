@@ -280,8 +280,15 @@ def test_resuming_in_another_precision_is_refused_unless_allowed(lab, stopped):
     assert stopped.contents() == before
     finished = lab.run(*resume("precision=bf16", "max_steps=8"), "--allow", "precision")
     assert "changed since step-6: " in finished.said
-    assert "precision auto -> bf16" in finished.said
+    assert "precision auto -> bf16; ranks compute in bf16, not fp32" in finished.said
     assert stopped.summary["steps"] == 8
+
+
+def test_naming_the_precision_that_it_has_is_no_change(lab, stopped):
+    finished = lab.run(*resume("precision=fp32", "max_steps=7"))
+    assert "changed since step-6: " in finished.said
+    assert "ranks compute" not in finished.said
+    assert stopped.summary["steps"] == 7
 
 
 def test_other_data_can_be_allowed_and_begins_anew(lab, stopped, tmp_path):

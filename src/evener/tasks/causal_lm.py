@@ -106,7 +106,13 @@ class PretrainingRun:
             quiet=self.options.quiet,
         )
         self.data = self.text.splits
-        self.description = describe_run(self.config, self.data, self.text.tokenizer)
+        self.description = describe_run(
+            self.team,
+            self.config,
+            self.data,
+            self.text.tokenizer,
+            precision=self.ddp.precision,
+        )
         self.loader = self._make_loader()
         begun = self._resume(self.resumed) if self.resumed is not None else Beginning()
         self.description["beginning"] = {"window": begun.window, "weight": begun.weight}

@@ -59,10 +59,25 @@ class Changes:
 
 
 def describe_run(
-    config: RunConfig, data: CorpusSplits, tokenizer: CausalTokenizer
+    team: Team,
+    config: RunConfig,
+    data: CorpusSplits,
+    tokenizer: CausalTokenizer,
+    *,
+    precision: str,
 ) -> dict[str, Any]:
-    """What a run is made of, as plain JSON types, for its checkpoints."""
+    """What a run is made of, as plain JSON types, for its checkpoints; all ranks call it together.
+
+    Args:
+        team: The ranks.
+        config: What the user asked for.
+        data: What it trains on.
+        tokenizer: Made the ids.
+        precision: What this rank computes in.
+    """
+    answers = team.introduce({"precision": precision})
     return {
+        "precisions": sorted({answer["precision"] for answer in answers}),
         "data": data.train.signature,
         "num_documents": data.train.num_documents,
         "num_samples": len(data.train),
@@ -153,7 +168,8 @@ def check_changes(
     changes = _changes(saved["config"], now["config"])
     _check_model(checkpoint, saved, now, model_config)
     allowed = set(allow)
-    if "precision" in changes and "precision" not in allowed:
+    other_precision = saved["precisions"] != now["precisions"]
+    if "precision" in changes and other_precision and "precision" not in allowed:
         raise CheckpointError(
             f"{checkpoint.path} was trained in another precision: {changes['precision']}. Put that "
             "back, or go on in the other one with --allow precision"
@@ -166,6 +182,9 @@ def check_changes(
             "--resume, or go on with this data from its beginning with --allow data"
         )
     harmless = [text for key, text in changes.items() if key not in _SAYS_NOTHING]
+    if other_precision:  # as devices may do, where each is given what it can
+        before, after = (", ".join(run["precisions"]) for run in (saved, now))
+        harmless.append(f"ranks compute in {after}, not {before}")
     if new_data:
         of_data = [text for key, text in changes.items() if key.startswith(_OF_THE_DATA)]
         others = [text for text in harmless if text not in of_data]
