@@ -116,8 +116,8 @@ def prepare_corpus(
     """Tokenises a source once, or finds that it has been done.
 
     Several processes may call this at once with one ``cache_dir``, for different text or the same.
-    Memory holds one document at a time. A corpus that nobody has used for 30 days is removed from
-    the cache when another one is made there.
+    Memory holds a mebibyte of documents at a time. A corpus that nobody has used for 30 days is
+    removed from the cache when another one is made there.
 
     Args:
         source: Gives the documents.

@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
@@ -38,6 +38,9 @@ _MAX_UINT16_VOCABULARY: Final = 65536
 
 UNUSED_DAYS: Final = 30
 """What has not been used for so long is removed when something new is made."""
+
+BATCH_BYTES: Final = 1024 * 1024
+"""So much text, or one document more, is tokenised at once."""
 
 _ABANDONED_S: Final = 3600.0
 """A build that has written nothing for so long was killed."""
@@ -61,8 +64,8 @@ class TextTokenizer(Protocol):
         """Changes whenever the same text may get other ids."""
         ...
 
-    def encode(self, text: str, /) -> NDArray[Any]:
-        """Returns the ids of ``text``, 1-d integers, without special tokens."""
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
+        """Returns the ids of each text, 1-d integers, without special tokens."""
         ...
 
 
@@ -179,8 +182,7 @@ class Build:
             _HashedFile(scratch / "documents.bin") as documents,
             _HashedFile(scratch / "sources.json") as sources,
         ):
-            for document in source.documents(rejects, note=self._note, progress=self._progress):
-                ids = self._encode(document.text)
+            for document, ids in self._encoded(source, rejects):
                 tokens.write(ids.tobytes())
                 start, counts["num_tokens"] = counts["num_tokens"], counts["num_tokens"] + len(ids)
                 row = np.array([start, counts["num_tokens"], _label_hash(document)], "<u8")
@@ -206,8 +208,27 @@ class Build:
             last.write(json.dumps(manifest, indent=1).encode())
         return manifest
 
-    def _encode(self, text: str) -> NDArray[Any]:
-        ids = self._tokenizer.encode(text)
+    def _encoded(
+        self, source: DocumentSource, rejects: Rejects
+    ) -> Iterator[tuple[Document, NDArray[Any]]]:
+        """Yields the documents in their order; ``BATCH_BYTES`` of them go to the tokenizer."""
+        batch: list[Document] = []
+        num_bytes = 0
+        for document in source.documents(rejects, note=self._note, progress=self._progress):
+            batch.append(document)
+            num_bytes += document.text_bytes
+            if num_bytes >= BATCH_BYTES:
+                yield from self._encode(batch)
+                batch, num_bytes = [], 0
+        yield from self._encode(batch)
+
+    def _encode(self, batch: Sequence[Document]) -> Iterator[tuple[Document, NDArray[Any]]]:
+        texts = [document.text for document in batch]
+        for document, ids in zip(batch, self._tokenizer.encode_batch(texts), strict=True):
+            yield document, self._closed(ids)
+
+    def _closed(self, ids: NDArray[Any]) -> NDArray[Any]:
+        """The ids with end-of-text, as they are written."""
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._tokenizer.vocab_size:
             raise DataError(
                 f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its vocab_size is "

@@ -44,6 +44,10 @@ class CausalTokenizer(ABC):
     def encode(self, text: str, /) -> NDArray[Any]:
         """Returns the ids of ``text``, 1-d unsigned integers; no special tokens are added."""
 
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
+        """Returns ``encode`` of each text; all at once may be quicker."""
+        return [self.encode(text) for text in texts]
+
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Returns the text of ``ids`` without special tokens; what is no text becomes U+FFFD."""
@@ -195,6 +199,15 @@ class FolderTokenizer(CausalTokenizer):
             return np.array(backend.encode(text, add_special_tokens=False).ids, np.uint32)
         with _quiet():  # it advises on texts longer than the model takes; they are cut later
             return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.uint32)
+
+    def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
+        """Returns ``encode`` of each text, computed on all cores."""
+        if not self._is_fast:
+            return super().encode_batch(texts)
+        backend = self._tokenizer.backend_tokenizer
+        # The fast kind leaves out where in the text each token stands.
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.uint32) for each in found]
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
         """Returns the text that the Hugging Face tokenizer gives without special tokens."""

@@ -33,6 +33,9 @@ class Letters:
         self.texts.append(text)
         return np.frombuffer(text.encode(), np.uint8)
 
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
 
 def prepare_corpus(paths, tokenizer, cache, *, progress=ignore, on_note=ignore, **options):
     """A corpus of files."""
@@ -179,6 +182,15 @@ def test_large_vocabulary_takes_four_bytes(text, cache):
     corpus = prepare_corpus([text], Letters(65537), cache)
     assert corpus.dtype == "<u4"
     assert all_documents(corpus)[3] == (text / "03.txt").read_bytes()
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100, 10**9])
+def test_documents_are_tokenised_together_and_keep_their_order(
+    text, cache, monkeypatch, batch_bytes
+):
+    monkeypatch.setattr(corpus_cache, "BATCH_BYTES", batch_bytes)
+    corpus = prepare_corpus([text], Letters(), cache)
+    assert all_documents(corpus) == [path.read_bytes() for path in sorted(text.iterdir())]
 
 
 def test_empty_files_and_copies_give_no_document(tmp_path, cache):
@@ -506,7 +518,9 @@ def test_whoever_finishes_first_is_kept(text, cache):
     assert corpus == prepare_corpus([text], Letters(), cache)
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(text, cache):
+def test_a_file_that_changes_while_it_is_read_is_named(text, cache, monkeypatch):
+    monkeypatch.setattr(corpus_cache, "BATCH_BYTES", 1)
+
     class Meddling(Letters):
         def encode(self, text_):
             (text / "29.txt").write_text("something else")

@@ -39,6 +39,9 @@ def test_texts_come_back_exactly_in_fewer_ids(folder: Path) -> None:
         # The end of a text is never inside it, whatever it says.
         assert EOS_ID not in ids
     assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+    together = tokenizer.encode_batch([*TEXTS, *TRICKY])
+    alone = [tokenizer.encode(text) for text in [*TEXTS, *TRICKY]]
+    assert all(map(np.array_equal, together, alone))
 
 
 def test_transformers_gives_the_same_ids_from_what_a_checkpoint_holds(
