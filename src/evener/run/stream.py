@@ -131,9 +131,10 @@ class StreamLoader:
                 )
             if self._finished:
                 return
-        engine.open_share(0)
-        while not self._finished and engine.close_unplanned(idle=True) is not None:
-            pass
+        going_on = True
+        while going_on and not self._finished:
+            engine.open_share(0)  # every window has a scale of its own
+            going_on = engine.close_unplanned(idle=True) is not None
 
 
 def stream_of(

@@ -1,0 +1,299 @@
+"""Loops that are left early, resumed, or interrupted by an error; several loaders; the counters."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.errors import (
+    CheckpointError,
+    CollectiveMismatchError,
+    ConfigError,
+    PeerLostError,
+    UsageError,
+)
+from evener.run.ddp import Ddp
+from helpers.teams import run_team, setup
+
+LOCK = threading.Lock()
+SIZE = 30
+DATA = torch.utils.data.TensorDataset(
+    torch.arange(SIZE), torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(1))
+)
+SHARES = [(1,), (3, 1), (2, 0, 1), (1, 0, 0, 1)]
+TEAMS = [pytest.param(len(s), s, id=f"{len(s)} ranks") for s in SHARES]
+
+
+def line() -> tuple[nn.Module, torch.optim.Optimizer]:
+    with LOCK:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def step(ddp: Ddp, model: nn.Module, x: Tensor) -> Any:
+    ddp.backward(model(x).square().mean())
+    return ddp.step()
+
+
+@pytest.mark.parametrize(("world_size", "shares"), TEAMS)
+def test_break_at_a_window_then_the_next_epoch(world_size: int, shares: Any) -> None:
+    """A rank without a share is inside its loader when the others break: it leaves it, too."""
+
+    def body(comm: Communicator) -> tuple[list[int], list[tuple[int, int]], Tensor]:
+        model, optimizer = line()
+        seen: list[int] = []
+        committed: list[tuple[int, int]] = []
+        with setup(comm, model, optimizer, shares=shares) as ddp:
+            ddp.on_commit(lambda result: committed.append((result.epoch, result.window)))
+            loader = ddp.loader(DATA, batch_size=5)
+            for epoch in range(3):
+                for ids, x in loader.epoch(epoch):
+                    if ddp.window >= (epoch + 1) * 2:
+                        break
+                    seen.extend(ids.tolist())
+                    step(ddp, model, x)
+                assert ddp.all_reduce(1.0) == 1.0
+            assert ddp.window == 6
+            assert [len(loader), loader.state_dict()["epoch"]] == [6, 2]
+        return seen, committed, model.weight.detach().clone()
+
+    results = run_team(world_size, body)
+    assert sum(len(seen) for seen, _, _ in results) == 3 * 2 * 5
+    for _, committed, weight in results:
+        assert committed == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+        assert torch.equal(weight, results[0][2])
+
+
+@pytest.mark.parametrize(("world_size", "shares"), TEAMS)
+def test_break_then_the_rest_of_the_epoch(world_size: int, shares: Any) -> None:
+    def body(comm: Communicator) -> list[int]:
+        model, optimizer = line()
+        seen: list[int] = []
+        with setup(comm, model, optimizer, shares=shares) as ddp:
+            loader = ddp.loader(DATA, batch_size=5)
+            for part in range(3):
+                for ids, x in loader.epoch(0):
+                    if ddp.window >= (part + 1) * 2:
+                        break
+                    seen.extend(ids.tolist())
+                    step(ddp, model, x)
+            assert list(loader.epoch(0)) == []
+        return seen
+
+    results = run_team(world_size, body)
+    assert Counter(i for seen in results for i in seen) == dict.fromkeys(range(SIZE), 1)
+
+
+@pytest.mark.parametrize(("world_size", "shares"), TEAMS)
+def test_break_right_after_a_result_and_the_end(world_size: int, shares: Any) -> None:
+    def body(comm: Communicator) -> list[int]:
+        model, optimizer = line()
+        committed: list[int] = []
+        with setup(comm, model, optimizer, shares=shares) as ddp:
+            ddp.on_commit(lambda result: committed.append(result.window))
+            for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
+                if (result := step(ddp, model, x)) and result.window == 3:
+                    break
+        return committed
+
+    assert run_team(world_size, body) == [[0, 1, 2, 3]] * world_size
+
+
+def test_break_on_one_rank_alone_is_an_error_on_all() -> None:
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
+            loader = ddp.loader(DATA, batch_size=6)
+
+            def train() -> None:
+                for i, (_, x) in enumerate(loader.epoch(0)):
+                    if comm.rank == 0 and i == 2:
+                        break
+                    step(ddp, model, x)
+                ddp.all_reduce(1.0)
+
+            with pytest.raises(CollectiveMismatchError) as caught:
+                train()
+            return str(caught.value)
+
+    for message in run_team(2, body):
+        assert "rank 0 is ending an epoch" in message
+        assert "break has left it" in message
+        assert "rank 1 is closing a window" in message
+
+
+def test_iterating_goes_on_epoch_by_epoch() -> None:
+    model, optimizer = line()
+    with setup(SingleCommunicator(), model, optimizer) as ddp:
+        loader = ddp.loader(DATA, batch_size=10)
+        orders: list[list[int]] = [[], []]
+        for order in orders:
+            for ids, x in loader:
+                order.extend(ids.tolist())
+                step(ddp, model, x)
+        assert sorted(orders[0]) == sorted(orders[1]) == list(range(SIZE))
+        assert orders[0] != orders[1]
+        assert loader.state_dict()["epoch"] == 2
+
+
+def test_an_epoch_inside_an_epoch() -> None:
+    model, optimizer = line()
+    with setup(SingleCommunicator(), model, optimizer) as ddp:
+        first, second = ddp.loader(DATA, batch_size=10), ddp.loader(DATA, batch_size=10)
+        outer = first.epoch(0)
+        next(outer)
+        with pytest.raises(UsageError, match="begun inside the loop over another one"):
+            next(second.epoch(0))
+        outer.close()
+
+
+def test_an_error_in_the_loop_of_one_rank_ends_the_others_at_once() -> None:
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+
+        def train() -> None:
+            with setup(comm, model, optimizer, shares=(1, 1, 1)) as ddp:
+                for _, x in ddp.loader(DATA, batch_size=6).epoch(0):
+                    if comm.rank == 1 and ddp.window == 2:
+                        raise ZeroDivisionError("mine")
+                    step(ddp, model, x)
+
+        try:
+            train()
+        except (ZeroDivisionError, PeerLostError) as error:
+            return type(error).__name__
+        return "nothing"
+
+    assert run_team(3, body) == ["PeerLostError", "ZeroDivisionError", "PeerLostError"]
+
+
+# ── several loaders ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("world_size", "shares"), TEAMS)
+def test_evaluation_in_mid_epoch_is_exact_with_unequal_parts(world_size: int, shares: Any) -> None:
+    held_out = torch.utils.data.TensorDataset(torch.arange(17.0))
+
+    def body(comm: Communicator) -> tuple[list[float], list[int]]:
+        model, optimizer = line()
+        means: list[float] = []
+        seen: list[int] = []
+        with setup(comm, model, optimizer, shares=shares) as ddp:
+            loader = ddp.loader(DATA, batch_size=5)
+            evaluation = ddp.eval_loader(held_out, batch_size=4)
+            assert len(evaluation) == 5
+
+            def evaluate() -> None:
+                total, count = 0.0, 0
+                with ddp.evaluating():
+                    assert not model.training
+                    for (values,) in evaluation:
+                        assert len(values) <= 4
+                        total += float(values.sum())
+                        count += len(values)
+                        seen.extend(int(v) for v in values)
+                means.append(ddp.all_reduce(total / max(count, 1), weight=count))
+
+            @ddp.on_commit
+            def _(result: Any) -> None:
+                if result.window == 2:
+                    evaluate()
+
+            for _, x in loader.epoch(0):
+                step(ddp, model, x)
+            evaluate()
+            assert model.training
+        return means, seen
+
+    results = run_team(world_size, body)
+    assert all(means == [8.0, 8.0] for means, _ in results)
+    assert Counter(i for _, seen in results for i in seen) == dict.fromkeys(range(17), 2)
+
+
+def test_evaluation_by_a_local_counter_names_who_does_what() -> None:
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+        with setup(comm, model, optimizer, shares=(3, 1)) as ddp:
+            loader = ddp.loader(DATA, batch_size=8, micro_batch_size=2)
+            evaluation = ddp.eval_loader(DATA, batch_size=8)
+
+            def train() -> None:
+                for i, (_, x) in enumerate(loader.epoch(0)):
+                    step(ddp, model, x)
+                    if i == 2:
+                        list(evaluation)
+
+            with pytest.raises(CollectiveMismatchError) as caught:
+                train()
+            return str(caught.value)
+
+    for message in run_team(2, body):
+        assert "starting an evaluation" in message
+        assert "ddp.on_commit" in message
+
+
+def two_sets(comm: Communicator, folder: Path, *, resume: bool, windows: int) -> list[list[int]]:
+    """Two training loaders in turn, an average of the weights, and a checkpoint at the end."""
+    model, optimizer = line()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    seen: list[list[int]] = [[], []]
+    with setup(comm, model, optimizer, shares=(2, 1)[: comm.world_size]) as ddp:
+        loaders = [ddp.loader(DATA, batch_size=5, seed=s) for s in range(2)]
+        ddp.register("average", average)
+        if resume:
+            ddp.load(folder)
+            ddp.register("scheduler", scheduler)
+            assert int(average.n_averaged) == 9
+            assert scheduler.last_epoch == 7
+        else:
+            scheduler.last_epoch = 7
+            ddp.register("scheduler", scheduler)
+        ddp.on_commit(lambda _: average.update_parameters(model))
+        for number, loader in enumerate(loaders):
+            for ids, x in loader.epoch(0):
+                if ddp.window == windows:
+                    break
+                seen[number].extend(ids.tolist())
+                step(ddp, model, x)
+        ddp.save(folder)
+    return seen
+
+
+def test_two_loaders_and_registered_objects_in_one_checkpoint(tmp_path: Path) -> None:
+    first = run_team(2, lambda c: two_sets(c, tmp_path / "a", resume=False, windows=9))
+    second = run_team(1, lambda c: two_sets(c, tmp_path / "a", resume=True, windows=99))
+    for number in range(2):
+        ids = Counter(i for seen in [*first, *second] for i in seen[number])
+        assert ids == dict.fromkeys(range(SIZE), 1)
+
+
+def test_what_cannot_be_registered_or_is_missing(tmp_path: Path) -> None:
+    model, optimizer = line()
+    with setup(SingleCommunicator(), model, optimizer) as ddp:
+        ddp.loader(DATA, batch_size=5)
+        ddp.save(tmp_path / "a")
+        ddp.register("one", nn.Linear(1, 1))
+        with pytest.raises(ConfigError, match="used once"):
+            ddp.register("one", nn.Linear(1, 1))
+        with pytest.raises(CheckpointError, match="no state of 'one'"):
+            ddp.load(tmp_path / "a")
+
+
+def test_a_checkpoint_without_a_loader(tmp_path: Path) -> None:
+    model, optimizer = line()
+    with setup(SingleCommunicator(), model, optimizer) as ddp:
+        for _ in range(3):
+            step(ddp, model, DATA.tensors[1][:4])
+        ddp.save(tmp_path / "a")
+    other, optimizer = line()
+    with setup(SingleCommunicator(), other, optimizer) as ddp:
+        ddp.load(tmp_path / "a")
+        assert ddp.window == 3
+    assert torch.equal(model.weight, other.weight)
