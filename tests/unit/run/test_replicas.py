@@ -477,3 +477,24 @@ def test_several_networks_share_one_connection_and_close_it_with_the_last(capsys
     two.close()
     assert Ddp.wrap(generator, environment=place, quiet=True)._comm is not two._comm
     assert capsys.readouterr().err.count("replicas of a model: 1 CPU rank | ") == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_the_cpu_average_in_one_process():
+    x, y = regression_data(12)
+    alone = mlp()
+    mean_loss(alone, x, y).backward()
+    with Ddp.wrap(
+        [mlp(), mlp(seed=1)], ["cuda:0", "cpu"], quiet=True, environment=DistributedTrainConfig()
+    ) as replicas:
+        replicas.sync_params()
+        for model, device, part in zip(
+            replicas.models, replicas.devices, (slice(0, 9), slice(9, 12)), strict=True
+        ):
+            mean_loss(model, x[part].to(device), y[part].to(device)).backward()
+        replicas.weighted_all_reduce_gradients([9, 3])
+        for model, device in zip(replicas.models, replicas.devices, strict=True):
+            for mine, true in zip(model.parameters(), alone.parameters(), strict=True):
+                assert mine.grad.device == device
+                error = torch.linalg.vector_norm(mine.grad.cpu() - true.grad)
+                assert error <= 1e-5 * torch.linalg.vector_norm(true.grad)
