@@ -13,6 +13,9 @@ processor time: waiting for a busy core is not multiplied), the update included,
 that needs it. torch DDP exchanges inside backward, so there
 the delay comes before the exchange of each bucket, and overlap with the rest stays possible.
 
+``evener.cadence`` and ``evener.async`` make local optimizer steps on one micro-batch each, in turns
+of some windows; the window at the end of a turn, which shares out what is left, is part of it.
+
 ``evener.sync`` also says where the rest went, as parts of its time that add up to ``1 - of_ideal``:
 ranks computing slower side by side than alone, ranks waiting for the last one, exchanging
 gradients, and what is left (starting and ending an epoch each turn, among others).
@@ -48,6 +51,7 @@ SEQ_LEN = 128
 TIMEOUT_S = 120.0
 FOLDER = "HETERO_FOLDER"
 SOLO = "solo."
+LOCAL = ("cadence", "async")
 
 
 def main() -> int:
@@ -72,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="of solo and evener; an equal share. Small ones spread emulated sleep more evenly",
     )
+    parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
+    parser.add_argument("--local-windows", type=int, default=4, help="theirs a turn, about")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
@@ -89,6 +95,13 @@ def speeds(text: str) -> list[float]:
             "give two or more speeds above 0 and at most 1, such as 1,0.3333"
         )
     return values
+
+
+def samples_of_local_turn(arguments: argparse.Namespace) -> int:
+    """Samples of some windows in which the slowest rank makes ``anchor`` local steps."""
+    equal_share = -(-arguments.batch_size // len(arguments.speeds))
+    steps = sum(arguments.anchor * s / min(arguments.speeds) for s in arguments.speeds)
+    return arguments.local_windows * round(steps) * (arguments.micro_batch_size or equal_share)
 
 
 class Way:
@@ -196,23 +209,32 @@ class Evener(Way):
         *,
         port: int,
         ratios: Sequence[float] | None = None,
+        policy: str = "sync",
     ) -> None:
         super().__init__(arguments, rank)
+        if policy != "sync":
+            self.data = Tokens(samples_of_local_turn(arguments), SEQ_LEN)
         slow = {r: 1 / s for r, s in enumerate(arguments.speeds)}
         environment = {k: v for k, v in os.environ.items() if k != STORE_FD}
         self.ddp = Ddp.setup(
             self.model,
             self.optimizer,
+            policy=policy,
             devices="cpu",
             precision="fp32",
             config=DdpConfig(
-                emulate_slow=slow, partition_ratios=ratios, timeout_s=TIMEOUT_S, quiet=True
+                emulate_slow=slow,
+                partition_ratios=ratios,
+                anchor=arguments.anchor,
+                timeout_s=TIMEOUT_S,
+                quiet=True,
             ),
             environment=DistributedTrainConfig.from_env(environment | {"MASTER_PORT": str(port)}),
         )
         self.loader = self.ddp.loader(
             self.data,
-            batch_size=self.batch_size,
+            # A local step takes a micro-batch: what a rank computes at once is the same everywhere.
+            batch_size=self.batch_size if policy == "sync" else self.micro_batch_size,
             micro_batch_size=self.micro_batch_size,
             prefetch="thread",
         )
@@ -223,7 +245,7 @@ class Evener(Way):
     def run(self, steps: int) -> float:
         """See ``Way``."""
         self.committed.clear()
-        return self.timed(steps, self._train)
+        return self.timed(steps, self._train) * len(self.data) / (steps * self.batch_size)
 
     def close(self) -> None:
         """Leaves the team."""
@@ -249,7 +271,6 @@ class Evener(Way):
         return parts
 
     def _train(self, steps: int) -> None:
-        assert steps == len(self.loader)
         for ids in self.loader.epoch(self.epoch):
             self.ddp.backward(mean_loss(self.model, ids))
             self.ddp.step()
@@ -268,13 +289,15 @@ def run_rank(arguments: argparse.Namespace) -> int:
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    ports: list[Any] = [free_port(), free_port()]
+    ports: list[Any] = [free_port() for _ in range(4)]
     dist.broadcast_object_list(ports, 0)
     ways: dict[str, Way] = {f"{SOLO}{r}": Solo(arguments, rank, r) for r in range(world_size)}
     ways["torch.ddp"] = TorchDdp(arguments, rank)
     equal = [1.0] * world_size
     ways["evener.equal_split"] = Evener(arguments, rank, port=ports[0], ratios=equal)
     ways["evener.sync"] = sync = Evener(arguments, rank, port=ports[1])
+    local = [Evener(arguments, rank, port=ports[2 + k], policy=p) for k, p in enumerate(LOCAL)]
+    ways |= {f"evener.{policy}": way for policy, way in zip(LOCAL, local, strict=True)}
     figures: dict[str, list[float]] = {name: [] for name in ways}
     lost: list[dict[str, float]] = []
     for number in range(arguments.rounds + 1):
@@ -288,6 +311,9 @@ def run_rank(arguments: argparse.Namespace) -> int:
         shares = [r.samples for r in sync.committed[-1].ranks]
         # The first round pays for caches, allocations and the search for the shares.
         rows = make_rows({n: v[1:] for n, v in figures.items()}, lost[1:], shares)
+        for row in rows:
+            if row["name"].removeprefix("evener.") in LOCAL:
+                row |= describe_windows(ways[row["name"]].committed)
         show(rows, arguments)
         write_report(
             arguments.json,
@@ -334,8 +360,9 @@ def make_rows(
                 "samples_per_s_rounds": [round(v, 2) for v in values],
             }
         )
-    rows[-1]["shares"] = list(shares)
-    rows[-1]["lost"] = {k: round(statistics.median(part[k] for part in lost), 4) for k in lost[0]}
+    sync = next(row for row in rows if row["name"] == "evener.sync")
+    sync["shares"] = list(shares)
+    sync["lost"] = {k: round(statistics.median(part[k] for part in lost), 4) for k in lost[0]}
     return rows
 
 
@@ -347,8 +374,25 @@ def show(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> No
         low, high = row["of_ideal_spread"]
         print(f"{row['name']:20} {row['samples_per_s']:10.1f} {row['of_ideal']:9.3f}", end="  ")
         print(f"{low:.3f}..{high:.3f}")
-    parts = ", ".join(f"{name} {part:.1%}" for name, part in rows[-1]["lost"].items())
-    print(f"evener.sync: shares {rows[-1]['shares']}; time lost: {parts}")
+    for row in rows:
+        if "lost" in row:
+            parts = ", ".join(f"{name} {part:.1%}" for name, part in row["lost"].items())
+            print(f"{row['name']}: shares {row['shares']}; time lost: {parts}")
+        if "anchor" in row:
+            parts = ", ".join(f"{row[k]:.1%} {k}" for k in ("waiting", "exchange"))
+            print(f"{row['name']}: anchor {row['anchor']}, {row['windows']} windows; {parts}")
+
+
+def describe_windows(windows: Sequence[WindowResult]) -> dict[str, Any]:
+    """The last turn of a way with local steps: its anchor, and parts of the ranks' time."""
+    records = [r for w in windows for r in w.ranks]
+    total_s = sum(r.compute_s + r.wait_s + r.sync_s for r in records)
+    return {
+        "anchor": min(w.cadence.anchor for w in windows if w.cadence is not None),
+        "windows": len(windows),
+        "waiting": round(sum(r.wait_s for r in records) / total_s, 4),
+        "exchange": round(sum(r.sync_s for r in records) / total_s, 4),
+    }
 
 
 def free_port() -> int:

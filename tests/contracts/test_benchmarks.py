@@ -55,10 +55,17 @@ def ratios_are_sound(row: dict, *keys: str) -> None:
 
 def test_hetero(tmp_path):
     sizes = ("--rounds", "1", "--windows", "2", "--batch-size", "8", "--width", "32")
-    document = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, "--layers", "1")
+    local = ("--anchor", "2", "--local-windows", "2")
+    document = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, "--layers", "1", *local)
     assert document["emulated"] is True
     rows = {row["name"]: row for row in document["rows"]}
-    assert list(rows) == ["solo.0", "solo.1", "torch.ddp", "evener.equal_split", "evener.sync"]
+    assert list(rows) == [
+        *("solo.0", "solo.1", "torch.ddp", "evener.equal_split"),
+        *("evener.sync", "evener.cadence", "evener.async"),
+    ]
+    for name in ("evener.cadence", "evener.async"):
+        assert rows[name]["anchor"] >= 1
+        assert rows[name]["windows"] >= 1
     for row in rows.values():
         ratios_are_sound(row, "of_ideal")
         assert row["samples_per_s"] > 0
@@ -67,6 +74,15 @@ def test_hetero(tmp_path):
     sync = rows["evener.sync"]
     assert sum(sync["shares"]) == 8
     assert sum(sync["lost"].values()) == pytest.approx(1 - sync["of_ideal"], abs=1e-3)
+
+
+def test_drop(tmp_path):
+    sizes = ("--before", "5", "--after", "3", "--width", "32", "--layers", "1", "--anchor", "3")
+    [row] = run(tmp_path, "drop.py", *sizes)["rows"]
+    assert row["name"] == "evener.cadence"
+    assert row["windows"] >= 8
+    assert row["cost"] == pytest.approx(row["idle_after"] - row["idle_before"], abs=1e-3)
+    assert row["longest_wait_s"] > 0
 
 
 @pytest.mark.parametrize("text", ["1", "1,0", "1,2", "fast"])

@@ -136,7 +136,8 @@ class CadencePolicy(Planner):
                 or is_tail
                 or not self._in_background
                 or not self.elche.is_calibrated
-                or available < 2 * sum(most)
+                # Until this window's average has landed, ranks may do as much of the next one.
+                or (limit is not None and limit < 2 * sum(most))
             ),
             steps=steps,
             most=most,
