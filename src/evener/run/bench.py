@@ -1,6 +1,5 @@
 """Tries policies and backends on the user's own configuration, in turns. No torch here."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -105,6 +104,7 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
     Raises:
         ConfigError: See ``check_options``.
         LaunchError: The folder cannot be made.
+        KeyboardInterrupt: After Ctrl-C, when what was measured has been written.
     """
     check_options(options)
     folder = _claim(options.out, options.name)
@@ -113,7 +113,8 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
     seconds = 60 * options.minutes / options.rounds
     trials: list[Trial] = []
     skipped: dict[str, str] = {}
-    with contextlib.suppress(KeyboardInterrupt):  # what has been measured is told all the same
+    interrupted = False
+    try:
         for number in range(options.rounds):
             for policy, backend in combinations[:: -1 if number % 2 else 1]:
                 name = f"{policy}/{backend}"
@@ -128,9 +129,13 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
                 else:
                     trials.append(result)
                     _say(f"{turn}: {human_count(result.speed())} {result.unit}/s")
+    except KeyboardInterrupt:  # what has been measured is told all the same
+        interrupted = True
     # A combination that failed in a later round is not compared by its first.
     comparison = compare([t for t in trials if f"{t.policy}/{t.backend}" not in skipped], skipped)
     _write(folder, options, comparison)
+    if interrupted:
+        raise KeyboardInterrupt
     return comparison
 
 

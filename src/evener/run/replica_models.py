@@ -8,7 +8,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from evener.averaging.replicas import Entry
 from evener.errors import ConfigError
-from evener.run.environment import DistributedTrainConfig
+from evener.run.environment import DistributedBackend, DistributedTrainConfig
 
 #: A layout as it travels: name, shape and dtype in words.
 Model = Sequence[Sequence[str]]
@@ -59,7 +59,12 @@ def place(
     count = torch.cuda.device_count()
     if isinstance(devices, str) and devices == "auto":
         start = environment.local_rank * len(models)
-        indices = range(start, start + len(models))
+        indices = list(range(start, start + len(models)))
+        if environment.backend is DistributedBackend.CPU:
+            indices, count = [0] * len(models), 0
+        elif environment.launched_by == "slurm" and count:
+            # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
+            indices = [index % count for index in indices]
         return tuple(torch.device("cuda", i) if i < count else torch.device("cpu") for i in indices)
     if isinstance(devices, str | torch.device):
         return (_device(devices, count),) * len(models)

@@ -18,6 +18,7 @@ from evener import (
     Replicas,
 )
 from evener.comm.base import Communicator
+from evener.run.replica_models import place as put
 from helpers.models import cnn, mlp, regression_data
 from helpers.teams import run_team
 
@@ -461,6 +462,29 @@ def test_what_cannot_be_replicas_is_refused():
         Ddp.wrap([model], "gpu", environment=DistributedTrainConfig())
     with pytest.raises(ConfigError, match="'cuda:99' is not here"):
         Ddp.wrap([model], ["cuda:99"], environment=DistributedTrainConfig())
+
+
+def devices_of(num_models: int, local_rank: int, **place: Any) -> list[str]:
+    environment = DistributedTrainConfig(
+        world_size=2,
+        rank=local_rank,
+        local_rank=local_rank,
+        role="worker" if local_rank else "coordinator",
+        local_world_size=2,
+        **place,
+    )
+    return [str(d) for d in put([nn.Linear(1, 1)] * num_models, "auto", environment)]
+
+
+def test_auto_gives_processes_gpus_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert devices_of(1, 0) == ["cuda:0"]
+    assert devices_of(2, 0) == ["cuda:0", "cuda:1"]
+    assert devices_of(2, 1) == ["cuda:2", "cpu"]
+    assert devices_of(2, 1, backend="cpu") == ["cpu", "cpu"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert devices_of(1, 1) == ["cpu"]
+    assert devices_of(1, 1, launched_by="slurm") == ["cuda:0"]  # bound to a GPU of its own
 
 
 def test_several_networks_share_one_connection_and_close_it_with_the_last(capsys):
