@@ -290,9 +290,9 @@ def _classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
     from evener.tasks.classification.command import predict_file, run_classification
 
     place = DistributedTrainConfig.from_env()
+    if options.predict is not None:
+        return predict_file(options) if place.rank == 0 else 0
     if place.launched_by == "alone":
-        if options.predict is not None:
-            return predict_file(options)
         return _launch_classification(options, arguments)
     if place.launched_by != "evener":
         _refuse_launch_options(place, options.nproc, options.port)

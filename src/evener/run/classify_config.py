@@ -141,6 +141,9 @@ class ClassifyRunConfig(ClassifyConfig):
     model: ClassifyModelConfig = ClassifyModelConfig()
     eval: ClassifyEvalConfig = ClassifyEvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    fit_head: bool = Field(
+        default=True, description="fit the head on the frozen base before the adapter is trained"
+    )
     batch_size: Positive = Field(
         default=32, description="samples of one optimizer step, whole team"
     )

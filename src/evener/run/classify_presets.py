@@ -25,7 +25,7 @@ DEFAULT: Mapping[str, Any] = {
     "seq_len": DEMO["data"]["seq_len"],
     "precision": "fp32",
     "lora": {"rank": 16, "alpha": 256.0, "dropout": 0.05},
-    "optimizer": {"lr": 2e-3, "head_lr_ratio": 3.0},
+    "optimizer": {"lr": 1e-3, "head_lr_ratio": 3.0},
     "data": {"heldout_fraction": 0.25},
     "eval": {"every": 180},
     "checkpoint": {"every": 360, "keep_last": 2},

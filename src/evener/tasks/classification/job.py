@@ -26,6 +26,7 @@ from evener.run.results import WindowResult
 from evener.run.terminal import say
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples
+from evener.tasks.classification.head import fit_head
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.progress import EvaluationHistory
 from evener.tasks.classification.replica import apply_adapter_settings
@@ -135,10 +136,26 @@ class ClassificationRun:
             total_windows=self.num_windows,
             resumed_from=self.resumed.path if self.resumed is not None else None,
         )
-        if self.history.frozen is None:
-            found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
-            self.history.frozen = None if found is None else found[0]
+        if self.resumed is None:
+            self._begin()
         self.ddp.on_commit(self._on_commit)
+
+    def _begin(self) -> None:
+        """Measures the base with a random head, fits the head, and measures again."""
+        found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
+        self.history.frozen = found[0] if found else None
+        if self.config.fit_head and self.config.model.adapter is None:
+            self._say("fitting the head to the frozen base ...")
+            if fit_head(self.ddp, self.pipeline, self.train):
+                found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
+                self.history.probe = found[0] if found else None
+        if self.history.frozen is not None:
+            self._say(f"held-out accuracy before training: {self._beginnings()}")
+
+    def _beginnings(self) -> str:
+        frozen, probe = self.history.frozen, self.history.probe
+        text = f"{frozen.accuracy:.1%} with a random head" if frozen else ""
+        return text + (f", {probe.accuracy:.1%} with a fitted one" if probe else "")
 
     def _train(self) -> None:
         """Trains to the end or to a stop, saves, and says what came of it."""
@@ -241,6 +258,7 @@ class ClassificationRun:
     def _figures(self, *, stopped: bool) -> dict[str, Any]:
         """What goes into ``summary.json`` beside the team's figures."""
         best, frozen, config = self.history.best, self.history.frozen, self.config
+        probe = self.history.probe
         linear = None
         if config.eval.baseline and not stopped:
             self._say("training a bag-of-words model to compare with ...")
@@ -258,6 +276,7 @@ class ClassificationRun:
             "majority_accuracy": best.majority_accuracy if best else None,
             "linear_accuracy": linear,
             "frozen_accuracy": frozen.accuracy if frozen else None,
+            "probe_accuracy": probe.accuracy if probe else None,
             "best_step": self.history.best_window,
             "early_stopped": self.history.is_exhausted,
             "confusion": [list(row) for row in best.confusion] if best else None,
@@ -342,6 +361,7 @@ def _in_words(figures: dict[str, Any]) -> dict[str, Any]:
         "macro F1": None if figures["macro_f1"] is None else f"{figures['macro_f1']:.3f}",
         "always the most frequent class": figures["majority_accuracy"],
         "base with a random head, nothing trained": figures["frozen_accuracy"],
+        "base with a fitted head, without adapter": figures["probe_accuracy"],
         "bag-of-words linear model": figures["linear_accuracy"],
         "best step": figures["best_step"],
         "samples": f"{figures['num_train']:,} for training, {figures['num_heldout']:,} held out",

@@ -2,10 +2,9 @@
 
 import csv
 import gzip
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from evener.data.record_files import parse_line
 from evener.errors import DataError
@@ -38,12 +37,9 @@ def read_labelled(
             f"{path} is neither JSON Lines nor CSV by its name; give a file that ends in "
             f"{', '.join((*_LINES[:2], *_CSV))}"
         )
-    records = []
     try:
-        with path.open("rb") as stream:
-            rows = _csv_rows(path, stream) if name.endswith(_CSV) else _json_rows(path, stream)
-            for where, row in rows:
-                records.append(_record(where, row, text_key, label_key, group_key))
+        rows = _csv_rows(path) if name.endswith(_CSV) else _json_rows(path)
+        records = [_record(where, row, text_key, label_key, group_key) for where, row in rows]
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; check the path") from None
     except (OSError, EOFError) as error:
@@ -53,40 +49,42 @@ def read_labelled(
     return records
 
 
-def _json_rows(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
-    lines: Any = gzip.GzipFile(fileobj=stream) if path.name.lower().endswith(".gz") else stream
-    for number, line in enumerate(lines, start=1):
-        content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if not content.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            yield where, parse_line(content)
-        except ValueError as error:
-            raise DataError(f"{where} is malformed: {error}; mend the line") from None
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    packed = path.name.lower().endswith(".gz")
+    with gzip.open(path, "rb") if packed else path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not content.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                yield where, parse_line(content)
+            except ValueError as error:
+                raise DataError(f"{where} is malformed: {error}; mend the line") from None
 
 
-def _csv_rows(path: Path, stream: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     before = 1
-    try:
-        for row in reader:
-            where, before = f"{path}:{before + 1}", reader.line_num
-            if None in row or None in row.values():
-                found = (
-                    len(row) - 1 + len(row.get(None) or ())
-                    if None in row
-                    else sum(value is not None for value in row.values())
-                )
-                raise DataError(
-                    f"{where} is malformed: {found} columns where the first row names "
-                    f"{len(reader.fieldnames or ())}; quote texts that hold a {delimiter!r}"
-                )
-            yield where, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}:{before + 1} is malformed: {error}; mend the line") from None
+    with path.open(encoding="utf-8-sig", newline="") as text:
+        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                where, before = f"{path}:{before + 1}", reader.line_num
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{where} is malformed: {_num_columns(row)} columns where the first row "
+                        f"names {len(reader.fieldnames or ())}; quote texts that hold a "
+                        f"{delimiter!r}"
+                    )
+                yield where, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}:{before + 1} is malformed: {error}; mend the line") from None
+
+
+def _num_columns(row: dict[Any, Any]) -> int:
+    surplus = row.get(None) or ()  # DictReader puts what has no name there
+    return sum(value is not None for key, value in row.items() if key is not None) + len(surplus)
 
 
 def _record(

@@ -2,14 +2,15 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from evener.errors import ConfigError, DataError
 from evener.run.classify_config import ClassifyConfig, ClassifyModelConfig
@@ -227,7 +228,7 @@ class ClassifyPipeline:
 
     def loss(self, batch: Batch) -> BatchLoss:
         """The loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
-        logits = self._logits(batch)
+        logits = self.logits(batch)
         labels = batch.labels.to(self.device)
         losses = F.cross_entropy(logits, labels, reduction="none")
         weight = self.weight_of(batch.labels.tolist())
@@ -245,10 +246,10 @@ class ClassifyPipeline:
         loss_sum, weight_sum = 0.0, 0.0
         true: list[int] = []
         found: list[int] = []
-        with self._evaluating():
+        with self.evaluating():
             for start in range(0, len(encoded), _EVAL_BATCH):
                 batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
-                logits = self._logits(batch)
+                logits = self.logits(batch)
                 labels = batch.labels.tolist()
                 losses = F.cross_entropy(logits.cpu(), batch.labels, reduction="none")
                 for label, loss in zip(labels, losses.tolist(), strict=True):
@@ -277,10 +278,10 @@ class ClassifyPipeline:
         """
         encoded = self.encode([Sample(text, 0) for text in texts], "text")
         predictions = []
-        with self._evaluating():
+        with self.evaluating():
             for start in range(0, len(encoded), _EVAL_BATCH):
                 batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
-                for row in torch.softmax(self._logits(batch), -1).tolist():
+                for row in torch.softmax(self.logits(batch), -1).tolist():
                     index = max(range(len(row)), key=row.__getitem__)
                     predictions.append(
                         Prediction(
@@ -333,14 +334,22 @@ class ClassifyPipeline:
         for name, content in self.encoder.files.items():
             (folder / name).write_bytes(content)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        logits: Tensor = self.model(
+    def logits(self, batch: Batch) -> Tensor:
+        """Float32 logits ``(B, num_classes)`` on the device."""
+        found: Tensor = self.model(
             batch.input_ids.to(self.device), batch.attention_mask.to(self.device)
         )
-        return logits.float()
+        return found.float()
 
-    def _evaluating(self) -> Any:
-        return _Evaluating(self.model)
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the model into ``eval()`` for the length of the block."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,20 +359,6 @@ class BaseNote:
     path: str
     fingerprint: str
     dropout: dict[str, float]
-
-
-class _Evaluating:
-    """Puts a model into ``eval()`` for the length of a block."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._was_training = model.training
-
-    def __enter__(self) -> None:
-        self._model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self._model.train(self._was_training)
 
 
 def _read_document(adapter: Path) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""Fits the head on what the frozen base says of the texts, before the adapter is trained.
+
+With a random head the adapter first learns what suits random numbers, and the base's features are
+bent for it. A head that already makes the best of them gives it a direction from the first step on
+(linear probing, then fine-tuning: Kumar et al., 2022).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evener.run.ddp import Ddp
+from evener.tasks.classification.encoding import Encoded, EncodedSamples
+from evener.tasks.classification.pipeline import ClassifyPipeline
+
+_PIECE = 64
+_DECAY = 1e-3
+_ITERATIONS = 300
+
+
+def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool:
+    """Trains the head alone to the end; all ranks call it together, before the first window.
+
+    Each rank computes a part of the features, all are exchanged, and rank 0's head goes to all.
+
+    Args:
+        ddp: The team.
+        pipeline: This rank's classifier, with an adapter that changes nothing yet.
+        data: The training samples, the same on every rank.
+
+    Returns:
+        Whether it was done: a head of several layers is left as it is, and so is everything when a
+        rank was told to stop.
+    """
+    head = find_head(pipeline.model)
+    if head is None:
+        return False
+    world_size, comm = ddp.world_size, ddp.assembly.comm
+    each = -(-len(data) // world_size)
+    own = range(ddp.rank * each, min((ddp.rank + 1) * each, len(data)))
+    features = torch.zeros(world_size * each, head.in_features)
+    for start in range(own.start, own.stop, _PIECE):
+        if ddp.wants_stop():
+            break
+        stop = min(start + _PIECE, own.stop)
+        with ddp.emulated_slowness():
+            features[start:stop] = features_of(
+                pipeline, head, [data[i] for i in range(start, stop)]
+            )
+    ddp.all_reduce(0.0)  # agrees on a stop
+    if ddp.stopping:
+        return False
+    comm.all_gather_parts(features, what="features of the head")
+    weight, bias = _fit(
+        features[: len(data)], torch.tensor(data.indices), pipeline, with_bias=head.bias is not None
+    )
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.copy_(bias)
+        for parameter in head.parameters():
+            # Solvers round in their own way on unlike hardware.
+            whole = parameter.detach().contiguous()
+            comm.broadcast(whole, 0, what="the head")
+            parameter.copy_(whole)
+    return True
+
+
+def find_head(model: nn.Module) -> nn.Linear | None:
+    """The trainable head, if it is one linear layer."""
+    heads = [
+        module
+        for name, module in model.named_modules()
+        if ".modules_to_save." in f"{name}." and isinstance(module, nn.Linear)
+    ]
+    return heads[0] if len(heads) == 1 else None
+
+
+@torch.no_grad()
+def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[Encoded]) -> Tensor:
+    """What the head is given for each sample, ``(B, in_features)`` on the CPU, in ``eval()``."""
+    batch = pipeline.encoder.collate(samples)
+    given: list[Tensor] = []
+
+    def catch(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        given.append(inputs[0].detach())
+
+    handle = head.register_forward_pre_hook(catch)
+    try:
+        with pipeline.evaluating():
+            pipeline.logits(batch)
+    finally:
+        handle.remove()
+    found = given[0].float().cpu()
+    if found.dim() == 3:  # decoders judge every position and use the last one
+        found = found[torch.arange(len(samples)), batch.attention_mask.sum(1) - 1]
+    return found
+
+
+def _fit(
+    features: Tensor, labels: Tensor, pipeline: ClassifyPipeline, *, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Logistic regression by L-BFGS, the loss weighted as in training."""
+    scale = features.std(0).clamp_min(1e-6)
+    scaled = features / scale
+    num_classes = len(pipeline.labels)
+    class_weights = torch.tensor([pipeline.weight_of([i]) for i in range(num_classes)])
+    weight = torch.zeros(num_classes, features.shape[1], requires_grad=True)
+    bias = torch.zeros(num_classes, requires_grad=with_bias)
+    trained = [weight, bias] if with_bias else [weight]
+    optimizer = torch.optim.LBFGS(trained, max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(F.linear(scaled, weight, bias), labels, weight=class_weights)
+        loss = loss + _DECAY / 2 * weight.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return (weight / scale).detach(), bias.detach()

@@ -1,0 +1,173 @@
+"""``evener classify`` from a file to a report, on several ranks, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evener.data.cursor import Permutation
+from helpers.classification import TINY_LLAMA, samples
+from helpers.forking import Zygote
+from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
+from helpers.ranks import RankTeam
+
+NEEDED = (
+    "evener.cli",
+    "evener.tasks.classification.job",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+)
+NAMES = ["first", "second", "third"]
+
+#: 48 samples for training make 7 windows an epoch, the last one of 6 samples.
+TINY: dict[str, Any] = {
+    "data": {"path": "train.jsonl", "heldout_path": "held.csv"},
+    "model": TINY_LLAMA,
+    "seq_len": 24,
+    "precision": "fp32",
+    "lora": {"rank": 4, "dropout": 0.0},
+    "optimizer": {"lr": 2e-2},
+    "batch_size": 7,
+    "micro_batch_size": 3,
+    "epochs": 2,
+    "eval": {"every": 5},
+    "checkpoint": {"every": 4, "keep_last": 9},
+}
+NUM_TRAIN, NUM_WINDOWS = 48, 14
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [{"text": s.text, "label": NAMES[int(s.label)]} for s in samples(NUM_TRAIN)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = [f"{s.text},{NAMES[int(s.label)]}" for s in samples(20, first=900)]
+    (tmp_path / "held.csv").write_text("\n".join(["text,label", *held]) + "\n")
+    return tmp_path
+
+
+def configure(folder: Path, name: str = "run.yaml", **changes: Any) -> str:
+    (folder / name).write_text(yaml.safe_dump({**TINY, **changes}))
+    return name
+
+
+def run(folder: Path, *arguments: object, nproc: int = 1, fails: bool = False) -> str:
+    """Runs the command on forked ranks; returns what rank 0 printed, or the error of the first."""
+    Zygote.get().preload(*NEEDED)
+    command = ["classify", *map(str, arguments)]
+    with RankTeam(be_evener, nproc, str(folder), command) as team:
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    codes = {outcome.value for outcome in outcomes if outcome.returned}
+    assert codes in (({1}, {2}) if fails else ({0},)), "\n".join(o.story() for o in outcomes)
+    return str(outcomes[0].output)
+
+
+def adapter_of(path: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    return dict(load_file(path / "adapter" / "adapter_model.safetensors"))
+
+
+def relative_difference(first: Path, second: Path) -> float:
+    ours, theirs = adapter_of(first), adapter_of(second)
+    assert ours.keys() == theirs.keys()
+    squared = sum(float(((ours[k].astype("f8") - theirs[k]) ** 2).sum()) for k in ours)
+    return float((squared / sum(float((ours[k].astype("f8") ** 2).sum()) for k in ours)) ** 0.5)
+
+
+def test_a_run_on_two_unequal_ranks_leaves_an_adapter_and_a_report(folder: Path) -> None:
+    said = run(folder, configure(folder), "--emulate-slow", "1:2", nproc=2)
+    result = RunFolder(folder / "runs" / "run")
+    summary = result.summary
+    assert "held-out accuracy" in said
+    assert summary["steps"] == NUM_WINDOWS
+    assert summary["labels"] == NAMES
+    assert summary["accuracy"] > summary["majority_accuracy"]
+    for key in ("macro_f1", "linear_accuracy", "frozen_accuracy", "probe_accuracy"):
+        assert 0 <= summary[key] <= 1
+    assert sum(map(sum, summary["confusion"])) == summary["num_heldout"] == 20
+    windows = result.of_type("window")
+    for epoch in range(2):
+        permutation = Permutation(NUM_TRAIN, 0, epoch)
+        seen = [
+            permutation[position]
+            for event in windows
+            if event["epoch"] == epoch
+            for start, stop in event["committed"]
+            for position in range(start, stop)
+        ]
+        assert sorted(seen) == list(range(NUM_TRAIN))
+    assert "<svg" in (result.path / "report.html").read_text()
+    # The same on one rank: the same samples in the same windows, sums in another order.
+    run(folder, "run.yaml", "--name", "alone")
+    assert relative_difference(folder / "runs" / "alone", result.path) <= 1e-4
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> None:
+    configure(folder, eval={"every": 0})
+    run(folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--name", "whole")
+    run(folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--set", "max_steps=6")
+    said = run(folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume", nproc=2)
+    assert "nothing to do" not in said
+    result = RunFolder(folder / "runs" / "run")
+    assert result.summary["steps"] == NUM_WINDOWS
+    # Warm-up is a part of the whole: shorter in the interrupted run, so only nearly the same.
+    assert relative_difference(folder / "runs" / "whole", result.path) <= 0.2
+    assert "nothing to do" in run(
+        folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume"
+    )
+
+
+def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
+    configure(folder, epochs=30, eval={"every": 2, "patience": 2, "metric": "accuracy"})
+    run(folder, "run.yaml", nproc=2)
+    summary = RunFolder(folder / "runs" / "run").summary
+    assert summary["early_stopped"]
+    # The window that was under way when the team agreed on the end is still applied.
+    assert summary["best_step"] + 4 <= summary["steps"] <= summary["best_step"] + 5 < 210
+    assert "nothing to do" in run(folder, "run.yaml", "--resume")
+
+
+def test_predictions_for_a_file(folder: Path) -> None:
+    run(folder, configure(folder, epochs=8))
+    (folder / "texts.jsonl").write_text('{"text": "1 alpha beta"}\n"2 gamma delta"\n')
+    said = run(folder, "run.yaml", "--predict", "texts.jsonl", "--quiet")
+    rows = [json.loads(line) for line in said.splitlines()]
+    assert [row["label"] for row in rows] == ["first", "second"]
+    assert all(0 < row["probability"] <= 1 for row in rows)
+
+
+def test_a_checkpoint_of_another_base_is_refused(folder: Path) -> None:
+    run(folder, configure(folder, max_steps=2))
+    other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}
+    configure(folder, max_steps=4, model=other)
+    assert "trained with another base model" in run(folder, "run.yaml", "--resume", fails=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"labels": ["first", "second"]}, "train.jsonl:"),
+        ({"labels": [*NAMES, "fourth"]}, "no sample of 'fourth' in the training data"),
+        ({"model": {"path": "nowhere"}}, "model.path is 'nowhere', which does not exist"),
+        ({"lora": {"rank": 0}}, "lora.rank is 0: give 1 or more"),
+        ({"epoch": 3}, "unknown key 'epoch' (value 3), did you mean 'epochs'?"),
+    ],
+)
+def test_bad_input_is_named(folder: Path, changes: dict[str, Any], words: str) -> None:
+    configure(folder, **changes)
+    assert words in run(folder, "run.yaml", fails=True)
+    assert not (folder / "runs").exists()
+
+
+def test_data_of_ones_own_needs_a_model(folder: Path) -> None:
+    configure(folder)
+    document = yaml.safe_load((folder / "run.yaml").read_text())
+    del document["model"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    assert "model.path is missing" in run(folder, "run.yaml", fails=True)
+
+
+def test_a_rank_of_another_launcher_is_told_where_the_base_comes_from(folder: Path) -> None:
+    assert "run 'evener pretrain --demo' first" in run(folder, fails=True)

@@ -1,0 +1,211 @@
+"""Labelled files: what is read, what is refused with file and line, what is held out."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.errors import ConfigError, DataError
+from evener.run.classify_config import ClassifyRunConfig
+from evener.tasks.classification.label_files import read_labelled
+from evener.tasks.classification.run_data import load_data
+from evener.tasks.classification.samples import LabelSet, Record
+from evener.tasks.classification.splits import split_records
+from evener.tasks.classification.stdlib_functions import PACKAGES, stdlib_functions
+
+
+def read(path: Path, **keys: Any) -> list[tuple[str, str | int]]:
+    keys = {"text_key": "text", "label_key": "label"} | keys
+    return [(record.text, record.label) for record in read_labelled(path, **keys)]
+
+
+def write(folder: Path, content: str, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_text(content)
+    return path
+
+
+def records(*labels: str | int, groups: list[str] | None = None) -> list[Record]:
+    return [
+        Record(f"text {i}", label, groups[i] if groups else None, f"data.jsonl:{i + 1}")
+        for i, label in enumerate(labels)
+    ]
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_json_lines_hold_names_or_indices(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"text": "a", "label": "x"}\n\n{"label": 1, "text": "b", "more": 0}\n')
+    assert read(path) == [("a", "x"), ("b", 1)]
+
+
+def test_packed_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a", "label": 0}\n'))
+    assert read(path) == [("a", 0)]
+
+
+def test_csv_with_quotes_and_other_names(tmp_path: Path) -> None:
+    path = write(tmp_path, '﻿class,words\nx,"two, words\nand a line"\ny,one\n', "data.csv")
+    assert read(path, text_key="words", label_key="class") == [
+        ("two, words\nand a line", "x"),
+        ("one", "y"),
+    ]
+
+
+def test_a_file_of_texts_alone_can_be_predicted(tmp_path: Path) -> None:
+    path = write(tmp_path, '"a text"\n{"text": "another"}\n')
+    assert [text for text, _ in read(path, label_key=None)] == ["a text", "another"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "a", "label": 0}\n{"text": "b", \n', r"data\.jsonl:2 is malformed: not JSON"),
+        (
+            '{"text": "a", "label": 0}\n\n{"label": 1}\n',
+            r"data\.jsonl:3 lacks 'text'; it has 'label'",
+        ),
+        ('{"text": "a"}\n', r":1 lacks 'label'"),
+        ('{"text": " ", "label": 0}\n', r":1 has an empty text"),
+        ('{"text": 3, "label": 0}\n', r":1 has 3 as its text"),
+        ('{"text": "a", "label": 0.5}\n', r":1 has 0\.5 as its label"),
+        ('{"text": "a", "label": true}\n', r":1 has True as its label"),
+        ("[1]\n", r":1 holds a list"),
+        ("\n", "holds no samples"),
+    ],
+)
+def test_bad_json_lines_are_named(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read(write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "text,label\na,x\nb,x,y\n",
+            r"data\.csv:3 is malformed: 3 columns where the first row names 2",
+        ),
+        ("text,label\na\n", r":2 is malformed: 1 columns"),
+        ('text,label\n"a,x\n', r":2 is malformed: unexpected end of data"),
+        ("words,label\na,x\n", r":2 lacks 'text'; it has 'words', 'label'"),
+        ("text,label\n,x\n", r":2 has an empty text"),
+        ("text,label\na,\n", r":2 has '' as its label"),
+    ],
+)
+def test_bad_csv_is_named(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        read(write(tmp_path, content, "data.csv"))
+
+
+def test_a_file_of_another_kind_and_one_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither JSON Lines nor CSV"):
+        read(tmp_path / "data.txt")
+    with pytest.raises(DataError, match="does not exist"):
+        read(tmp_path / "data.csv")
+
+
+# ── classes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_classes_are_the_names_that_occur_or_the_indices() -> None:
+    assert LabelSet.of(records("b", "a", "b")).names == ("a", "b")
+    assert LabelSet.of(records(0, 2, 1)).names == ("0", "1", "2")
+    assert LabelSet.of(records("1", "0")).names == ("0", "1")  # as a CSV has them
+
+
+def test_names_go_before_indices() -> None:
+    labels = LabelSet(["1", "0"])
+    assert labels.index("1", "here") == 0
+    assert labels.index(1, "here") == 1
+
+
+def test_labels_that_are_unknown_or_out_of_range() -> None:
+    labels = LabelSet(["a", "b"])
+    with pytest.raises(
+        DataError, match=r"data:7: label 'c' is unknown; the 2 classes are 'a', 'b'"
+    ):
+        labels.index("c", "data:7")
+    with pytest.raises(DataError, match=r"data:7: label 2 is out of range.* 0 to 1"):
+        labels.index(2, "data:7")
+
+
+def test_one_class_is_none() -> None:
+    with pytest.raises(DataError, match="two or more"):
+        LabelSet.of(records("a", "a"))
+
+
+def test_balanced_weights_give_every_class_the_same_say() -> None:
+    labels = LabelSet(["a", "b"])
+    weights = labels.weights("balanced", [0, 0, 0, 1])
+    assert weights == (pytest.approx(4 / 6), pytest.approx(4 / 2))
+    assert labels.weights({"b": 3.0}, []) == (1.0, 3.0)
+    with pytest.raises(ConfigError, match="names 'c'"):
+        labels.weights({"c": 1.0}, [])
+    with pytest.raises(ConfigError, match="3 numbers for 2 classes"):
+        labels.weights([1.0, 2.0, 3.0], [])
+
+
+# ── splitting ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_groups_stay_together_and_every_class_is_on_both_sides() -> None:
+    groups = [f"{label}{i % 6}" for label in "ab" for i in range(60)]
+    rows = records(*(["a"] * 60 + ["b"] * 60), groups=groups)
+    training, heldout = split_records(rows, 0.25, seed=1)
+    assert not {r.group for r in training} & {r.group for r in heldout}
+    assert {r.label for r in training} == {r.label for r in heldout} == {"a", "b"}
+    assert len(training) + len(heldout) == 120
+    assert 20 <= len(heldout) <= 45
+    assert split_records(rows[::-1], 0.25, seed=1)[1] == heldout[::-1]
+
+
+def test_equal_texts_are_on_one_side() -> None:
+    rows = [Record(f"text {i % 20}", i % 2, None, "") for i in range(80)]
+    training, heldout = split_records(rows, 0.3, seed=0)
+    assert not {r.text for r in training} & {r.text for r in heldout}
+
+
+def test_a_class_of_one_group_cannot_be_split() -> None:
+    with pytest.raises(DataError, match=r"class 'b' has 1 group\(s\), too few"):
+        split_records(records("a", "a", "b", "b", groups=["1", "2", "3", "3"]), 0.5, seed=0)
+
+
+def test_a_class_that_is_missing_in_training(tmp_path: Path) -> None:
+    train = write(
+        tmp_path, "".join(json.dumps({"text": f"{i}", "label": "a"}) + "\n" for i in range(4))
+    )
+    held = write(tmp_path, '{"text": "x", "label": "b"}\n', "held.jsonl")
+    keys = {"data": {"path": str(train), "heldout_path": str(held)}, "labels": ["a", "b"]}
+    with pytest.raises(DataError, match="no sample of 'b' in the training data"):
+        load_data(ClassifyRunConfig.model_validate(keys))
+
+
+def test_a_class_of_the_held_out_part_that_training_lacks(tmp_path: Path) -> None:
+    train = write(tmp_path, '{"text": "x", "label": "a"}\n{"text": "y", "label": "b"}\n')
+    held = write(tmp_path, '{"text": "z", "label": "c"}\n', "held.jsonl")
+    keys = {"data": {"path": str(train), "heldout_path": str(held)}}
+    with pytest.raises(DataError, match=r"held\.jsonl:1: label 'c' is unknown"):
+        load_data(ClassifyRunConfig.model_validate(keys))
+
+
+# ── the data set that is always there ────────────────────────────────────────────────────────────
+
+
+def test_functions_of_the_standard_library_are_split_by_file() -> None:
+    rows = stdlib_functions()
+    assert {row.label for row in rows} == set(PACKAGES)
+    assert len({row.text for row in rows}) == len(rows) > 2000
+    training, heldout = split_records(rows, 0.25, seed=0)
+    assert not {r.group for r in training} & {r.group for r in heldout}
+    assert {r.label for r in heldout} == set(PACKAGES)
+    assert 0.15 < len(heldout) / len(rows) < 0.4
+
+
+def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="lacks the sources"):
+        stdlib_functions(tmp_path)

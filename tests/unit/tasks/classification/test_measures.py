@@ -1,0 +1,75 @@
+"""What predictions are worth, the model to compare with, and the picture of it."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from evener.run.classify_config import ClassifyEvalConfig
+from evener.tasks.classification.baseline import linear_accuracy
+from evener.tasks.classification.metrics import Evaluation, add_confusions, count_confusion
+from evener.tasks.classification.progress import EvaluationHistory
+from evener.tasks.classification.report import confusion_svg, write_report
+
+EVALUATION = Evaluation(loss=0.5, confusion=((3, 1, 0), (2, 2, 0), (0, 0, 2)))
+
+
+def test_accuracy_and_f1_by_hand() -> None:
+    assert EVALUATION.accuracy == 7 / 10
+    assert EVALUATION.majority_accuracy == 4 / 10
+    # precision 3/5 and recall 3/4; 2/3 and 2/4; 1 and 1
+    assert EVALUATION.f1 == pytest.approx((2 / 3, 4 / 7, 1.0))
+    assert EVALUATION.macro_f1 == pytest.approx((2 / 3 + 4 / 7 + 1) / 3)
+
+
+def test_a_class_that_is_never_hit_has_f1_zero() -> None:
+    assert Evaluation(loss=1.0, confusion=((2, 0), (3, 0))).f1 == pytest.approx((4 / 7, 0.0))
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    true, found = [0, 1, 1, 0, 1], [0, 0, 1, 1, 1]
+    parts = [count_confusion(true[s], found[s], 2) for s in (slice(0, 2), slice(2, 5))]
+    assert add_confusions(parts) == count_confusion(true, found, 2) == ((1, 1), (1, 2))
+
+
+def test_an_evaluation_survives_json() -> None:
+    assert Evaluation.from_json(EVALUATION.to_json()) == EVALUATION
+
+
+def test_patience_counts_evaluations_without_a_better_one() -> None:
+    history = EvaluationHistory(ClassifyEvalConfig(patience=2, metric="loss"))
+
+    def add(window: int, loss: float) -> bool:
+        return history.add(window, Evaluation(loss=loss, confusion=((1, 0), (0, 1))))
+
+    assert add(1, 0.9)
+    assert not add(2, 1.0)
+    assert add(3, 0.8)
+    assert not add(4, 0.85)
+    assert not history.is_exhausted
+    again = EvaluationHistory(ClassifyEvalConfig(patience=2, metric="loss"))
+    again.load_state_dict(history.state_dict())
+    assert not again.add(5, Evaluation(loss=0.9, confusion=((1, 0), (0, 1))))
+    assert again.is_exhausted
+    assert again.best_window == 3
+
+
+def test_words_tell_the_classes_apart_and_noise_does_not() -> None:
+    texts = [f"{'red' if i % 2 else 'blue'} thing number {i % 7}" for i in range(60)]
+    labels = [i % 2 for i in range(60)]
+    assert linear_accuracy(texts[:40], labels[:40], texts[40:], labels[40:], 2) == 1.0
+    same = ["the same text"] * 30
+    assert linear_accuracy(same, [0] * 20 + [1] * 10, same, [0] * 15 + [1] * 15, 2) == 0.5
+
+
+def test_the_picture_shows_every_cell(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    labels = ["a<b", "second", "third"]
+    root = ElementTree.fromstring(confusion_svg(EVALUATION, labels))
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("a<b") == 2
+    counts = [str(n) for row in EVALUATION.confusion for n in row]
+    assert [text for text in texts if text in set(counts)] == counts
+    write_report(tmp_path, {"held-out accuracy": 0.7}, EVALUATION, labels)
+    page = (tmp_path / "report.html").read_text()
+    assert "70.0%" in page
+    assert "a&lt;b" in page
+    assert "<svg" in page

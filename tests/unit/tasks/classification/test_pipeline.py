@@ -1,0 +1,176 @@
+"""A classifier on one device: what it saves loads elsewhere, and what does not fit is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evener.errors import ConfigError
+from evener.run.classify_config import ClassifyModelConfig
+from evener.tasks.classification.encoding import TextEncoder
+from evener.tasks.classification.pipeline import ClassifyPipeline
+from evener.tasks.classification.samples import LabelSet
+from evener.tasks.language_model import quiet
+from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
+
+
+def build(model: dict[str, Any] = TINY_LLAMA, **changes: Any) -> ClassifyPipeline:
+    chosen = config(**changes)
+    return ClassifyPipeline.build(ClassifyModelConfig(**model), chosen, LabelSet(LABELS))
+
+
+def disturb(pipeline: ClassifyPipeline) -> None:
+    """A new adapter changes nothing: give it something to say."""
+    with torch.no_grad():
+        for parameter in pipeline.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def logits_of(pipeline: ClassifyPipeline, text: str) -> Tensor:
+    batch = pipeline.encoder.collate([(pipeline.encoder.encode(text), 0)])
+    with torch.no_grad():
+        return pipeline.model(batch.input_ids, batch.attention_mask)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[ClassifyPipeline, Path]:
+    torch.manual_seed(5)
+    pipeline = build()
+    disturb(pipeline)
+    folder = tmp_path_factory.mktemp("saved")
+    pipeline.save(folder)
+    return pipeline, folder
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_peft_loads_the_adapter_and_transformers_the_merged_weights(
+    saved: tuple[ClassifyPipeline, Path],
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    pipeline, folder = saved
+    expected = logits_of(pipeline, "a text")
+    with quiet():
+        base = AutoModelForSequenceClassification.from_pretrained(folder / "base")
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
+        merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged").eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
+    ids = torch.tensor([[*tokenizer.encode("a text"), tokenizer.eos_token_id]])
+    with torch.no_grad():
+        assert torch.allclose(adapted(ids).logits, expected, atol=1e-6)
+        assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+    assert [merged.config.id2label[i] for i in range(3)] == LABELS
+    assert not (folder / "adapter" / "README.md").exists()
+
+
+def test_what_was_saved_predicts_the_same(saved: tuple[ClassifyPipeline, Path]) -> None:
+    pipeline, folder = saved
+    again = ClassifyPipeline.load(folder)
+    texts = [sample.text for sample in samples(9)]
+    for one, other in zip(pipeline.predict(texts), again.predict(texts), strict=True):
+        assert one.label == other.label
+        assert one.probabilities == pytest.approx(other.probabilities, abs=1e-6)
+
+
+def test_an_adapter_of_another_base_is_refused(
+    saved: tuple[ClassifyPipeline, Path], tmp_path: Path
+) -> None:
+    other = build(seed=1)
+    other.save(tmp_path)
+    with pytest.raises(ConfigError, match="was trained on another base model"):
+        ClassifyPipeline.load(saved[1], base=tmp_path / "base")
+
+
+def test_an_adapter_for_other_classes_is_refused(saved: tuple[ClassifyPipeline, Path]) -> None:
+    _, folder = saved
+    model = ClassifyModelConfig(path=str(folder / "base"), adapter=str(folder / "adapter"))
+    with pytest.raises(ConfigError, match=r"tells first, second, third apart"):
+        ClassifyPipeline.build(model, config(), LabelSet(["a", "b", "c"]))
+
+
+def test_an_adapter_that_fits_no_layer_is_refused(
+    saved: tuple[ClassifyPipeline, Path], tmp_path: Path
+) -> None:
+    """One that peft has saved, without evener's note."""
+    wider = {"type": "llama", "config": {**TINY_LLAMA["config"], "hidden_size": 24}}
+    build(wider).save(tmp_path)
+    (tmp_path / "adapter" / "classify.json").unlink()
+    model = ClassifyModelConfig(path=str(saved[1] / "base"), adapter=str(tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match="does not fit this base model"):
+        ClassifyPipeline.build(model, config(), LabelSet(LABELS))
+    with pytest.raises(ConfigError, match="holds no adapter"):
+        ClassifyPipeline.build(
+            ClassifyModelConfig(path=str(saved[1] / "base"), adapter=str(tmp_path)),
+            config(),
+            LabelSet(LABELS),
+        )
+
+
+def test_only_adapter_and_head_are_trained() -> None:
+    for model in (TINY_LLAMA, TINY_BERT):
+        pipeline = build(model)
+        trained = [n for n, p in pipeline.model.named_parameters() if p.requires_grad]
+        assert trained
+        assert all(".lora_" in name or "modules_to_save" in name for name in trained)
+        assert set(pipeline.model.state_dict()) == set(trained)
+
+
+def test_the_base_is_not_dropped_out_and_gets_its_rates_back(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    pipeline = build(TINY_BERT)
+    pipeline.model.train()
+    assert torch.equal(logits_of(pipeline, "a text"), logits_of(pipeline, "a text"))
+    pipeline.save(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path / "merged").hidden_dropout_prob == 0.1
+
+
+def test_replicas_share_the_frozen_base_and_nothing_else() -> None:
+    first = build()
+    other = first.replica(torch.device("cpu"))
+    pairs = zip(first.model.parameters(), other.model.parameters(), strict=True)
+    for one, two in pairs:
+        assert torch.equal(one, two)
+        assert (one is two) == (not one.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": {"target_modules": ["q_prj"]}}, "Its linear layers are .*q_proj"),
+        ({"seq_len": 999}, None),
+    ],
+)
+def test_options_that_do_not_fit_the_base(
+    changes: dict[str, Any], words: str | None, saved: tuple[ClassifyPipeline, Path]
+) -> None:
+    model = ClassifyModelConfig(path=str(saved[1] / "base"))
+    with pytest.raises(ConfigError, match=words or "seq_len is 999, but the base model takes"):
+        ClassifyPipeline.build(model, config(**changes), LabelSet(LABELS))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"type": "lama"}, "'lama' has no classifier"),
+        ({"type": "llama", "config": {"hiden_size": 8}}, "unknown key 'model.config.hiden_size'"),
+        ({"path": "/nowhere"}, "has no config.json"),
+    ],
+)
+def test_bases_that_are_none(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(model)
+
+
+def test_long_texts_are_cut_and_still_end_like_others() -> None:
+    encoder = TextEncoder.load(None, seq_len=8)
+    assert encoder.encode("abc") == [97, 98, 99, 256]
+    assert encoder.encode("a" * 50) == [97] * 7 + [256]
+    batch = encoder.collate([(encoder.encode("abc"), 1), (encoder.encode("a" * 50), 0)])
+    assert batch.input_ids.shape == (2, 8)
+    assert batch.attention_mask.sum(1).tolist() == [4, 8]
+    assert batch.labels.tolist() == [1, 0]
