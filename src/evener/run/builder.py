@@ -120,7 +120,7 @@ class DdpBuilder:
         return self._set("backend", backend)
 
     def precision(self, precision: str) -> Self:
-        """As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"``."""
+        """As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
         return self._set("precision", precision)
 
     def partition_ratios(self, ratios: Sequence[float]) -> Self:
