@@ -1,6 +1,7 @@
 """What evener costs on one rank: its loop against a plain PyTorch loop.
 
     python benchmarks/overhead.py --json overhead.json
+    python benchmarks/overhead.py --dataloader
 
 Both loops train copies of one model in one process: same samples a step, same fused AdamW, with
 and without clipping. They take short turns, each going first in every other one, so that a machine
@@ -20,6 +21,7 @@ import torch
 from machine import load_average, write_report
 from models import GPT, Tokens, mean_loss
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from evener import Ddp, DdpConfig
 from evener.comm.base import SingleCommunicator
@@ -55,11 +57,13 @@ CASES = {
 class Plain:
     """A loop as one writes it without any library."""
 
-    def __init__(self, case: Case, clip: bool) -> None:
+    def __init__(self, case: Case, clip: bool, dataloader: bool) -> None:
         self.model, self.optimizer = make_model(case)
         self.data = Tokens(NUM_SAMPLES, case.seq_len)
         self.clip = clip
         self.batches = self._batches(case.batch_size)
+        if dataloader:
+            self.batches = iter(DataLoader(self.data, case.batch_size, shuffle=True))
 
     def run(self, steps: int) -> None:
         """Trains on."""
@@ -83,8 +87,9 @@ class Plain:
 class Evener:
     """The same with ``Ddp`` on one rank."""
 
-    def __init__(self, case: Case, clip: bool) -> None:
+    def __init__(self, case: Case, clip: bool, dataloader: bool) -> None:
         self.model, optimizer = make_model(case)
+        data = Tokens(NUM_SAMPLES, case.seq_len)
         self.ddp = Ddp.setup(
             self.model,
             optimizer,
@@ -93,7 +98,10 @@ class Evener:
             config=DdpConfig(max_grad_norm=MAX_GRAD_NORM if clip else None, quiet=True),
             communicator=SingleCommunicator(),
         )
-        loader = self.ddp.loader(Tokens(NUM_SAMPLES, case.seq_len), batch_size=case.batch_size)
+        if dataloader:
+            loader = self.ddp.loader(DataLoader(data, case.batch_size, shuffle=True))
+        else:
+            loader = self.ddp.loader(data, batch_size=case.batch_size)
         self.batches = loader.epoch(0)
 
     def run(self, steps: int) -> None:
@@ -116,7 +124,7 @@ def main() -> None:
     print(" model  clip  plain ms   ratio  spread         cpu ratio  spread         best ratio")
     for name in arguments.cases:
         for clip in (False, True):
-            row = measure(CASES[name], clip, arguments.rounds, arguments.round_s)
+            row = measure(CASES[name], clip, arguments)
             rows.append(row)
             print(
                 f"{name:>6} {clip!s:>5} {row['plain_ms']:9.2f} {row['ratio']:7.4f}  "
@@ -129,7 +137,12 @@ def main() -> None:
         arguments.json,
         benchmark="overhead",
         load_average=[before, load_average()],
-        arguments={"rounds": arguments.rounds, "round_s": arguments.round_s, "threads": 1},
+        arguments={
+            "rounds": arguments.rounds,
+            "round_s": arguments.round_s,
+            "dataloader": arguments.dataloader,
+            "threads": 1,
+        },
         rows=rows,
     )
 
@@ -140,6 +153,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=1.2, help="length of a round")
     parser.add_argument("--cases", type=cases, default=list(CASES), help=",".join(CASES))
+    parser.add_argument(
+        "--dataloader", action="store_true", help="both loops read through a torch DataLoader"
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -152,9 +168,10 @@ def cases(text: str) -> list[str]:
     return names
 
 
-def measure(case: Case, clip: bool, rounds: int, round_s: float) -> dict[str, object]:
+def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, object]:
     """One row: both loops, taking turns."""
-    plain, evener = Plain(case, clip), Evener(case, clip)
+    rounds, round_s, dataloader = arguments.rounds, arguments.round_s, arguments.dataloader
+    plain, evener = Plain(case, clip, dataloader), Evener(case, clip, dataloader)
     # Caches, lazily made optimizer state, and how many steps fit into a turn.
     for way in (plain, evener):
         timed(way.run, 3)

@@ -75,11 +75,9 @@ class GradientAverager:
 
     def _norm(self) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
-        tensors = [
-            t for group in self._flat.groups_of(self._part) for t in self._flat.gradients(group)
-        ]
-        norm = _norm(tensors, None)
-        return norm if math.isfinite(norm) else _norm(tensors, torch.float64)
+        groups = [self._flat.gradients(group) for group in self._flat.groups_of(self._part)]
+        norm = _norm(groups, None)
+        return norm if math.isfinite(norm) else _norm(groups, torch.float64)
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
@@ -103,14 +101,14 @@ class GradientAverager:
                 self.comm.broadcast(group.data, 0, what=what)
 
 
-def _norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> float:
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+def _norm(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None) -> float:
+    """2-norm of groups of tensors, each group of one device and dtype."""
     squares = 0.0
-    for (_, own), members in kinds.items():
-        wide = dtype or (torch.float32 if own in _HALF else own)
-        norms = torch._foreach_norm(members, 2, dtype=wide)
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        squares += float(norm.item()) ** 2
+    for tensors in groups:
+        if tensors:
+            own = tensors[0].dtype
+            wide = dtype or (torch.float32 if own in _HALF else own)
+            norms = torch._foreach_norm(tensors, 2, dtype=wide)
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            squares += float(norm.item()) ** 2
     return float(squares**0.5)

@@ -6,6 +6,7 @@ one collective moves a whole group and nothing is concatenated per step.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import final
 
 import torch
@@ -74,6 +75,7 @@ class FlatBuffers:
         self._data_ptrs: list[int] = []
         #: What each parameter has accumulated in this window; None before its first gradient.
         self._held: list[Tensor | None] = []
+        self._nothing_held = True
         #: Places in the buffers; none with one rank.
         self._views: list[Tensor] = []
         # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
@@ -95,8 +97,10 @@ class FlatBuffers:
     def zero_(self, part: int | None = None) -> None:
         """Drop the gradients (of a part): ``.grad`` is ``None``, as after ``zero_grad()``."""
         for group in self.groups_of(part):
-            for i in group.indices:
-                self._held[i] = self.parameters[i].grad = None
+            for parameter in group.parameters:
+                parameter.grad = None
+            self._held[group.first_index : group.indices.stop] = [None] * len(group.parameters)
+        self._nothing_held = part is None
 
     def stamps(self) -> list[int]:
         """A number for each parameter that changes when its accumulated gradient is written."""
@@ -112,6 +116,10 @@ class FlatBuffers:
             Flat number of a parameter whose gradient was written or assigned, if any; and whether
             some were dropped, which ``attach_grads`` undoes.
         """
+        grads = [parameter.grad for parameter in self.parameters]
+        unwritten = stamps if len(stamps) == len(grads) else [-1] * len(grads)
+        if all(map(is_, grads, self._held)) and self.stamps() == unwritten:
+            return None, False  # nearly always: no further loop in Python
         dropped = False
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
             grad = parameter.grad
@@ -128,9 +136,8 @@ class FlatBuffers:
         """Undo what the user did to ``.grad`` since the last backward of this window.
 
         To be called after each backward, and before the next where ``find_write`` says so. A
-        parameter whose ``.grad`` was dropped
-        (``zero_grad(set_to_none=True)``) gets back what it has accumulated; a ``.grad`` that was
-        assigned replaces that.
+        parameter whose ``.grad`` was dropped (``zero_grad(set_to_none=True)``) gets back what it
+        has accumulated; a ``.grad`` that was assigned replaces that.
 
         Returns:
             How many accumulated gradients had been dropped or replaced.
@@ -142,6 +149,13 @@ class FlatBuffers:
             thawed = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             self._add(thawed)
+        if not self._views:
+            grads = [parameter.grad for parameter in self.parameters]
+            if all(map(is_, grads, self._held)):
+                return 0
+            if self._nothing_held and all(g is None or g.layout is torch.strided for g in grads):
+                self._held, self._nothing_held = grads, False
+                return 0
         broken = 0
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
             grad = parameter.grad
@@ -159,9 +173,11 @@ class FlatBuffers:
         Raises:
             UsageError: A parameter was moved to another device or dtype, or has another shape.
         """
-        for i, parameter in enumerate(self.parameters):
-            if parameter.data_ptr() != self._data_ptrs[i]:
-                self._restore_data(i)
+        pointers = [parameter.data_ptr() for parameter in self.parameters]
+        if pointers != self._data_ptrs:
+            for i, pointer in enumerate(pointers):
+                if pointer != self._data_ptrs[i]:
+                    self._restore_data(i)
 
     def gather(self, part: int | None = None) -> bool:
         """Put this rank's gradients and flags into the buffers, ready to be exchanged.

@@ -84,7 +84,7 @@ class PlanQueue:
             min_share: Least samples of each rank.
 
         Returns:
-            The encoded plan, or an encoded "none" at the end of the epoch.
+            The encoded plan, or an encoded "none" at the end of the epoch; nothing with one rank.
         """
         piece = self.cursor.take(self._batch_size)
         number = window + len(self._plans)
@@ -94,7 +94,8 @@ class PlanQueue:
             self._draft = self.policy.plan(
                 number, piece.epoch, piece.start, piece.size, min_share=min_share
             )
-        return encode_plan(self._draft, self._world_size)
+        # With one rank there is nobody to tell.
+        return encode_plan(self._draft, self._world_size) if self._world_size > 1 else []
 
     def accept(self, floats: Sequence[float]) -> None:
         """Queues rank 0's plan for the slice that was drafted last.
