@@ -87,7 +87,7 @@ def main() -> None:
         batch_size=64,
         sampler=ShortFirst(words.lengths),
         collate_fn=pad,
-        num_workers=1,
+        num_workers=0 if args.smoke else 2,
     )
     devices = ["cpu", "cpu"] if args.smoke else "auto"
     config = DdpConfig(max_grad_norm=1.0)

@@ -82,7 +82,7 @@ def main() -> None:
         batch_size=64,
         sampler=ShortFirst(words.lengths),
         collate_fn=pad,
-        num_workers=1,
+        num_workers=0 if args.smoke else 2,
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
