@@ -5,19 +5,18 @@ import json
 from helpers.pretraining import Lab
 
 
-def test_a_bench_measures_skips_and_recommends(tmp_path):
+def test_a_bench_measures_and_recommends(tmp_path):
     lab = Lab(tmp_path)
     try:
         lab.configure(epochs=1000)
         bench = lab.sandbox.evener(
-            *("bench", "run.yaml", "--policies", "sync", "--backends", "gloo,nccl"),
-            *("--minutes", "0.02", "--rounds", "1", "--nproc", "2", "--set", "optimizer.lr=0.01"),
+            *("bench", "run.yaml", "--policies", "sync", "--backends", "gloo"),
+            *("--minutes", "0.02", "--rounds", "1", "--nproc", "1", "--set", "optimizer.lr=0.01"),
         )
         ended = bench.end(120.0)
     finally:
         lab.close()
     assert ended.code == 0, ended.err
-    assert "sync/nccl skipped: backend is 'nccl', but ranks 0 and 1 compute on the CPU" in ended.err
     folder = tmp_path / "runs" / "bench"
     written = json.loads((folder / "bench.json").read_text())
     assert written["recommended"] == "sync/gloo"

@@ -108,7 +108,7 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
     """
     check_options(options)
     folder = _claim(options.out, options.name)
-    run_trial = run_trial or _Pretrain(options, folder)
+    run_trial = run_trial or Pretrain(options, folder)
     combinations = [(p, b) for p in options.policies for b in options.backends]
     seconds = 60 * options.minutes / options.rounds
     trials: list[Trial] = []
@@ -139,7 +139,7 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
     return comparison
 
 
-class _Pretrain:
+class Pretrain:
     """Runs a trial as ``evener pretrain``, the very command that the user would run."""
 
     def __init__(self, options: BenchOptions, folder: Path) -> None:
@@ -152,11 +152,12 @@ class _Pretrain:
         (self._folder / ".cache").symlink_to(cache, target_is_directory=True)
 
     def __call__(self, name: str, policy: str, backend: str, seconds: float) -> Trial | str:
+        """Runs a trial for so many seconds; see ``RunTrial``."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
             parent = os.getpid()
             process = subprocess.Popen(
-                self._command(name, policy, backend),
+                self.command(name, policy, backend),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -166,9 +167,10 @@ class _Pretrain:
                 self._wait(process, self._folder / name / EVENTS, seconds)
             finally:
                 _end(process)
-        return self._read(name, policy, backend, log, process.returncode)
+        return self.read(name, policy, backend, log, process.returncode)
 
-    def _command(self, name: str, policy: str, backend: str) -> list[str]:
+    def command(self, name: str, policy: str, backend: str) -> list[str]:
+        """What is started for a trial; of keys that are set twice the last one wins."""
         options = self._options
         keys = (*options.overrides, *_TRIAL_KEYS, f"policy={policy}", f"backend={backend}")
         command = [*_PRETRAIN, str(options.config), "--quiet"]
@@ -193,7 +195,7 @@ class _Pretrain:
                 return
             time.sleep(_LOOK_S)
 
-    def _read(
+    def read(
         self, name: str, policy: str, backend: str, log: Path, code: int | None
     ) -> Trial | str:
         """What came of it; checkpoints of trials are of no use, and large."""

@@ -1,12 +1,14 @@
 """The order of trials, what is skipped and written, bad options; the trials are faked."""
 
+import itertools
 import json
+import signal
 
 import pytest
 
 from evener.errors import ConfigError
 from evener.observe.comparison import Trial
-from evener.run.bench import BenchOptions, check_options, run_bench
+from evener.run.bench import BenchOptions, Pretrain, check_options, run_bench
 
 
 def options(tmp_path, **changes) -> BenchOptions:
@@ -85,6 +87,51 @@ def test_ctrl_c_tells_what_has_been_measured(tmp_path):
         run_bench(options(tmp_path), run_trial)
     written = json.loads((tmp_path / "runs" / "bench" / "bench.json").read_text())
     assert written["recommended"] == "sync/gloo"
+
+
+WINDOW = {"type": "window", "t": 2.0, "ranks": [{"weight": 4.0, "loss": 1.5}]}
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "events", "expected"),
+    [
+        (2, "evener: ...\nerror: backend is 'nccl', but no\n", [], "backend is 'nccl', but no"),
+        (1, "Traceback\n", [WINDOW], "ended with code 1; see "),
+        (-9, "", [], "ended with code -9; see "),
+        (0, "", [], "no window was committed in its time; give more --minutes, or see "),
+        (0, "", [WINDOW], None),
+        (128 + signal.SIGTERM, "warning", [WINDOW], None),
+    ],
+)
+def test_what_came_of_a_trial(tmp_path, code, log, events, expected):
+    (tmp_path / "runs").mkdir()
+    trials = Pretrain(options(tmp_path), tmp_path)
+    run = tmp_path / "trials" / "sync-gloo-1"
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    started = {"type": "run_started", "t": 1.0, "unit": "tokens"}
+    lines = [json.dumps(event) for event in (started, *events)]
+    (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    path = tmp_path / "log"
+    path.write_text(log)
+    found = trials.read("sync-gloo-1", "sync", "gloo", path, code)
+    assert not (run / "checkpoints").exists()
+    if expected is None:
+        assert isinstance(found, Trial)
+        assert (found.units, found.losses) == ([4.0], [1.5])
+    else:
+        assert isinstance(found, str)
+        assert found.startswith(expected)
+
+
+def test_a_trial_runs_the_users_configuration_with_one_policy_and_one_backend(tmp_path):
+    (tmp_path / "runs").mkdir()
+    chosen = options(tmp_path, overrides=["policy=async", "batch_size=4"], emulate_slow=["1:3"])
+    command = Pretrain(chosen, tmp_path).command("sync-gloo-1", "sync", "gloo")
+    assert command[5] == str(tmp_path / "run.yaml")
+    keys = [value for option, value in itertools.pairwise(command) if option == "--set"]
+    assert keys[:2] == ["policy=async", "batch_size=4"]
+    assert keys[-2:] == ["policy=sync", "backend=gloo"]  # the last one wins
+    assert command[-4:] == ["--emulate-slow", "1:3", "--nproc", "2"]
 
 
 @pytest.mark.parametrize(
