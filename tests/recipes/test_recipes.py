@@ -91,6 +91,19 @@ def test_uneven_devices_compares_three_ways_to_the_same_loss() -> None:
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
+def test_local_sgd_exchanges_less_often_and_still_learns() -> None:
+    texts = output_of_ranks(RECIPES / "local_sgd.py")
+    assert texts[1] == ""
+    lines = texts[0].splitlines()
+    assert [line.split()[0] for line in lines] == ["sync", "cadence", "async"]
+    windows = [int(re.findall(r"in (\d+) windows", line)[0]) for line in lines]
+    assert windows[0] == 2 * 4096 // 64
+    assert max(windows[1:]) < windows[0]
+    assert all(" 8192 samples " in line for line in lines)
+    losses = [float(re.findall(r"held-out loss ([\d.]+)", line)[0]) for line in lines]
+    assert max(losses) < 10  # the variance of the targets is 14
+
+
 def test_log_to_your_tracker_writes_what_every_rank_did(tmp_path: Path) -> None:
     out = tmp_path / "logs" / "rings.jsonl"
     script = RECIPES / "log_to_your_tracker.py"
