@@ -9,8 +9,8 @@ long they waited for it, and what loss the averaged model has on data that it ha
 
 Which is better depends on the network between the ranks and on the model: try it with yours. What
 changes with the policy is the meaning of `batch_size`. In "sync" it is that of the whole team; in
-the others it is that of a rank's own step, so a learning rate that is right for one may be too large
-or too small for another.
+the others it is that of a rank's own step, so a learning rate that is right for one may be too
+large or too small for another.
 """
 
 import argparse
