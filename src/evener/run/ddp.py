@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
+from evener.comm.existing import default_group
 from evener.run.assembly import Assembly, assemble
 from evener.run.builder import DdpBuilder
 from evener.run.environment import DistributedTrainConfig
 from evener.run.feeding import DataSide
 from evener.run.memory import explain
 from evener.run.models import Models, Schedulers
-from evener.run.placement import Devices, devices_of_host
+from evener.run.placement import Devices, devices_of_host, place_in
 from evener.run.replicas import wrap
 from evener.run.results import Progress, WindowResult
 from evener.run.settings import DdpConfig
@@ -65,6 +66,7 @@ class Ddp(DataSide):
         config: DdpConfig | None = None,
         environment: DistributedTrainConfig | None = None,
         communicator: Communicator | None = None,
+        process_group: Any = None,
         quiet: bool = False,
     ) -> Self:
         """Joins the team and makes all ranks start from rank 0's model.
@@ -97,6 +99,9 @@ class Ddp(DataSide):
             environment: This rank's place, instead of the process environment.
             communicator: The ranks to train with, instead of connecting to them; closed by
                 ``close``. Its rank and size go before those of ``environment``.
+            process_group: A group of ``torch.distributed`` whose ranks are the team; the default
+                group where there is one already. It tells evener who and where they are; gradients
+                travel over connections of evener's own.
             quiet: Do not print the team to stderr.
 
         Raises:
@@ -105,13 +110,9 @@ class Ddp(DataSide):
         """
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
-        place = environment or DistributedTrainConfig.from_env()
-        if environment is None and communicator is None and place.launched_by == "alone":
-            start_all_ranks(
-                devices_of_host(devices, torch.cuda.device_count()),
-                optional=devices in ("auto", "cuda"),
-                quiet=config.quiet,
-            )
+        place = environment
+        if place is None and communicator is None:
+            place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
         return cls(
             assemble(
                 model,
@@ -122,7 +123,7 @@ class Ddp(DataSide):
                 devices=devices,
                 precision=precision,
                 config=config,
-                environment=place,
+                environment=place or DistributedTrainConfig.from_env(),
                 communicator=communicator,
             )
         )
@@ -323,3 +324,17 @@ class Ddp(DataSide):
         if error is not None:
             explain(error, self._engine.share.open_samples)
         self.close()
+
+
+def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> DistributedTrainConfig:
+    """This rank's place: in a process group, else in the environment; may start further ranks."""
+    if process_group is not None:
+        return place_in(process_group)
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by == "alone":
+        start_all_ranks(
+            devices_of_host(devices, torch.cuda.device_count()),
+            optional=devices in ("auto", "cuda"),
+            quiet=quiet,
+        )
+    return place

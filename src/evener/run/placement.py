@@ -1,13 +1,15 @@
 """Which device a rank computes on, how the team exchanges, and how it meets."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.existing import find_place
 from evener.comm.groups import connect
 from evener.errors import ConfigError
-from evener.run.environment import DistributedTrainConfig
+from evener.run.environment import DistributedRole, DistributedTrainConfig
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | torch.device]
@@ -109,6 +111,29 @@ def _by_local_rank(wanted: str, environment: DistributedTrainConfig, count: int)
             "most one rank per device, or use devices='auto'"
         )
     return "cpu"
+
+
+def place_in(group: Any) -> DistributedTrainConfig:
+    """This rank's place in a group of ``torch.distributed``; all its ranks call it together.
+
+    Raises:
+        ConfigError: This process is not in it.
+        LaunchError: Its ranks cannot meet.
+    """
+    found = find_place(group)
+    if found.listen_fd is not None:
+        _spent_sockets.discard(found.listen_fd)  # a new socket may get the number of an old one
+    return DistributedTrainConfig(
+        world_size=found.world_size,
+        rank=found.rank,
+        local_rank=found.local_rank,
+        role=DistributedRole.WORKER if found.rank else DistributedRole.COORDINATOR,
+        coordinator_addr=found.address,
+        coordinator_port=found.port,
+        local_world_size=found.local_world_size,
+        store_fd=found.listen_fd,
+        launched_by="torch.distributed",
+    )
 
 
 def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:

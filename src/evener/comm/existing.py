@@ -1,0 +1,87 @@
+"""Finds the ranks of a process group that the user has made with ``torch.distributed``.
+
+The group is used to exchange addresses, and then left alone: evener's own connections have a
+deadline on every wait and survive its loss, and a collective of the user cannot fall in between.
+"""
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evener.errors import ConfigError, LaunchError
+
+_BYTES = 256  # enough for a host name and a port
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """This process's place in a group, and where its ranks can meet.
+
+    Attributes:
+        rank: Its number in the group.
+        world_size: Ranks of the group.
+        local_rank: Its number among those on this host.
+        local_world_size: Ranks of the group on this host.
+        address: Host of the group's rank 0.
+        port: Where rank 0 listens; 0 in a group of one.
+        listen_fd: The listening socket, on rank 0.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str
+    port: int
+    listen_fd: int | None
+
+
+def default_group() -> Any:
+    """The default process group, if the user has made one."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def find_place(group: Any) -> GroupPlace:
+    """Looks around in a group; all its ranks call it together.
+
+    Raises:
+        ConfigError: This process is not in the group.
+        LaunchError: Rank 0 cannot listen.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigError(
+            "process_group does not hold this process; call Ddp.setup only on the group's ranks"
+        )
+    own = socket.gethostname()
+    hosts = _gather(group, own.encode())
+    one_host = len(set(hosts)) == 1
+    address = "127.0.0.1" if one_host else hosts[0].decode()
+    listen_fd, port = None, 0
+    if rank == 0 and world_size > 1:
+        try:
+            server = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=world_size)
+        except OSError as error:
+            raise LaunchError(
+                f"rank 0 of the process group cannot listen on {address} ({error.strerror}); check "
+                "the network of this host"
+            ) from error
+        port, listen_fd = server.getsockname()[1], server.detach()
+    port = int(_gather(group, str(port).encode())[0])
+    local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
+    return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, listen_fd)
+
+
+def _gather(group: Any, payload: bytes) -> list[bytes]:
+    """Every rank's payload of at most 256 bytes, as tensors: nothing is pickled."""
+    device = torch.device("cpu")
+    if "nccl" in str(dist.get_backend(group)) and "gloo" not in str(dist.get_backend(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+    padded = bytearray(payload[:_BYTES].ljust(_BYTES, b"\0"))
+    own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return [bytes(part.tolist()).rstrip(b"\0") for part in parts]
