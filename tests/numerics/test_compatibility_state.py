@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evener import Ddp, DdpConfig, DistributedTrainConfig, UsageError
 from evener.comm.base import Communicator, SingleCommunicator
@@ -287,6 +288,28 @@ def test_thawing_on_one_rank_alone_is_refused_on_all() -> None:
     for message in run_team(2, member):
         assert "2 on rank 0, 4 on rank 1" in message
         assert "on every rank" in message
+
+
+def test_a_registered_moving_average_goes_on_after_a_restart(tmp_path: Path) -> None:
+    def half(num_epochs: range, folder: Path | None) -> Tensor:
+        model = mlp(dtype=DOUBLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        with setup(SingleCommunicator(), model, optimizer) as ddp:
+            ddp.register("ema", ema)
+            loader = ddp.loader(torch.utils.data.TensorDataset(*POINTS), batch_size=16)
+            if folder is not None:
+                ddp.load(folder)
+            for epoch in num_epochs:
+                for x, y in loader.epoch(epoch):
+                    ddp.backward(F.mse_loss(model(x), y))
+                    if ddp.step():
+                        ema.update_parameters(model)
+            ddp.save(tmp_path / str(num_epochs.stop))
+        return state_of(ema.module)["0.weight"]
+
+    half(range(1), None)
+    assert torch.equal(half(range(2), tmp_path / "1"), half(range(2), None))
 
 
 def test_a_checkpoint_of_a_compiled_model_is_one_of_the_plain_model(tmp_path: Path) -> None:
