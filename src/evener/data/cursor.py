@@ -8,7 +8,7 @@ can go on with other numbers of both. Pure: no torch, no clock, no I/O.
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,11 +270,11 @@ class Cursor:
         """Windows of a whole epoch at ``batch_size`` samples each."""
         return -(-self.num_samples // batch_size)
 
-    def free_windows(self, batch_size: int) -> int:
-        """How often ``take`` can still lease ``batch_size`` samples, or fewer, of the epoch."""
-        if self._planning_epoch != self._epoch:
-            return 0
-        return sum(-(-len(gap) // batch_size) for gap in self._busy.gaps(self.num_samples))
+    def free_gaps(self) -> Iterator[int]:
+        """Sizes of the gaps of the epoch that ``take`` can still lease from, in its order."""
+        if self._planning_epoch == self._epoch:
+            for gap in self._busy.gaps(self.num_samples):
+                yield len(gap)
 
     def state_dict(self) -> dict[str, Any]:
         """Committed progress as plain JSON types; leases are not part of it."""

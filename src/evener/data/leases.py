@@ -19,10 +19,15 @@ class LeaseBook:
         cursor: Where the team is in the epoch; its outstanding leases are released first.
         batch_size: Samples of a batch; fewer at the end of the epoch or of a gap.
         world_size: Ranks.
+        avoid_ones: Make no batch of a single sample where it can go into the one before: layers
+            with batch statistics refuse it.
     """
 
-    def __init__(self, cursor: Cursor, batch_size: int, world_size: int) -> None:
+    def __init__(
+        self, cursor: Cursor, batch_size: int, world_size: int, *, avoid_ones: bool = False
+    ) -> None:
         cursor.release()
+        self._avoid_ones = avoid_ones and batch_size > 1
         self.cursor = cursor
         self.batch_size = batch_size
         self._queues: list[deque[Slice]] = [deque() for _ in range(world_size)]
@@ -30,10 +35,19 @@ class LeaseBook:
     @property
     def num_left(self) -> int:
         """Batches of the epoch that are not retired."""
-        left = self.cursor.free_windows(self.batch_size)
+        left = self.num_free
         for queue in self._queues:
             left += len(queue)
         return left
+
+    @property
+    def num_free(self) -> int:
+        """Batches that are in no queue so far."""
+        free = 0
+        for gap in self.cursor.free_gaps():
+            whole, rest = divmod(gap, self.batch_size)
+            free += whole + (rest > (1 if self._avoid_ones and whole else 0))
+        return free
 
     def queue(self, rank: int) -> tuple[Slice, ...]:
         """The batches of a rank, in the order in which it does them."""
@@ -75,10 +89,15 @@ class LeaseBook:
                 while len(queue) > size:
                     spare.appendleft(queue.pop())
         while (rank := self._neediest(sizes, full=bool(spare))) is not None:
-            piece = spare.popleft() if spare else self.cursor.take(self.batch_size)
+            piece = spare.popleft() if spare else self._take()
             if piece is None:
                 return
             self._queues[rank].append(piece)
+
+    def _take(self) -> Slice | None:
+        gap = next(iter(self.cursor.free_gaps()), 0)
+        one_over = self._avoid_ones and gap == self.batch_size + 1
+        return self.cursor.take(self.batch_size + one_over)
 
     def _neediest(self, sizes: Sequence[int], *, full: bool) -> int | None:
         """The rank whose queue is emptiest for its size; with ``full``, also if all are filled."""

@@ -139,6 +139,7 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
         ),
         options=_options(parts),
         background=background,
+        avoid_ones=has_batch_statistics(parts.model),
     )
 
 

@@ -57,6 +57,7 @@ class LocalEngine(Engine):
         policy: Plans; rank 0's word counts.
         options: What the engine is told.
         background: For ASYNC: the same ranks once more, for the thread that exchanges.
+        avoid_ones: Make no batch of a single sample; see ``LeaseBook``.
 
     Attributes:
         limit: Optimizer steps after which the run ends; ``None`` for no limit.
@@ -74,10 +75,12 @@ class LocalEngine(Engine):
         policy: CadencePolicy,
         options: EngineOptions,
         background: Team | None = None,
+        avoid_ones: bool = False,
     ) -> None:
         super().__init__(team, flat, buffers, options)
         self.limit: int | None = None
         self._policy = policy
+        self._avoid_ones = avoid_ones
         self._parameters = parameters
         self._update = update
         self._schedule = schedule
@@ -128,7 +131,9 @@ class LocalEngine(Engine):
         """
         self.settle()
         self.drop_unaveraged()
-        self._book = LeaseBook(cursor, batch_size, self.team.world_size)
+        self._book = LeaseBook(
+            cursor, batch_size, self.team.world_size, avoid_ones=self._avoid_ones
+        )
         self._epoch_done = False
 
     def drop_unaveraged(self) -> None:

@@ -202,7 +202,7 @@ class WindowExchange:
         length = local_plan_length(self._wire.world_size)
         agreed = decode_local_plan(rows[0][:length], self._wire.world_size)
         # Who has gone on may have begun what would be handed on; at the tail nobody has.
-        at_tail = book.cursor.free_windows(book.batch_size) == 0
+        at_tail = book.num_free == 0
         book.fill(agreed.queues, hand_on=plan.blocking and at_tail)
         return agreed
 

@@ -85,6 +85,15 @@ def test_a_rank_that_should_hold_nothing_gets_nothing_back():
     assert [len(book.queue(r)) for r in range(3)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize(("num_samples", "sizes"), [(9, [4, 5]), (10, [4, 4, 2]), (1, [1])])
+def test_a_single_sample_goes_into_the_batch_before(num_samples, sizes):
+    book = LeaseBook(Cursor(num_samples, 0), 4, 1, avoid_ones=True)
+    assert book.num_left == len(sizes)
+    book.fill([9])
+    assert [p.size for p in book.queue(0)] == sizes
+    assert book.num_left == len(sizes)
+
+
 def test_work_that_was_not_given_is_refused():
     book = LeaseBook(Cursor(10, 0), 4, 2)
     book.fill([1, 1])
