@@ -1,5 +1,6 @@
 """The loader of a team: hands each rank its micro-batches and takes part where it has none."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -104,7 +105,8 @@ class TeamLoader(ABC):
                 engine.flush()
         except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
             self._left = True
-            engine.leave()
+            if not sys.is_finalizing():  # a script has ended inside its loop: nothing is left to do
+                engine.leave()
             raise
         finally:
             engine.in_epoch = engine.others_left = False
