@@ -282,7 +282,7 @@ class CheckpointWriter:
         failure = CheckpointError(
             f"checkpoint step-{step} could not be written to {self._folder}: {cause}; "
             + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
-            + " and training goes on; free disk space there or choose another folder"
+            + "; free disk space there or choose another folder"
         )
         failure.__cause__ = cause
         return failure
