@@ -14,36 +14,36 @@ pytestmark = pytest.mark.timeout(400)
 
 GRACE_S = 5.0
 
-# Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do so in
-# no time, until the second update. From then on each micro-batch takes a second, and says so: a
-# window of 24 takes 12 s and more, and the test knows when the ranks are in the middle of one.
+# Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do not,
+# until the second update: the test knows when they are in the middle of the third window.
 FAILPOINT = """
-import os, sys, time
+import os, sys
 if "RANK" in os.environ:
-    real_sleep, updates = time.sleep, 0
-    def sleep(seconds):
+    from evener.run.emulate import Slowdown
+    updates = 0
+    def after(slowdown, start):
         global updates
-        if sys._getframe(1).f_globals.get("__name__") != "evener.run.emulate":
-            return real_sleep(seconds)
-        if sys._getframe(2).f_globals["__name__"] == "evener.run.engine":
+        if sys._getframe(1).f_globals["__name__"] == "evener.run.updates":
             updates += 1
             at_update(updates)
         elif updates >= 2:
-            in_third_window()
-    time.sleep = sleep
+            in_third_window(slowdown)
+        return 0.0
+    Slowdown.after = after
 def at_update(number):
     pass
-def in_third_window():
+def in_third_window(slowdown):
     pass
 """
 
-SLOW_WINDOWS = (
+# The first micro-batch of the third window would take an hour.
+SLOW_WINDOW = (
     FAILPOINT
     + """
-def in_third_window():
+def in_third_window(slowdown):
     with open(os.environ["TEST_MAILBOX"], "w") as mailbox:
         mailbox.write(f"rank {os.environ['RANK']}\\n")
-    real_sleep(1.0)
+    slowdown._sleep(3600.0)
 """
 )
 
@@ -73,12 +73,10 @@ def lab(tmp_path):
     ("signum", "nproc"), [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGUSR1, 1)]
 )
 def test_a_signal_stops_all_ranks_at_once_and_the_run_can_go_on(lab, signum, nproc):
-    lab.install(SLOW_WINDOWS)
+    lab.install(SLOW_WINDOW)
     run = lab.path_of("run")
     running = lab.command("run.yaml", "--nproc", nproc, *BOTH_SLOW[: 2 * nproc])
-    lab.sandbox.mailbox.read(
-        2, RUN_TIMEOUT_S
-    )  # in the middle of a window that takes ten more seconds
+    lab.sandbox.mailbox.read(nproc, RUN_TIMEOUT_S)
     pids = [event["pid"] for event in run.of_type("worker_started")]
     assert all(psutil.pid_exists(pid) for pid in pids)
     sent = time.monotonic()
