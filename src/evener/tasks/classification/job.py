@@ -27,6 +27,7 @@ from evener.run.terminal import say
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples
 from evener.tasks.classification.head import fit_head
+from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.progress import EvaluationHistory
 from evener.tasks.classification.replica import apply_adapter_settings
@@ -149,6 +150,8 @@ class ClassificationRun:
             if fit_head(self.ddp, self.pipeline, self.train):
                 found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
                 self.history.probe = found[0] if found else None
+                if found is not None:  # no adapter may be better than a harmful one
+                    self._take(found[0])
         if self.history.frozen is not None:
             self._say(f"held-out accuracy before training: {self._beginnings()}")
 
@@ -198,16 +201,21 @@ class ClassificationRun:
         if found is None:
             return
         evaluation, elapsed_s = found
-        is_best = self.history.add(self.ddp.window, evaluation)
-        if is_best and self.ddp.is_main_process:
-            state = self.pipeline.model.state_dict()
-            self.assets[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
+        is_best = self._take(evaluation)
         weight = self.pipeline.weight_of(self.heldout.indices)
         self.recorder.evaluation(self.ddp.window, evaluation.loss, weight, elapsed_s)
         self._say(
             f"step {self.ddp.window}: held-out accuracy {evaluation.accuracy:.1%}, macro F1 "
             f"{evaluation.macro_f1:.3f}, loss {evaluation.loss:.3f}{' (best)' if is_best else ''}"
         )
+
+    def _take(self, evaluation: Evaluation) -> bool:
+        """Notes an evaluation of the present window; keeps adapter and head if they are the best."""
+        is_best = self.history.add(self.ddp.window, evaluation)
+        if is_best and self.ddp.is_main_process:
+            state = self.pipeline.model.state_dict()
+            self.assets[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
+        return is_best
 
     @property
     def _has_ended(self) -> bool:

@@ -9,11 +9,13 @@ import pytest
 
 from evener.errors import ConfigError, DataError
 from evener.run.classify_config import ClassifyRunConfig
+from evener.run.config import load_config
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.run_data import load_data
 from evener.tasks.classification.samples import LabelSet, Record
 from evener.tasks.classification.splits import split_records
 from evener.tasks.classification.stdlib_functions import PACKAGES, stdlib_functions
+from helpers.source import ROOT
 
 
 def read(path: Path, **keys: Any) -> list[tuple[str, str | int]]:
@@ -209,3 +211,9 @@ def test_functions_of_the_standard_library_are_split_by_file() -> None:
 def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lacks the sources"):
         stdlib_functions(tmp_path)
+
+
+def test_the_example_file_names_every_section() -> None:
+    config = load_config(ClassifyRunConfig, ROOT / "examples" / "classify.yaml")
+    assert config.class_weights == "balanced"
+    assert config.model_fields_set >= {"data", "model", "lora", "optimizer", "eval", "checkpoint"}
