@@ -51,6 +51,8 @@ class ClassifyConfig(Section):
         class_weights: A weight for each class, by index or by name, or ``"balanced"`` for weights
             in inverse proportion to the classes' numbers of training samples; ``None`` for 1 each.
         seq_len: Tokens of a text that the model sees; what is longer is cut at its end.
+        end_tokens: End-of-text tokens after a text, where its tokenizer adds none. A small decoder
+            sums a text up better over several positions than at a single one.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
         precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
         non_finite: ``"raise"`` stops on a non-finite loss or gradient, ``"skip"`` leaves that
@@ -63,6 +65,9 @@ class ClassifyConfig(Section):
     optimizer: AdapterOptimizerConfig = AdapterOptimizerConfig()
     class_weights: Literal["balanced"] | list[_AboveZero] | dict[str, _AboveZero] | None = None
     seq_len: Annotated[Whole, Field(ge=2)] = Field(default=128, description="tokens of one text")
+    end_tokens: Positive = Field(
+        default=1, description="end-of-text tokens after a text, where its tokenizer adds none"
+    )
     micro_batch_size: int | Literal["auto"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"

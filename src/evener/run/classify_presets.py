@@ -23,6 +23,7 @@ DEFAULT: Mapping[str, Any] = {
     "micro_batch_size": 8,
     "epochs": 6,
     "seq_len": DEMO["data"]["seq_len"],
+    "end_tokens": 4,
     "precision": "fp32",
     "lora": {"rank": 16, "alpha": 64.0, "dropout": 0.05},
     "optimizer": {"lr": 5e-4},

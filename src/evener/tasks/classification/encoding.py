@@ -73,8 +73,13 @@ class TextEncoder:
         self.files = files
 
     @classmethod
-    def load(cls, folder: Path | None, seq_len: int) -> "TextEncoder":
+    def load(cls, folder: Path | None, seq_len: int, end_tokens: int = 1) -> "TextEncoder":
         """The tokenizer of a folder, or bytes without one.
+
+        Args:
+            folder: Holds the tokenizer.
+            seq_len: Most tokens of a text.
+            end_tokens: How many end-of-text tokens a decoder's texts get.
 
         Raises:
             DataError: It does not load.
@@ -84,17 +89,19 @@ class TextEncoder:
             return cls(
                 lambda text: list(text.encode()),
                 prefix=[],
-                suffix=[tokenizer.eos_id],
+                suffix=[tokenizer.eos_id] * end_tokens,
                 pad_id=_NUL,
                 vocab_size=tokenizer.vocab_size,
                 seq_len=seq_len,
                 files=tokenizer.files(),
             )
-        return cls._of_hugging_face(load_auto_tokenizer(folder), seq_len, tokenizer_files(folder))
+        return cls._of_hugging_face(
+            load_auto_tokenizer(folder), seq_len, end_tokens, tokenizer_files(folder)
+        )
 
     @classmethod
     def _of_hugging_face(
-        cls, tokenizer: Any, seq_len: int, files: dict[str, bytes]
+        cls, tokenizer: Any, seq_len: int, end_tokens: int, files: dict[str, bytes]
     ) -> "TextEncoder":
         def ids_of(text: str) -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=False))
@@ -116,7 +123,7 @@ class TextEncoder:
         if pad is None or pad == eos:
             pad = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else eos
         if not suffix and eos is not None and eos != pad:
-            suffix = [eos]
+            suffix = [eos] * end_tokens
         return cls(
             ids_of,
             prefix=prefix,

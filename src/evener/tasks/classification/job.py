@@ -210,7 +210,7 @@ class ClassificationRun:
         )
 
     def _take(self, evaluation: Evaluation) -> bool:
-        """Notes an evaluation of the present window; keeps adapter and head if they are the best."""
+        """Notes an evaluation of the present window; keeps what is the best so far."""
         is_best = self.history.add(self.ddp.window, evaluation)
         if is_best and self.ddp.is_main_process:
             state = self.pipeline.model.state_dict()

@@ -128,7 +128,7 @@ class ClassifyPipeline:
             ConfigError: Base, adapter and tokenizer do not fit one another.
         """
         folder = base_folder(model_config.path) if model_config.path else None
-        encoder = TextEncoder.load(tokenizer or folder, config.seq_len)
+        encoder = TextEncoder.load(tokenizer or folder, config.seq_len, config.end_tokens)
         adapter = getattr(model_config, "adapter", None)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -160,7 +160,9 @@ class ClassifyPipeline:
         path = str(base or (own_base if own_base.is_dir() else document["base"]["path"]))
         return cls.build(
             ClassifyModelConfig(path=path, adapter=str(adapter)),
-            ClassifyConfig(seq_len=int(document["seq_len"])),
+            ClassifyConfig(
+                seq_len=int(document["seq_len"]), end_tokens=int(document["end_tokens"])
+            ),
             LabelSet(document["labels"]),
             tokenizer=adapter,
         )
@@ -318,6 +320,7 @@ class ClassifyPipeline:
         return {
             "labels": list(self.labels.names),
             "seq_len": self.encoder.seq_len,
+            "end_tokens": self.config.end_tokens,
             "base": {"path": note.path, "fingerprint": note.fingerprint},
         }
 

@@ -170,6 +170,7 @@ def test_long_texts_are_cut_and_still_end_like_others() -> None:
     encoder = TextEncoder.load(None, seq_len=8)
     assert encoder.encode("abc") == [97, 98, 99, 256]
     assert encoder.encode("a" * 50) == [97] * 7 + [256]
+    assert TextEncoder.load(None, seq_len=8, end_tokens=3).encode("a" * 50) == [97] * 5 + [256] * 3
     batch = encoder.collate([(encoder.encode("abc"), 1), (encoder.encode("a" * 50), 0)])
     assert batch.input_ids.shape == (2, 8)
     assert batch.attention_mask.sum(1).tolist() == [4, 8]
