@@ -657,3 +657,20 @@ def test_a_slow_rank_0_is_named_once() -> None:
         assert len(told) == 1
         assert "rank 0 makes the team slower" in told[0]
         assert "Start the fastest device as rank 0" in told[0]
+
+
+def test_one_rank_with_whole_windows_is_bit_for_bit_a_plain_loop() -> None:
+    model, optimizer = line(3)
+    batches = []
+    with setup(SingleCommunicator(), model, optimizer) as ddp:
+        for _, x in ddp.loader(Numbered(), batch_size=7).epoch(0):
+            batches.append(x)
+            ddp.backward(model(x).square().mean())
+            ddp.step()
+    plain, optimizer = line(3)
+    for x in batches:
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
