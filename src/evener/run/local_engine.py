@@ -247,19 +247,20 @@ class LocalEngine(Engine):
         work = self._steps.next_window(plan.most[self.team.rank])
         code = work.non_finite or (0 if math.isfinite(drift) else PARAMETERS)
         report = self._report(work, code, changed=changed)
-        self._in_flight = plan
         self._exchanger.start(
             partial(self._windows.run, plan, report, packed, self._leases, self._steps_left)
         )
+        self._in_flight = plan
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
     def _land(self) -> WindowResult | None:
         """Takes over what the exchange came to; waits for it where it has not ended."""
         started_s = time.perf_counter()
+        self._in_flight = None  # whatever comes of it
         outcome = self._exchanger.wait()
         waited_s = time.perf_counter() - started_s
-        plan, self._in_flight = outcome.plan, None
+        plan = outcome.plan
         self._commit(outcome.reports)
         bad = find_local_non_finite(outcome.reports, plan, self.flat.names)
         if bad is not None or outcome.next_plan is None:

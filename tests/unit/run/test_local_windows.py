@@ -417,17 +417,16 @@ def test_accuracy_with_batch_statistics_is_that_of_one_process(policy: str) -> N
 def test_a_rank_that_fails_in_its_loop_ends_the_others_with_a_lost_peer(policy: str) -> None:
     def body(comm: Communicator) -> str:
         model = seeded(lambda: nn.Linear(3, 1))
-        with setup(
-            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, anchor=2
-        ) as ddp:
-            try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        try:
+            with setup(comm, model, optimizer, policy=policy, **SHORT) as ddp:
                 for _, x in ddp.loader(Numbered(4000), batch_size=4).epoch(0):
                     ddp.backward(model(x).square().mean())
                     ddp.step()
                     if comm.rank == 1 and ddp.window == 3:
                         raise KeyError("mine")
-            except (KeyError, CollectiveError) as error:
-                return type(error).__name__
+        except (KeyError, CollectiveError) as error:
+            return type(error).__name__
         return "went on"
 
     assert run_team(2, body) == ["PeerLostError", "KeyError"]
@@ -481,13 +480,13 @@ def test_a_part_that_is_thawed_joins_the_average() -> None:
     ("policy", "config", "words"),
     [
         ("cadence", {"anchor": 0}, "anchor is 0"),
-        ("cadence", {"max_anchor": 0}, "max_anchor is 0"),
+        ("cadence", {"max_anchor": 0}, r"max_anchor \(0\)"),
         ("cadence", {"max_batch_diff": -1}, "max_batch_diff is -1"),
         ("cadence", {"divergence_guard": "trend"}, "divergence_guard is 'trend'"),
         ("cadence", {"divergence_threshold": 0.0}, "divergence_threshold is 0.0"),
         ("cadence", {"lr_scale_ratio": -1.0}, "lr_scale_ratio is -1.0"),
         ("cadence", {"partition_ratios": (1.0,)}, "partition_ratios is"),
-        ("cadence", {"speed_hint": (1.0, 2.0)}, "speeds are"),
+        ("cadence", {"speed_hint": (1.0, 2.0)}, "speed_hint is"),
         ("sync", {"lr_scale_ratio": 1.0}, "lr_scale_ratio is 1.0 with policy 'sync'"),
         ("sometimes", {}, "policy is 'sometimes'; choose one of sync, cadence, async"),
     ],
