@@ -1,7 +1,7 @@
 """Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from evener.run.engines import (
 )
 from evener.run.environment import DistributedTrainConfig
 from evener.run.hardware import hardware_summary
+from evener.run.likeness import check_training, check_versions, describe_training
 from evener.run.models import (
     Models,
     Schedulers,
@@ -39,7 +40,7 @@ from evener.run.precision import HALF, AutocastForward, Precision, choose_precis
 from evener.run.registry import Registry
 from evener.run.schedule import Schedule
 from evener.run.settings import DdpConfig
-from evener.run.team import Member, Team, check_alike, describe_self, member_document, own_versions
+from evener.run.team import Member, Team, describe_self, member_document, own_versions
 from evener.run.windows import Engine
 
 
@@ -132,14 +133,14 @@ def assemble(
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device, scaled=chosen is ApplyPolicy.SYNC)
     apply_threads(environment)
-    whole.to(device)
-    _follow(optimizers, device)
+    _move(whole, optimizers, device)
     comm, reason = connect_team(
         environment, backend, chosen, device, config.timeout_s, communicator
     )
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
-        members = _introduce(team, whole, environment, device, config, resolved)
+        training = describe_training(whole, optimizers, chosen, config)
+        members = _introduce(team, training, environment, device, config, resolved)
         flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers))
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
@@ -190,8 +191,9 @@ def team_lines(assembly: Assembly) -> list[str]:
     return lines
 
 
-def _follow(optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """Moves what optimizers remember to where their parameters have gone."""
+def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Moves the model, and what optimizers remember to where their parameters have gone."""
+    model.to(device)
     if device.type != "cpu":
         for optimizer in optimizers:
             if optimizer.state:
@@ -200,7 +202,7 @@ def _follow(optimizers: Sequence[Optimizer], device: torch.device) -> None:
 
 def _introduce(
     team: Team,
-    model: nn.Module,
+    training: Mapping[str, Any],
     environment: DistributedTrainConfig,
     device: torch.device,
     config: DdpConfig,
@@ -216,12 +218,11 @@ def _introduce(
         versions=own_versions(),
         precision=precision,
     )
-    shapes = [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()]
-    greetings = team.introduce({**member_document(own), "parameters": shapes})
-    check_alike(greetings)
+    greetings = team.introduce({**member_document(own), "training": training})
+    check_versions([greeting["versions"] for greeting in greetings])
+    check_training([greeting.pop("training") for greeting in greetings])
     taken: set[str] = set()
     for greeting in greetings:
-        greeting.pop("parameters")
         # Machines may share a host name; in rank order, so that every rank finds the same ids.
         name, number = greeting["member"], 2
         while greeting["member"] in taken:

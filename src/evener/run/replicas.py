@@ -18,6 +18,7 @@ from evener.errors import ConfigError, NonFiniteGradientError
 from evener.run.child import apply_threads
 from evener.run.environment import DistributedTrainConfig
 from evener.run.hardware import hardware_summary
+from evener.run.likeness import check_versions
 from evener.run.line import Line
 from evener.run.replica_models import (
     Model,
@@ -28,7 +29,7 @@ from evener.run.replica_models import (
     read_layout,
     trainable,
 )
-from evener.run.team import Member, check_alike, describe_self, own_versions
+from evener.run.team import Member, describe_self, own_versions
 
 _Named = Mapping[str, Tensor]
 
@@ -331,7 +332,7 @@ def _introduce(
         "members": own,
     }
     notes = _exchange(comm, note, what="greetings of replicas")
-    check_alike([{"versions": n["members"][0]["versions"], "parameters": []} for n in notes])
+    check_versions([n["members"][0]["versions"] for n in notes])
     first = 0
     for n in notes:
         n["first"] = first

@@ -16,7 +16,6 @@ from evener.comm.base import Communicator
 from evener.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    ConfigError,
     ProtocolError,
 )
 from evener.version import __version__
@@ -221,34 +220,6 @@ def own_versions() -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],
         "evener": __version__,
     }
-
-
-def check_alike(greetings: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a team whose members train different models or run different versions.
-
-    Raises:
-        ConfigError: Names the first difference, the two ranks, and the remedy.
-    """
-    first = greetings[0]
-    for rank, other in enumerate(greetings):
-        for key in ("evener", "torch"):
-            mine, theirs = first["versions"][key], other["versions"][key]
-            if mine != theirs:
-                raise ConfigError(
-                    f"rank 0 runs {key} {mine}, rank {rank} runs {key} {theirs}; install the same "
-                    "version on every machine"
-                )
-        for a, b in zip(first["parameters"], other["parameters"], strict=False):
-            if a != b:
-                raise ConfigError(
-                    f"rank {rank} trains another model: its parameter is {b[0]} {b[1]} {b[2]} "
-                    f"where rank 0 has {a[0]} {a[1]} {a[2]}; build the same model on every rank"
-                )
-        if len(first["parameters"]) != len(other["parameters"]):
-            raise ConfigError(
-                f"rank {rank} trains another model: {len(other['parameters'])} parameters where "
-                f"rank 0 has {len(first['parameters'])}; build the same model on every rank"
-            )
 
 
 def member_document(member: Member) -> dict[str, Any]:
