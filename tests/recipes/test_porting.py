@@ -8,6 +8,7 @@ that where a gradient is nearly zero: the bound is for all parameters together.
 import ast
 import os
 import re
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -60,12 +61,19 @@ def execute(script: str) -> dict[str, Tensor]:
     }
 
 
-def run_before(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
+def run_before(rank: Rank, script: str, folder: str, port: int) -> dict[str, Tensor]:
     os.chdir(folder)
     warnings.simplefilter("ignore")  # the other libraries' own
-    if rank.listen_fd is not None:  # torch opens the port itself
-        os.close(rank.listen_fd)
+    # torch opens the port itself. On the one that rank 0 listens on already, a rank that connects
+    # before torch does would wait for an answer for ever.
+    os.environ["MASTER_PORT"] = str(port)
     return execute(script)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
@@ -86,7 +94,9 @@ def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
 def compare(name: str, folder: Path, *, world_size_before: int, world_sizes: Sequence[int]) -> None:
     before, after = sides(DIFFS[name])
     folder_name = str(folder)
-    expected = run_ranks(run_before, world_size_before, before, folder_name, timeout_s=TIMEOUT_S)[0]
+    expected = run_ranks(
+        run_before, world_size_before, before, folder_name, free_port(), timeout_s=TIMEOUT_S
+    )[0]
     theirs = torch.cat([t.flatten() for t in expected.values()])
     for world_size in world_sizes:
         results = run_ranks(run_after, world_size, after, folder_name, timeout_s=TIMEOUT_S)
