@@ -155,12 +155,15 @@ def test_table_has_a_row_per_rank() -> None:
 
 def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
     summary = make((1000.0, 400.0), 1310.0, heldout_loss=math.nan, emulated={1: 3.0}, parked=(1,))
+    summary = dataclasses.replace(summary, details={"accuracy": 0.5})
     path = tmp_path / "summary.json"
     path.write_text("old")
     summary.write(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
     content = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert set(content) == {part.name for part in dataclasses.fields(summary)} | {"of_ideal"}
+    own = {part.name for part in dataclasses.fields(summary)} - {"details"}
+    assert set(content) == own | {"of_ideal", "accuracy"}
+    assert content["accuracy"] == 0.5
     assert content["of_ideal"] == 1310.0 / 1400.0
     assert content["heldout_loss"] is None
     assert content["emulated"] == {"1": 3.0}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
 from evener.run.ddp import Ddp
-from evener.run.results import WindowResult
+from evener.run.results import Progress, WindowResult
 from helpers.models import cnn, image_data, mlp, regression_data
 from helpers.teams import run_team, setup
 
@@ -376,8 +376,17 @@ def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
 
 @pytest.mark.parametrize("policy", LOCAL)
 def test_accuracy_with_batch_statistics_is_that_of_one_process(policy: str) -> None:
-    """Buffers are averaged with the parameters: evaluation sees statistics that fit them."""
+    """Buffers are averaged with the parameters: evaluation sees statistics that fit them.
+
+    Which rank takes which batch depends on timing. The learning rate falls to 0, so that all paths
+    end at rest and not at whatever the last steps have thrown them to.
+    """
     images, labels = image_data(1600)
+    num_epochs = 5
+
+    def remaining(samples: int) -> float:
+        return 1 - samples / (num_epochs * len(images))
+
     held_out, truth = image_data(1000, seed=2)
 
     def accuracy(model: nn.Module) -> float:
@@ -388,9 +397,12 @@ def test_accuracy_with_batch_statistics_is_that_of_one_process(policy: str) -> N
     def alone() -> float:
         model = cnn()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for epoch in range(5):
+        samples = 0
+        for epoch in range(num_epochs):
             order = torch.randperm(1600, generator=torch.Generator().manual_seed(epoch))
             for ids in order.split(16):
+                optimizer.param_groups[0]["lr"] = 0.05 * remaining(samples)
+                samples += len(ids)
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(images[ids]), labels[ids]).backward()
                 optimizer.step()
@@ -399,9 +411,14 @@ def test_accuracy_with_batch_statistics_is_that_of_one_process(policy: str) -> N
     def body(comm: Communicator) -> tuple[float, list[bytes]]:
         model = cnn()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        with setup(comm, model, optimizer, policy=policy, **(SHORT | {"max_anchor": 2})) as ddp:
+
+        def schedule(progress: Progress) -> float:
+            return remaining(progress.samples)
+
+        short = SHORT | {"max_anchor": 2}
+        with setup(comm, model, optimizer, schedule, policy=policy, **short) as ddp:
             loader = ddp.loader(torch.utils.data.TensorDataset(images, labels), batch_size=16)
-            for epoch in range(5):
+            for epoch in range(num_epochs):
                 for x, y in loader.epoch(epoch):
                     ddp.backward(nn.functional.cross_entropy(model(x), y))
                     ddp.step()
