@@ -34,7 +34,7 @@ from evener.run.models import (
     combine_models,
     parts_of,
 )
-from evener.run.ownership import OptimizerGuard
+from evener.run.ownership import OptimizerGuard, refuse_second_team
 from evener.run.placement import Devices, choose_device
 from evener.run.precision import HALF, AutocastForward, Precision, choose_precision
 from evener.run.registry import Registry
@@ -130,13 +130,13 @@ def assemble(
     check_backend(backend)
     check_optimizers(optimizers, scheduler)
     whole, models = combine_models(model)
+    refuse_second_team(models)
     device = choose_device(devices, environment)
     resolved = choose_precision(precision, device, scaled=chosen is ApplyPolicy.SYNC)
     apply_threads(environment)
     _move(whole, optimizers, device)
-    comm, reason = connect_team(
-        environment, backend, chosen, device, config.timeout_s, communicator
-    )
+    wait_s = config.timeout_s
+    comm, reason = connect_team(environment, backend, chosen, device, wait_s, communicator)
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
         training = describe_training(whole, optimizers, chosen, config)
@@ -168,7 +168,7 @@ def assemble(
         engine=engine,
         autocast=[AutocastForward(m, device, HALF[resolved]) for m in models if resolved in HALF],
         registry=registry,
-        guard=OptimizerGuard(optimizers, flat),
+        guard=OptimizerGuard(models, optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:
         sys.stderr.write("\n".join(team_lines(assembly)) + "\n")

@@ -76,9 +76,11 @@ class DataSide:
         ``collate_fn``, ``num_workers``, ``pin_memory``, ``drop_last`` and sampler; its
         ``batch_size`` becomes that of the whole team, so that the optimizer steps stay the same.
 
-        Over an ``IterableDataset``, or a ``DataLoader`` with a batch sampler of its own, each rank
-        reads for itself and contributes one batch to every window; what is then not guaranteed
-        is said once.
+        A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
+
+        Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
+        for itself and contributes one batch to every window; what is then not guaranteed is said
+        once.
 
         Args:
             dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, final
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -148,13 +149,14 @@ def is_stream(given: Dataset[Any] | DataLoader[Any]) -> bool:
     """Whether samples cannot be asked for by index, or batches are the user's own business."""
     if isinstance(given, DataLoader):
         own_batches = given.batch_size is None and given.batch_sampler is not None
+        own_batches &= not _is_plain_batches(given.batch_sampler)
         return own_batches or isinstance(given.dataset, IterableDataset)
     return isinstance(given, IterableDataset)
 
 
 def read_dataset(dataset: Any, *, shuffle: bool, seed: int) -> Intake:
     """A bare map-style data set."""
-    num_samples = len(dataset)
+    num_samples = _count(dataset)
     order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
     return Intake(dataset=dataset, order=order, batch_size=None)
 
@@ -165,13 +167,17 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
     Raises:
         ConfigError: Its sampler splits the data among ranks itself.
     """
-    if loader.batch_size is None:
+    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
+    batches = loader.batch_sampler
+    if batch_size is None and isinstance(batches, BatchSampler):
+        sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+    if batch_size is None:
         raise ConfigError(
             "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
             "give it a batch_size, or pass the data set to ddp.loader with one"
         )
-    dataset, sampler, remarks = loader.dataset, loader.sampler, []
-    num_samples = len(dataset)  # type: ignore[arg-type]
+    dataset, remarks = loader.dataset, []
+    num_samples = _count(dataset)
     order: Order
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
@@ -179,7 +185,7 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
             "speed; leave the sampler out, pass shuffle=True, and give batch_size for the whole "
             "team (a DistributedSampler's loader has it for each rank)"
         )
-    if isinstance(sampler, SequentialSampler):
+    if isinstance(sampler, SequentialSampler) and len(sampler) == num_samples:
         order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
     elif isinstance(sampler, RandomSampler) and _is_plain(sampler, num_samples):
         order = InOrder(num_samples) if shuffle is False else Shuffled(num_samples, seed)
@@ -202,8 +208,8 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
     return Intake(
         dataset=dataset,
         order=order,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
+        batch_size=batch_size,
+        drop_last=drop_last,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory and torch.cuda.is_available(),
@@ -213,3 +219,24 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
 
 def _is_plain(sampler: RandomSampler, num_samples: int) -> bool:
     return not sampler.replacement and sampler.num_samples == num_samples
+
+
+def _is_plain_batches(batches: object) -> bool:
+    """Whether a batch sampler only cuts what its sampler draws, as ``batch_size`` does."""
+    return type(batches) is BatchSampler
+
+
+def _count(dataset: Any) -> int:
+    """Samples of a map-style data set.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    kind = type(dataset)
+    if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
+        raise ConfigError(
+            f"the data set is a {kind.__name__}, which has no length or cannot be asked for a "
+            "sample by index, so it cannot be split; give a data set with len and [index] (a list "
+            "does: list(generator)), or wrap it in a torch.utils.data.IterableDataset"
+        )
+    return len(dataset)

@@ -6,7 +6,6 @@ from typing import Any, final
 
 from evener.data.cursor import Cursor, Slice
 from evener.data.loader import Fetcher, Pending
-from evener.errors import UsageError
 from evener.run.intake import Indices, Order
 from evener.run.local_engine import LocalEngine
 from evener.run.loop import TeamLoader
@@ -80,7 +79,4 @@ class LocalLoader(TeamLoader):
             share.start_micro_batch(samples)
             yield batch
             if share.in_micro_batch:
-                raise UsageError(
-                    "the loop asked for the next batch without ddp.step() on this one; call "
-                    "ddp.backward(loss) and ddp.step() once for every batch of the loader"
-                )
+                raise share.not_ended()

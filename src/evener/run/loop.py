@@ -291,10 +291,7 @@ class SyncLoader(TeamLoader):
             if share.in_micro_batch and share.turns:
                 engine.end_micro_batch()
             elif share.in_micro_batch:
-                raise UsageError(
-                    "the loop asked for the next batch without ddp.step() on this one; call "
-                    "ddp.backward(loss) and ddp.step() once for every batch of the loader"
-                )
+                raise share.not_ended()
             if engine.window != plan.window or engine.stopping:
                 return
 

@@ -169,8 +169,17 @@ class Share:
         try:
             scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         except Exception as error:
+            refuse_loss(loss)
             explain(error, micro.samples)
             raise
+
+    def not_ended(self) -> UsageError:
+        """The error of a loop that goes on without ``ddp.step()``."""
+        return UsageError(
+            "the loop asked for the next batch without ddp.step() on this one; call "
+            "ddp.backward(loss) and ddp.step() once for every batch of the loader. To evaluate, "
+            "use ddp.eval_loader, which asks for neither"
+        )
 
     def check_part(self, part: int) -> None:
         """Refuses to step one optimizer alone where that would not act on the whole share.
@@ -226,3 +235,24 @@ class Share:
         elapsed_s = time.perf_counter() - micro.started_s
         self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
         return last
+
+
+def refuse_loss(loss: Tensor) -> None:
+    """Says why a backward has failed, where the loss itself is the cause.
+
+    Raises:
+        UsageError: It is no scalar, or hangs on nothing that is trained.
+    """
+    if loss.numel() != 1:
+        raise UsageError(
+            f"the loss given to ddp.backward has shape {tuple(loss.shape)}, and a gradient needs "
+            "one number; give the mean over the micro-batch, as loss.mean() or the default "
+            "reduction of torch's losses, and the number of its units as weight"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            f"the loss given to ddp.backward is {loss.item():g} without a graph: nothing that is "
+            "trained has gone into it, or it was computed under torch.no_grad() or detached; "
+            "compute it from the model's output, with gradients on, or give weight=0 to leave the "
+            "micro-batch out"
+        )

@@ -14,7 +14,8 @@ from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.windows import Engine
 
 _REMARK = (
-    "{what}: each rank reads it by itself and contributes one batch to each window. Not "
+    "{what}: each rank reads it by itself and contributes one batch to each window, so "
+    "that an optimizer step has as many batches as there are ranks. Not "
     "guaranteed: that a sample is seen once an epoch (let the data set give each rank a part of "
     "its own, by ddp.rank and ddp.world_size), shares that follow speed, and going on in "
     "mid-epoch, which begins the epoch's data anew"
@@ -125,10 +126,7 @@ class StreamLoader:
             share.start_micro_batch(count_samples(batch))
             yield batch
             if share.in_micro_batch:
-                raise UsageError(
-                    "the loop asked for the next batch without ddp.step() on this one; call "
-                    "ddp.backward(loss) and ddp.step() once for every batch of the loader"
-                )
+                raise share.not_ended()
             if self._finished:
                 return
         going_on = True

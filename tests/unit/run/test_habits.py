@@ -309,3 +309,17 @@ def test_a_scheduler_that_follows_a_metric() -> None:
     other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
     with pytest.raises(ConfigError, match=r"belongs to an optimizer"):
         setup(SingleCommunicator(), model, optimizer, other)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_that_has_no_gradient_is_named(world_size: int) -> None:
+    def vector(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        ddp.backward(model(x).square())
+
+    def detached(ddp: Ddp, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        ddp.backward(model(x).square().mean().detach())
+
+    with pytest.raises(UsageError, match=r"the loss .* has shape \(2, 1\).*loss\.mean\(\)"):
+        parameters(world_size, before=vector, shares=(1,) * world_size)
+    with pytest.raises(UsageError, match=r"the loss .* without a graph.*with gradients on"):
+        parameters(world_size, before=detached, shares=(1,) * world_size)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm.base import Communicator
+from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import ConfigError
 from helpers.teams import run_team, setup
 
@@ -102,3 +102,13 @@ def test_another_buffer_is_named_with_both_shapes() -> None:
 
     with pytest.raises(ConfigError, match=r"its buffer is seen \[5\] .*rank 0 has seen \[4\]"):
         start(of_rank)()
+
+
+def test_a_model_is_in_one_team_at_a_time() -> None:
+    model = net()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = setup(SingleCommunicator(), model, first)
+    with pytest.raises(ConfigError, match=r"this Sequential is in a team already.*ddp\.close\(\)"):
+        setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ddp.close()
+    setup(SingleCommunicator(), model, first).close()

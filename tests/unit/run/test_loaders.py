@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -280,15 +281,60 @@ def test_a_stream_on_every_rank_of_unlike_length(world_size: int, wrapped: bool)
         assert "Own: each rank reads it by itself" in said[0]
 
 
+class OwnBatches(BatchSampler):
+    """May cut as it likes: only its class tells."""
+
+
 def test_batches_of_the_users_own() -> None:
     def make(ddp: Ddp) -> Any:
-        return DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False))
+        return DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 4, False))
 
     results = run_team(2, lambda comm: go_through(comm, make))
     assert everything(results) == dict.fromkeys(range(SIZE), 1)
     chunks = [list(range(k, min(k + 4, SIZE))) for k in range(0, SIZE, 4)]
     expected = reference([a + b for a, b in zip(chunks[::2], chunks[1::2], strict=True)])
     assert all(torch.allclose(weight, expected, rtol=1e-12) for _, weight, _, _ in results)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_plain_batch_sampler_counts_as_its_batch_size(drop_last: bool) -> None:
+    def make(ddp: Ddp) -> Any:
+        return DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, drop_last))
+
+    results = run_team(2, lambda comm: go_through(comm, make))
+    stop = SIZE - SIZE % 4 if drop_last else SIZE
+    assert everything(results) == dict.fromkeys(range(stop), 1)
+    expected = reference([list(range(k, min(k + 4, stop))) for k in range(0, stop, 4)])
+    for _, weight, num_windows, _ in results:
+        assert torch.allclose(weight, expected, rtol=1e-12)
+        assert num_windows == -(-stop // 4)
+
+
+class NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"), [((x for x in X), "generator"), ({1, 2}, "set"), (NoLength(), "NoLength")]
+)
+def test_what_cannot_be_split_is_refused_with_the_remedy(data: Any, kind: str) -> None:
+    model, optimizer = line()
+    with (
+        setup(SingleCommunicator(), model, optimizer) as ddp,
+        pytest.raises(ConfigError, match=rf"a {kind}, which has no length .*list\(generator\)"),
+    ):
+        ddp.loader(data, batch_size=4)
+
+
+def test_evaluating_with_a_loader_for_training_names_the_one_for_evaluation() -> None:
+    model, optimizer = line()
+    with (
+        setup(SingleCommunicator(), model, optimizer) as ddp,
+        pytest.raises(UsageError, match=r"To evaluate, use ddp\.eval_loader"),
+    ):
+        for _ in ddp.loader(DATA, batch_size=4):
+            pass
 
 
 def test_a_stream_has_no_length_and_goes_on_by_epochs(tmp_path: Path) -> None:
