@@ -26,6 +26,7 @@ from evener.run.local_engine import LocalEngine
 from evener.run.local_update import LocalUpdate
 from evener.run.local_window import local_payload_length
 from evener.run.loss_scale import LossScale
+from evener.run.models import check_identity
 from evener.run.registry import Registry
 from evener.run.row import payload_length
 from evener.run.schedule import Schedule
@@ -171,6 +172,7 @@ def _options(parts: Parts) -> EngineOptions:
             clock=compute_clock(members[team.rank].device),
             sleep=patient_sleep(stop_requested),
         ),
+        check_model=lambda: check_identity(parts.model, parts.flat),
         stop_requested=stop_requested,
         before_update=parts.schedule.before_update,
         after_update=parts.schedule.after_update,

@@ -17,7 +17,7 @@ _AHEAD = 2  # micro-batches that are asked for before they are needed
 class EvaluationLoader:
     """Hands each rank a part of a data set, in proportion to its speed; no sample twice.
 
-    Made by ``Ddp.loader(..., evaluate=True)``. All ranks iterate over it together, and combine what
+    Made by ``Ddp.eval_loader``. All ranks iterate over it together, and combine what
     they find with ``ddp.all_reduce(value, weight)``, which is exact however the parts differ.
     """
 

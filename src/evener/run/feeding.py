@@ -137,8 +137,9 @@ class DataSide:
     ) -> EvaluationLoader:
         """A loader for evaluation: each sample on one rank, once, in the data set's order.
 
-        All ranks iterate over it together: after an epoch, or in ``on_commit``. What each rank
-        finds on its part is combined exactly by ``ddp.all_reduce(value, weight)``.
+        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
+        are not parked share the whole data set. What each rank finds on its part is combined
+        exactly by ``ddp.all_reduce(value, weight)``.
 
         Args:
             dataset: Map-style data set, or a ``DataLoader`` over one.

@@ -79,7 +79,8 @@ class TeamLoader(ABC):
             Collated micro-batches.
 
         Raises:
-            UsageError: ``ddp.step()`` was not called for the micro-batch before.
+            UsageError: ``ddp.step()`` was not called for the micro-batch before, or a parameter
+                of the model was replaced.
         """
         self._next = epoch + 1
         engine = self._team_engine
@@ -90,6 +91,7 @@ class TeamLoader(ABC):
                 f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
                 "leave it by break, first"
             )
+        engine.options.check_model()
         engine.begin(self.cursor, self.batch_size)
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evener.comm.flat import FlatBuffers
-from evener.errors import ConfigError
+from evener.errors import ConfigError, UsageError
 from evener.run.schedule import ProgressSchedule
 
 #: What ``Ddp.setup`` takes for ``model``.
@@ -128,6 +128,22 @@ def check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None
                         "not be averaged; make it a parameter of the model, or give Ddp.setup "
                         "every model: [generator, discriminator]"
                     )
+
+
+def check_identity(model: nn.Module, flat: FlatBuffers) -> None:
+    """The model must hold the parameters that are averaged and stepped, not others in their place.
+
+    Raises:
+        UsageError: One has been replaced since the set-up.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in zip(flat.names, flat.parameters, strict=True):
+        if now.get(name, parameter) is not parameter:
+            raise UsageError(
+                f"parameter {name!r} was replaced by another Parameter after the team was set up, "
+                "as load_state_dict(assign=True) does: no optimizer steps it, and it is not "
+                "averaged; load without assign, or before Ddp.setup and the optimizer are made"
+            )
 
 
 def parts_of(optimizers: Sequence[Optimizer]) -> dict[int, int]:

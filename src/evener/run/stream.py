@@ -75,6 +75,7 @@ class StreamLoader:
                 f"epoch {epoch} was begun inside the loop over another loader; finish that loop, "
                 "or leave it by break, first"
             )
+        engine.options.check_model()
         engine.begin_stream(epoch)
         self._epoch = epoch
         try:

@@ -33,6 +33,7 @@ class EngineOptions:
     unlike_devices: bool = False
     loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
     slowdown: Slowdown
+    check_model: Callable[[], None]
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
     before_update: Callable[[Progress], None]

@@ -323,3 +323,19 @@ def test_a_loss_that_has_no_gradient_is_named(world_size: int) -> None:
         parameters(world_size, before=vector, shares=(1,) * world_size)
     with pytest.raises(UsageError, match=r"the loss .* without a graph.*with gradients on"):
         parameters(world_size, before=detached, shares=(1,) * world_size)
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+def test_parameters_that_were_replaced_after_the_set_up_are_named(policy: str) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with setup(SingleCommunicator(), model, optimizer, policy=policy) as ddp:
+        loader = ddp.loader(DATA, batch_size=8)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        for x in loader.epoch(0):
+            ddp.backward(model(x).square().mean())
+            ddp.step()
+        model.load_state_dict(state, assign=True)
+        with pytest.raises(UsageError, match=r"'bias' was replaced .*assign=True"):
+            next(iter(loader))

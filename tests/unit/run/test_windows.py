@@ -490,9 +490,21 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
         seen: list[int] = []
         parked: list[int] = []
         means: list[float] = []
+        evaluated: list[bool] = []
         with setup(comm, model, optimizer, emulate_slow={1: 40.0}) as ddp:
             # Whoever takes part in a window may average, with a rank parked or not.
             ddp.on_commit(lambda r: means.append(ddp.all_reduce(r.window, weight=1 + comm.rank)))
+            held_out = ddp.eval_loader(Numbered(7), batch_size=4)
+
+            def evaluate(result: WindowResult) -> None:
+                """Those who are there share all of it, with a rank parked or not."""
+                if result.window % 10 == 0:
+                    own = [i for ids, _ in held_out for i in ids.tolist()]
+                    mean = ddp.all_reduce(sum(own) / len(own) if own else 0.0, weight=len(own))
+                    assert mean == pytest.approx(3.0)
+                    evaluated.append(bool(ddp.assembly.engine.team.parked))
+
+            ddp.on_commit(evaluate)
             loader = ddp.loader(data, batch_size=8)
             for epoch in range(2):
                 for ids, x in loader.epoch(epoch):
@@ -506,6 +518,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
             state = torch.cat([p.detach().flatten() for p in model.parameters()])
             state = torch.cat([state, *(b.flatten().float() for b in model.buffers())])
             assert means == sorted(set(means))
+            assert comm.rank or True in evaluated, "nothing was evaluated with a rank parked"
             moments = [v["exp_avg"].flatten() for v in optimizer.state_dict()["state"].values()]
             return torch.cat([state, *moments]), loader.cursor.state_dict(), seen, parked
 
