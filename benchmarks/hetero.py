@@ -51,7 +51,8 @@ SEQ_LEN = 128
 TIMEOUT_S = 120.0
 FOLDER = "HETERO_FOLDER"
 SOLO = "solo."
-LOCAL = ("cadence", "async")
+LOCAL = ("evener.cadence", "evener.async")
+WAYS = ("torch.ddp", "evener.equal_split", "evener.sync", *LOCAL)
 
 
 def main() -> int:
@@ -78,6 +79,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
     parser.add_argument("--local-windows", type=int, default=4, help="theirs a turn, about")
+    parser.add_argument(
+        "--ways",
+        type=way_names,
+        default=",".join(WAYS),
+        metavar="NAME,...",
+        help="measured beside solo",
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
@@ -95,6 +103,14 @@ def speeds(text: str) -> list[float]:
             "give two or more speeds above 0 and at most 1, such as 1,0.3333"
         )
     return values
+
+
+def way_names(text: str) -> list[str]:
+    """Some of ``WAYS``."""
+    names = text.split(",")
+    if unknown := [n for n in names if n not in WAYS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(WAYS)}")
+    return names
 
 
 def samples_of_local_turn(arguments: argparse.Namespace) -> int:
@@ -277,6 +293,22 @@ class Evener(Way):
         self.epoch += 1
 
 
+def make_way(name: str, arguments: argparse.Namespace, rank: int) -> Way:
+    """A way by its name; all ranks call it together."""
+    if name == "torch.ddp":
+        return TorchDdp(arguments, rank)
+    port: list[Any] = [free_port()]
+    dist.broadcast_object_list(port, 0)
+    equal = name == "evener.equal_split"
+    return Evener(
+        arguments,
+        rank,
+        port=port[0],
+        ratios=[1.0] * len(arguments.speeds) if equal else None,
+        policy="sync" if equal else name.removeprefix("evener."),
+    )
+
+
 def run_rank(arguments: argparse.Namespace) -> int:
     """One rank: all ways, interleaved."""
     torch.set_num_threads(1)
@@ -289,31 +321,30 @@ def run_rank(arguments: argparse.Namespace) -> int:
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    ports: list[Any] = [free_port() for _ in range(4)]
-    dist.broadcast_object_list(ports, 0)
     ways: dict[str, Way] = {f"{SOLO}{r}": Solo(arguments, rank, r) for r in range(world_size)}
-    ways["torch.ddp"] = TorchDdp(arguments, rank)
-    equal = [1.0] * world_size
-    ways["evener.equal_split"] = Evener(arguments, rank, port=ports[0], ratios=equal)
-    ways["evener.sync"] = sync = Evener(arguments, rank, port=ports[1])
-    local = [Evener(arguments, rank, port=ports[2 + k], policy=p) for k, p in enumerate(LOCAL)]
-    ways |= {f"evener.{policy}": way for policy, way in zip(LOCAL, local, strict=True)}
+    ways |= {name: make_way(name, arguments, rank) for name in arguments.ways}
+    sync = ways.get("evener.sync")
     figures: dict[str, list[float]] = {name: [] for name in ways}
     lost: list[dict[str, float]] = []
     for number in range(arguments.rounds + 1):
         for name, way in ways.items():
             figures[name].append(way.run(steps_of(name, number, arguments)))
-        lost.append(sync.lost([figures[f"{SOLO}{r}"][-1] for r in range(world_size)]))
+        if isinstance(sync, Evener):
+            lost.append(sync.lost([figures[f"{SOLO}{r}"][-1] for r in range(world_size)]))
         if rank == 0:
             shown = ", ".join(f"{n} {v[-1]:.1f}" for n, v in figures.items())
             print(f"{'warm-up' if number == 0 else f'round {number}'}: samples/s {shown}")
     if rank == 0:
-        shares = [r.samples for r in sync.committed[-1].ranks]
         # The first round pays for caches, allocations and the search for the shares.
-        rows = make_rows({n: v[1:] for n, v in figures.items()}, lost[1:], shares)
+        rows = make_rows({n: v[1:] for n, v in figures.items()})
         for row in rows:
-            if row["name"].removeprefix("evener.") in LOCAL:
-                row |= describe_windows(ways[row["name"]].committed)
+            way = ways[row["name"]]
+            if isinstance(way, Evener):
+                row |= describe_windows(way.committed)
+            if way is sync:
+                row["lost"] = {
+                    k: round(statistics.median(p[k] for p in lost[1:]), 4) for k in lost[0]
+                }
         show(rows, arguments)
         write_report(
             arguments.json,
@@ -340,11 +371,7 @@ def steps_of(name: str, number: int, arguments: argparse.Namespace) -> int:
     return max(1, arguments.windows // 2)
 
 
-def make_rows(
-    figures: Mapping[str, Sequence[float]],
-    lost: Sequence[Mapping[str, float]],
-    shares: Sequence[int],
-) -> list[dict[str, Any]]:
+def make_rows(figures: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """A row for each way; ``figures`` are samples per second by way and round."""
     solo = [values for name, values in figures.items() if name.startswith(SOLO)]
     ideal = [sum(speeds) for speeds in zip(*solo, strict=True)]
@@ -360,9 +387,6 @@ def make_rows(
                 "samples_per_s_rounds": [round(v, 2) for v in values],
             }
         )
-    sync = next(row for row in rows if row["name"] == "evener.sync")
-    sync["shares"] = list(shares)
-    sync["lost"] = {k: round(statistics.median(part[k] for part in lost), 4) for k in lost[0]}
     return rows
 
 
@@ -377,22 +401,25 @@ def show(rows: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> No
     for row in rows:
         if "lost" in row:
             parts = ", ".join(f"{name} {part:.1%}" for name, part in row["lost"].items())
-            print(f"{row['name']}: shares {row['shares']}; time lost: {parts}")
-        if "anchor" in row:
+            print(f"{row['name']}: time lost: {parts}")
+        if "shares" in row:
             parts = ", ".join(f"{row[k]:.1%} {k}" for k in ("waiting", "exchange"))
-            print(f"{row['name']}: anchor {row['anchor']}, {row['windows']} windows; {parts}")
+            anchor = f"anchor {row['anchor']}, " if "anchor" in row else ""
+            windows = f"{row['windows']} windows a turn, last shares {row['shares']}"
+            print(f"{row['name']}: {anchor}{windows}; {parts}")
 
 
 def describe_windows(windows: Sequence[WindowResult]) -> dict[str, Any]:
-    """The last turn of a way with local steps: its anchor, and parts of the ranks' time."""
+    """The last turn of evener's: its windows, and parts of the ranks' time."""
     records = [r for w in windows for r in w.ranks]
     total_s = sum(r.compute_s + r.wait_s + r.sync_s for r in records)
+    anchors = [w.cadence.anchor for w in windows if w.cadence is not None]
     return {
-        "anchor": min(w.cadence.anchor for w in windows if w.cadence is not None),
         "windows": len(windows),
+        "shares": [r.samples for r in windows[-1].ranks],
         "waiting": round(sum(r.wait_s for r in records) / total_s, 4),
         "exchange": round(sum(r.sync_s for r in records) / total_s, 4),
-    }
+    } | ({"anchor": min(anchors)} if anchors else {})
 
 
 def free_port() -> int:
