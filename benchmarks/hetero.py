@@ -86,10 +86,30 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NAME,...",
         help="measured beside solo",
     )
+    parser.add_argument(
+        "--cores",
+        type=core_numbers,
+        metavar="CORE,...",
+        help="the core of each rank, as devices have theirs; the operating system's choice without",
+    )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.cores is not None and len(arguments.cores) != len(arguments.speeds):
+        parser.error(
+            f"{len(arguments.cores)} cores for {len(arguments.speeds)} ranks: give one each"
+        )
+    return arguments
+
+
+def core_numbers(text: str) -> list[int]:
+    """``0,1,1`` as numbers."""
+    usable = os.sched_getaffinity(0)
+    cores = [int(t) if t.isdecimal() else -1 for t in text.split(",")]
+    if unknown := [c for c in cores if c not in usable]:
+        raise argparse.ArgumentTypeError(f"core {unknown[0]} is none of {sorted(usable)}")
+    return cores
 
 
 def speeds(text: str) -> list[float]:
@@ -314,6 +334,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     before = load_average()
     rank, world_size = int(os.environ["RANK"]), len(arguments.speeds)
+    if arguments.cores is not None:
+        os.sched_setaffinity(0, {arguments.cores[rank]})
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(str(Path(os.environ[FOLDER]) / "ddp"), world_size),
