@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
     from evener.observe.events import Sink as Sink
-    from evener.run.builder import DdpBuilder as DdpBuilder
-    from evener.run.classify_config import ClassifyConfig as ClassifyConfig
+    from evener.run.config.classify import ClassifyConfig as ClassifyConfig
     from evener.run.ddp import Ddp as Ddp
-    from evener.run.environment import AverageBackend as AverageBackend
-    from evener.run.environment import DistributedBackend as DistributedBackend
-    from evener.run.environment import DistributedRole as DistributedRole
-    from evener.run.environment import DistributedTrainConfig as DistributedTrainConfig
-    from evener.run.handle import DdpHandle as DdpHandle
-    from evener.run.metrics import EpochMetrics as EpochMetrics
-    from evener.run.metrics import record_scalar as record_scalar
-    from evener.run.replicas import Replicas as Replicas
-    from evener.run.results import WindowResult as WindowResult
+    from evener.run.managed.builder import DdpBuilder as DdpBuilder
+    from evener.run.managed.handle import DdpHandle as DdpHandle
+    from evener.run.managed.metrics import EpochMetrics as EpochMetrics
+    from evener.run.managed.metrics import record_scalar as record_scalar
+    from evener.run.managed.trained import TrainedState as TrainedState
+    from evener.run.manual.replicas import Replicas as Replicas
     from evener.run.settings import DdpConfig as DdpConfig
-    from evener.run.trained import TrainedState as TrainedState
+    from evener.run.team.environment import AverageBackend as AverageBackend
+    from evener.run.team.environment import DistributedBackend as DistributedBackend
+    from evener.run.team.environment import DistributedRole as DistributedRole
+    from evener.run.team.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.windows.results import WindowResult as WindowResult
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
         DataParallelCoordinator as DataParallelCoordinator,
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 # checkers and editors), and in tests/contracts/test_public_names.py.
 _MODULE_OF: Final = {
     "ApplyPolicy": "evener.cadence.policies",
-    "AverageBackend": "evener.run.environment",
+    "AverageBackend": "evener.run.team.environment",
     "BatchResult": "evener.tasks.classification.coordinator",
     "CheckpointError": "evener.errors",
-    "ClassifyConfig": "evener.run.classify_config",
+    "ClassifyConfig": "evener.run.config.classify",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
@@ -67,30 +67,30 @@ _MODULE_OF: Final = {
     "DataError": "evener.errors",
     "DataParallelCoordinator": "evener.tasks.classification.coordinator",
     "Ddp": "evener.run.ddp",
-    "DdpBuilder": "evener.run.builder",
+    "DdpBuilder": "evener.run.managed.builder",
     "DdpConfig": "evener.run.settings",
-    "DdpHandle": "evener.run.handle",
-    "DistributedBackend": "evener.run.environment",
-    "DistributedRole": "evener.run.environment",
-    "DistributedTrainConfig": "evener.run.environment",
+    "DdpHandle": "evener.run.managed.handle",
+    "DistributedBackend": "evener.run.team.environment",
+    "DistributedRole": "evener.run.team.environment",
+    "DistributedTrainConfig": "evener.run.team.environment",
     "ElChe": "evener.cadence.elche",
-    "EpochMetrics": "evener.run.metrics",
+    "EpochMetrics": "evener.run.managed.metrics",
     "EvenerError": "evener.errors",
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",
     "ProtocolError": "evener.errors",
-    "Replicas": "evener.run.replicas",
+    "Replicas": "evener.run.manual.replicas",
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
-    "TrainedState": "evener.run.trained",
+    "TrainedState": "evener.run.managed.trained",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
-    "WindowResult": "evener.run.results",
+    "WindowResult": "evener.run.windows.results",
     "WorkerError": "evener.errors",
     "pretrain": "evener.tasks.pretraining",
-    "record_scalar": "evener.run.metrics",
+    "record_scalar": "evener.run.managed.metrics",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

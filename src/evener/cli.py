@@ -16,10 +16,10 @@ import typer
 
 import evener
 from evener.errors import ConfigError
-from evener.run.child import apply_threads, loading_libraries, run_child
-from evener.run.emulate import parse_emulation
-from evener.run.environment import DistributedTrainConfig, local_devices
-from evener.run.options import ClassifyOptions, PretrainOptions
+from evener.run.config.options import ClassifyOptions, PretrainOptions
+from evener.run.launching.child import apply_threads, loading_libraries, run_child
+from evener.run.team.environment import DistributedTrainConfig, local_devices
+from evener.run.windows.emulate import parse_emulation
 
 app = typer.Typer(
     name="evener",
@@ -241,7 +241,7 @@ def launch_script(
     ] = None,
 ) -> None:
     """Run a training script as one rank per device of this host."""
-    command = (*_PYTHON, "evener.run.script", str(script), *(arguments or ()))
+    command = (*_PYTHON, "evener.run.launching.script", str(script), *(arguments or ()))
     raise typer.Exit(run_child(lambda: _launch(script, command, nproc, port)))
 
 
@@ -263,8 +263,8 @@ def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
 
 def _bench(**values: Any) -> int:
     from evener.run.bench import BenchOptions, run_bench
-    from evener.run.launch import check_nproc
-    from evener.run.presets import resolve_config
+    from evener.run.config.pretrain_presets import resolve_config
+    from evener.run.launching.launch import check_nproc
 
     options = BenchOptions(**values)
     place = DistributedTrainConfig.from_env()
@@ -302,8 +302,8 @@ def _classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
 
 
 def _launch_classification(options: ClassifyOptions, arguments: Sequence[str]) -> int:
-    from evener.run import classify_presets as presets
-    from evener.run.launch import check_nproc, launch
+    from evener.run.config import classify_presets as presets
+    from evener.run.launching.launch import check_nproc, launch
 
     nproc = options.nproc
     if nproc is None:
@@ -330,8 +330,8 @@ def _launch_classification(options: ClassifyOptions, arguments: Sequence[str]) -
 
 
 def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> int:
-    from evener.run.launch import check_nproc, launch
-    from evener.run.presets import DEMO_NPROC, resolve_config
+    from evener.run.config.pretrain_presets import DEMO_NPROC, resolve_config
+    from evener.run.launching.launch import check_nproc, launch
 
     nproc = options.nproc
     if nproc is None:
@@ -346,7 +346,7 @@ def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> i
 
 
 def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOptions:
-    from evener.run.presets import DEMO_EMULATE_SLOW
+    from evener.run.config.pretrain_presets import DEMO_EMULATE_SLOW
 
     # The demo shows an uneven team, unless the user has put one together or is alone.
     if options.demo and not options.emulate_slow and world_size > 1:
@@ -355,7 +355,7 @@ def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOption
 
 
 def _launch(script: Path, command: Sequence[str], nproc: int | None, port: int | None) -> int:
-    from evener.run.launch import launch
+    from evener.run.launching.launch import launch
 
     if not script.is_file():
         raise ConfigError(f"{script} is no file; give the path of a Python script")

@@ -172,8 +172,9 @@ class Sandbox:
     def launch(self, script: Path, *arguments: object, nproc: int, grace_s: float) -> Running:
         """Starts a script on ranks with another period of grace than the command line's."""
         code = (
-            "import sys; from evener.run.launch import launch; "
-            "sys.exit(launch([sys.executable, '-P', '-m', 'evener.run.script', *sys.argv[3:]], "
+            "import sys; from evener.run.launching.launch import launch; "
+            "sys.exit(launch("
+            "[sys.executable, '-P', '-m', 'evener.run.launching.script', *sys.argv[3:]], "
             "nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
         )
         return self.start(sys.executable, "-P", "-c", code, nproc, grace_s, script, *arguments)

@@ -13,7 +13,7 @@ from evener.cadence.plan import WindowPlan, WindowReport
 from evener.cadence.policies import Policy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
-from evener.run.environment import DistributedTrainConfig
+from evener.run.team.environment import DistributedTrainConfig
 
 T = TypeVar("T")
 

@@ -252,7 +252,8 @@ def test_a_rank_that_failed_but_hangs_on_its_way_out_still_ends_the_run(sandbox)
 
 def test_a_program_that_is_not_there(sandbox):
     code = (
-        "from evener.run.launch import launch; from evener.run.child import run_child; import sys; "
+        "import sys; from evener.run.launching.launch import launch; "
+        "from evener.run.launching.child import run_child; "
         "sys.exit(run_child(lambda: launch(['/no/such/program'], nproc=2)))"
     )
     ended = sandbox.start(sys.executable, "-P", "-c", code).end()
@@ -263,7 +264,7 @@ def test_a_program_that_is_not_there(sandbox):
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────────
 
 STOPS_CLEANLY = """
-from evener.run.signals import StopSignals
+from evener.run.launching.signals import StopSignals
 with StopSignals() as signals:
     tell("ready")
     while signals.requested is None:
@@ -406,7 +407,7 @@ def test_what_a_rank_has_started_ends_with_the_run(sandbox, last):
 def test_a_rank_whose_launcher_has_gone_before_it_began_does_not_start(sandbox):
     script = sandbox.script("tell('ran')\n")
     sandbox.environ |= {"EVENER_LAUNCHED": "1", "EVENER_PARENT_PID": "1", "RANK": "0"}
-    ended = sandbox.start(sys.executable, "-P", "-m", "evener.run.script", script).end()
+    ended = sandbox.start(sys.executable, "-P", "-m", "evener.run.launching.script", script).end()
     assert ended.code == 1
     assert sandbox.mailbox.rest() == []
 

@@ -136,7 +136,7 @@ def lose_the_folder(rank: Rank, folder: str) -> int:
     """``evener pretrain`` in which somebody removes the run's folder before the save of step 4."""
     import shutil
 
-    from evener.run.checkpointing import Checkpointer
+    from evener.run.recording.checkpointing import Checkpointer
 
     save = Checkpointer.save
 

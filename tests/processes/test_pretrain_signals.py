@@ -19,11 +19,11 @@ GRACE_S = 5.0
 FAILPOINT = """
 import os, sys
 if "RANK" in os.environ:
-    from evener.run.emulate import Slowdown
+    from evener.run.windows.emulate import Slowdown
     updates = 0
     def after(slowdown, start):
         global updates
-        if sys._getframe(1).f_globals["__name__"] == "evener.run.updates":
+        if sys._getframe(1).f_globals["__name__"] == "evener.run.sync.updates":
             updates += 1
             at_update(updates)
         elif updates >= 2:

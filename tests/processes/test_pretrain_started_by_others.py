@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from evener.observe.lineage import check_exactly_once
-from evener.run.slurm import PORTS
+from evener.run.team.slurm import PORTS
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, relative_difference
 
 pytestmark = pytest.mark.timeout(400)

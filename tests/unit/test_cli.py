@@ -6,9 +6,9 @@ from types import ModuleType
 import pytest
 
 from evener import cli
-from evener.run import launch
-from evener.run.options import PretrainOptions
-from evener.run.presets import DEMO_EMULATE_SLOW, DEMO_NPROC
+from evener.run.config.options import PretrainOptions
+from evener.run.config.pretrain_presets import DEMO_EMULATE_SLOW, DEMO_NPROC
+from evener.run.launching import launch
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -95,7 +95,7 @@ def test_a_rank_of_our_launcher_keeps_the_launchers_options(trained, monkeypatch
         monkeypatch.setenv(name, value)
     # without the rest of what the launcher sets: this process shall not die with anybody
     monkeypatch.setenv("EVENER_LAUNCHED", "1")
-    monkeypatch.setattr("evener.run.child.prepare_rank", lambda: None)
+    monkeypatch.setattr("evener.run.launching.child.prepare_rank", lambda: None)
     assert cli.main(["pretrain", "--nproc", "2", "--port", "1234"]) == 0
     assert (trained[0].nproc, trained[0].port) == (2, 1234)
 
@@ -120,7 +120,8 @@ def test_the_demo_has_an_uneven_team_unless_told_otherwise(
 def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     Path("train.py").touch()
     assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42
-    command = [sys.executable, "-P", "-m", "evener.run.script", "train.py", "--port", "1", "-x"]
+    program = [sys.executable, "-P", "-m", "evener.run.launching.script"]
+    command = [*program, "train.py", "--port", "1", "-x"]
     assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None}]
 
 

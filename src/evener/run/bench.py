@@ -17,9 +17,9 @@ from evener.errors import ConfigError, EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
 from evener.observe.jsonl import read_events, strict_json
 from evener.observe.wording import human_count, human_duration
-from evener.run.child import die_with
-from evener.run.environment import AverageBackend
-from evener.run.folders import EVENTS, check_name
+from evener.run.config.folders import EVENTS, check_name
+from evener.run.launching.child import die_with
+from evener.run.team.environment import AverageBackend
 
 #: A trial has this long to load models, tokenise text and start; the first one does all of it.
 START_TIMEOUT_S = 3600.0

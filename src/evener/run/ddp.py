@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
-from evener.run.assembly import Assembly, assemble
-from evener.run.builder import DdpBuilder
-from evener.run.environment import DistributedTrainConfig
-from evener.run.feeding import DataSide
-from evener.run.memory import explain
-from evener.run.models import Models, Schedulers
-from evener.run.placement import Devices, devices_of_host, place_in
-from evener.run.replicas import wrap
-from evener.run.results import Progress, WindowResult
+from evener.run.assembly.assembly import Assembly, assemble
+from evener.run.assembly.models import Models, Schedulers
+from evener.run.launching.starting import start_all_ranks
+from evener.run.loading.feeding import DataSide
+from evener.run.managed.builder import DdpBuilder
+from evener.run.manual.replicas import wrap
 from evener.run.settings import DdpConfig
-from evener.run.share import Share
-from evener.run.starting import start_all_ranks
-from evener.run.team import Meeting, Member
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.placement import Devices, devices_of_host, place_in
+from evener.run.team.team import Meeting, Member
+from evener.run.windows.memory import explain
+from evener.run.windows.results import Progress, WindowResult
+from evener.run.windows.share import Share
 
 
 class Ddp(DataSide):

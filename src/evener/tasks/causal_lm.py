@@ -13,19 +13,19 @@ from evener.checkpoint import Checkpoint
 from evener.errors import EvenerError
 from evener.observe.progress import ProgressSink
 from evener.observe.tensorboard import TensorBoardSink
-from evener.run.checkpointing import Checkpointer
-from evener.run.closing import show, summarise
-from evener.run.config import RunConfig
+from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
+from evener.run.config.options import PretrainOptions
+from evener.run.config.pretrain import RunConfig
+from evener.run.config.pretrain_presets import run_parent
 from evener.run.ddp import Ddp
-from evener.run.folders import agree_on_folder, folder_in_use, release_folder
-from evener.run.loop import TeamLoader
-from evener.run.memory import train_epoch
-from evener.run.options import PretrainOptions
-from evener.run.presets import run_parent
-from evener.run.recorder import RunRecorder
-from evener.run.rehearsal import Rehearsal, Speeds
-from evener.run.results import WindowResult
-from evener.run.terminal import say
+from evener.run.launching.terminal import say
+from evener.run.loading.team_loop import TeamLoader
+from evener.run.recording.checkpointing import Checkpointer
+from evener.run.recording.closing import show, summarise
+from evener.run.recording.recorder import RunRecorder
+from evener.run.recording.rehearsal import Rehearsal, Speeds
+from evener.run.windows.memory import train_epoch
+from evener.run.windows.results import WindowResult
 from evener.tasks.heldout import heldout_loss
 from evener.tasks.language_model import config_json, count_tokens, mean_loss, printable, write_text
 from evener.tasks.optimization import TokenSchedule, apply_settings

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.errors import ConfigError
-from evener.run.config import ModelConfig
+from evener.run.config.pretrain import ModelConfig
 
 IGNORED = -100
 """Label of a position that does not count: padding, or the first token of another document."""

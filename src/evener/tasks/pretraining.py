@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.errors import ConfigError
-from evener.run.child import loading_libraries
-from evener.run.options import Allowed, PretrainOptions
-from evener.run.signals import StopSignals
+from evener.run.config.options import Allowed, PretrainOptions
+from evener.run.launching.child import loading_libraries
+from evener.run.launching.signals import StopSignals
 
 if TYPE_CHECKING:
     import torch
 
-    from evener.run.config import RunConfig
+    from evener.run.config.pretrain import RunConfig
     from evener.tasks.text_data import Vocabulary
 
 
@@ -102,7 +102,7 @@ def pretrain(
 def _run(
     options: PretrainOptions, records: Iterable[Any] | None, signals: StopSignals
 ) -> PretrainResult:
-    from evener.run.presets import resolve_config
+    from evener.run.config.pretrain_presets import resolve_config
 
     config = resolve_config(options)
     if records is not None and config.data.paths:
@@ -114,9 +114,9 @@ def _run(
         import torch
 
         from evener.run.ddp import Ddp
-        from evener.run.emulate import parse_emulation
-        from evener.run.environment import DistributedTrainConfig
         from evener.run.settings import DdpConfig
+        from evener.run.team.environment import DistributedTrainConfig
+        from evener.run.windows.emulate import parse_emulation
         from evener.tasks.causal_lm import PretrainingRun
         from evener.tasks.optimization import TokenSchedule, make_optimizer
         from evener.tasks.text_data import choose_vocabulary

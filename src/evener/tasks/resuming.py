@@ -10,10 +10,10 @@ from evener.checkpoint import Checkpoint, find_newest
 from evener.data.corpus import CorpusSplits
 from evener.errors import CheckpointError
 from evener.observe.jsonl import read_events
-from evener.run.config import RunConfig
-from evener.run.folders import CHECKPOINTS, runs_of
-from evener.run.options import Allowed
-from evener.run.team import Team
+from evener.run.config.folders import CHECKPOINTS, runs_of
+from evener.run.config.options import Allowed
+from evener.run.config.pretrain import RunConfig
+from evener.run.team.team import Team
 from evener.tasks.tokenizer import CausalTokenizer
 
 RUN = "run.json"

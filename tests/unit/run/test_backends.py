@@ -6,8 +6,8 @@ import pytest
 
 from evener.comm.threads import ThreadTeam
 from evener.errors import ConfigError
-from evener.run.backends import ExchangeFacts, check_backend, decide_backend
-from evener.run.environment import AverageBackend
+from evener.run.team.backends import ExchangeFacts, check_backend, decide_backend
+from evener.run.team.environment import AverageBackend
 
 ON_CPU = ExchangeFacts(
     backend="auto",

@@ -11,9 +11,9 @@ from torch import nn
 from evener.checkpoint import WrittenCheckpoint, find_newest
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CheckpointError
-from evener.run.checkpointing import Checkpointer
 from evener.run.ddp import Ddp
-from evener.run.results import Progress
+from evener.run.recording.checkpointing import Checkpointer
+from evener.run.windows.results import Progress
 from helpers.teams import run_team, setup
 
 CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}

@@ -8,10 +8,10 @@ from torch import nn
 
 from evener.comm.base import SingleCommunicator
 from evener.observe.summary import RunSummary
-from evener.run.closing import show, summarise
 from evener.run.ddp import Ddp
-from evener.run.recorder import RunRecorder
-from evener.run.rehearsal import Speeds
+from evener.run.recording.closing import show, summarise
+from evener.run.recording.recorder import RunRecorder
+from evener.run.recording.rehearsal import Speeds
 from helpers.event_cases import committed_window, started
 from helpers.teams import setup
 

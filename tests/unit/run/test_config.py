@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from evener.errors import CheckpointError, ConfigError, DataError
-from evener.run.config import RunConfig, load_run_config
-from evener.run.options import PretrainOptions
-from evener.run.presets import DEMO, resolve_config
+from evener.run.config.options import PretrainOptions
+from evener.run.config.pretrain import RunConfig, load_run_config
+from evener.run.config.pretrain_presets import DEMO, resolve_config
 
 KEYS = (
     "name, data, model, optimizer, eval, checkpoint, sample, batch_size, micro_batch_size, "
@@ -294,7 +294,7 @@ def test_what_the_configuration_points_to_must_exist(key: str) -> None:
 def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = PretrainOptions(overrides=("tensorboard=true",))
     resolve_config(options)
-    monkeypatch.setattr("evener.run.presets.find_spec", lambda name: None)
+    monkeypatch.setattr("evener.run.config.pretrain_presets.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
         resolve_config(options)
 

@@ -3,8 +3,8 @@ import time
 import pytest
 
 from evener.errors import ConfigError
-from evener.run import emulate
-from evener.run.emulate import Slowdown, compute_clock, parse_emulation, patient_sleep
+from evener.run.windows import emulate
+from evener.run.windows.emulate import Slowdown, compute_clock, parse_emulation, patient_sleep
 
 
 def test_factors_per_rank():

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError
-from evener.run.environment import (
+from evener.run.team.environment import (
     AverageBackend,
     DistributedBackend,
     DistributedRole,
@@ -13,7 +13,7 @@ from evener.run.environment import (
     local_devices,
     threads_per_rank,
 )
-from evener.run.slurm import first_host
+from evener.run.team.slurm import first_host
 
 TORCHRUN = {
     "RANK": "3",

@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
-from evener.run.child import report_failure, run_child
-from evener.run.failures import describe, read_report, write_report
+from evener.run.launching.child import report_failure, run_child
+from evener.run.launching.failures import describe, read_report, write_report
 
 
 def caught(error):

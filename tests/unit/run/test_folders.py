@@ -5,7 +5,7 @@ import pytest
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CheckpointError, ConfigError
-from evener.run.folders import (
+from evener.run.config.folders import (
     agree_on_folder,
     check_resumable,
     claim_folder,
@@ -13,7 +13,7 @@ from evener.run.folders import (
     release_folder,
     runs_of,
 )
-from evener.run.team import Team
+from evener.run.team.team import Team
 from helpers.teams import run_team
 
 

@@ -58,7 +58,7 @@ def parameters(world_size: int, **habit: Any) -> Tensor:
 def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the user is told."""
     said: list[str] = []
-    from evener.run import habits
+    from evener.run.windows import habits
 
     original = habits.Habits.__init__
 

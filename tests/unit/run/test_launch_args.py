@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError, LaunchError
-from evener.run.environment import DistributedTrainConfig, threads_per_rank
-from evener.run.launch import MAX_NPROC, check_nproc, launch, rank_environment
-from evener.run.lifeline import watch
+from evener.run.launching.launch import MAX_NPROC, check_nproc, launch, rank_environment
+from evener.run.launching.lifeline import watch
+from evener.run.team.environment import DistributedTrainConfig, threads_per_rank
 
 
 def environment_of(rank, base=None):

@@ -25,8 +25,8 @@ from torch.utils.data import (
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CheckpointError, CollectiveMismatchError, ConfigError, UsageError
 from evener.run.ddp import Ddp
-from evener.run.loop import TeamLoader
-from evener.run.stream import StreamLoader, count_samples
+from evener.run.loading.stream import StreamLoader, count_samples
+from evener.run.loading.team_loop import TeamLoader
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
 from evener.run.ddp import Ddp
-from evener.run.results import Progress, WindowResult
+from evener.run.windows.results import Progress, WindowResult
 from helpers.models import cnn, image_data, mlp, regression_data
 from helpers.teams import run_team, setup
 

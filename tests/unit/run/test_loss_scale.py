@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from evener.cadence.plan import WindowReport
 from evener.comm.base import Communicator
 from evener.errors import ConfigError, NonFiniteGradientError
+from evener.run.assembly.precision import choose_precision
 from evener.run.ddp import Ddp, DdpConfig
-from evener.run.environment import DistributedTrainConfig
-from evener.run.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
-from evener.run.precision import choose_precision
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.windows.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
 from helpers.models import mlp, regression_data
 from helpers.teams import ScriptedPolicy, run_team
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.errors import ConfigError, UsageError, WorkerError
-from evener.run.environment import DistributedTrainConfig
-from evener.run.job import Job, make_job
-from evener.run.managed import ManagedRank
-from evener.run.metrics import EpochMetrics, record_scalar
-from evener.run.trained import TrainedState
+from evener.run.managed.job import Job, make_job
+from evener.run.managed.metrics import EpochMetrics, record_scalar
+from evener.run.managed.rank import ManagedRank
+from evener.run.managed.trained import TrainedState
+from evener.run.team.environment import DistributedTrainConfig
 from helpers.managed import (
     BATCH,
     SAMPLES,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evener.comm.base import Communicator
-from evener.run.memory import MicroBatchLimits, is_out_of_memory, train_epoch
+from evener.run.windows.memory import MicroBatchLimits, is_out_of_memory, train_epoch
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from evener.run.output import OutputPump
+from evener.run.launching.output import OutputPump
 
 
 @pytest.fixture

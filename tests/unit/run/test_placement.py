@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from evener.errors import ConfigError
-from evener.run.environment import DistributedTrainConfig
-from evener.run.placement import choose_device, devices_of_host
-from evener.run.starting import how_started, program_of, starting_folder
+from evener.run.launching.starting import how_started, program_of, starting_folder
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.placement import choose_device, devices_of_host
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_test_is_not_started_again():
 
 
 def test_without_a_script_one_device_is_used_and_the_way_to_all_is_told(monkeypatch, capsys):
-    from evener.run.starting import start_all_ranks
+    from evener.run.launching.starting import start_all_ranks
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr("sys.orig_argv", ["python", "-c", "pass"])

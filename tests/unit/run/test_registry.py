@@ -8,9 +8,9 @@ from torch import nn
 
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.run.registry import Registry
-from evener.run.schedule import Schedule
-from evener.run.transfer import transfer_state
+from evener.run.assembly.registry import Registry
+from evener.run.assembly.transfer import transfer_state
+from evener.run.windows.schedule import Schedule
 from helpers.teams import run_team
 
 LOCK = threading.Lock()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from evener.run.results import Progress
-from evener.run.schedule import Schedule
+from evener.run.windows.results import Progress
+from evener.run.windows.schedule import Schedule
 
 
 def two_groups() -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from evener.run.signals import STOPPING, SignalQueue, StopSignals
+from evener.run.launching.signals import STOPPING, SignalQueue, StopSignals
 
 
 def handlers():

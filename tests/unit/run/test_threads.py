@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
-from evener.run.child import apply_threads
-from evener.run.environment import DistributedTrainConfig
+from evener.run.launching.child import apply_threads
+from evener.run.team.environment import DistributedTrainConfig
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from evener.errors import ConfigError, LaunchError
-from evener.run.channel import Channel
-from evener.run.results import Progress
-from evener.run.trained import TrainedState, capture_trained, pack_trained, unpack_trained
-from evener.run.travel import CarriedDataset, CarriedFunction, pack, unpack
+from evener.run.managed.channel import Channel
+from evener.run.managed.trained import TrainedState, capture_trained, pack_trained, unpack_trained
+from evener.run.managed.travel import CarriedDataset, CarriedFunction, pack, unpack
+from evener.run.windows.results import Progress
 
 
 def carried(**parts: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.data.cursor import Permutation
 from evener.errors import ConfigError, NonFiniteGradientError, UsageError
-from evener.run.results import WindowResult
+from evener.run.windows.results import WindowResult
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()

@@ -2,8 +2,8 @@ import signal
 
 import pytest
 
-from evener.run.failures import FailureReport
-from evener.run.verdict import Outcome, exit_code, explain, first_failure
+from evener.run.launching.failures import FailureReport
+from evener.run.launching.verdict import Outcome, exit_code, explain, first_failure
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):

@@ -18,7 +18,7 @@ from evener.errors import (
     UsageError,
 )
 from evener.run.ddp import Ddp
-from evener.run.results import WindowResult
+from evener.run.windows.results import WindowResult
 from helpers.teams import run_team, setup
 
 IDS = 37

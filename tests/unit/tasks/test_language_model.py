@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigError
-from evener.run.config import ModelConfig
+from evener.run.config.pretrain import ModelConfig
 from evener.tasks.language_model import (
     SMALL_LLAMA,
     build_model,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import ConfigError, EvenerError
-from evener.run.classify_config import LoraConfig
+from evener.run.config.classify import LoraConfig
 from evener.tasks.language_model import in_short, quiet
 
 _DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

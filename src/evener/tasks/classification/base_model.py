@@ -11,8 +11,8 @@ from torch import nn
 
 from evener.checkpoint import find_newest
 from evener.errors import ConfigError
-from evener.run.config import ModelConfig
-from evener.run.folders import CHECKPOINTS
+from evener.run.config.folders import CHECKPOINTS
+from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.language_model import SMALL_LLAMA, in_short, quiet, refuse_unknown_keys
 

@@ -5,16 +5,16 @@ import sys
 from pathlib import Path
 
 from evener.errors import ConfigError
-from evener.run.classify_presets import (
+from evener.run.config.classify_presets import (
     classify_parent,
     find_demo_base,
     needs_demo_base,
     resolve_classify,
 )
-from evener.run.folders import runs_of
-from evener.run.options import ClassifyOptions
-from evener.run.signals import StopSignals
-from evener.run.terminal import say
+from evener.run.config.folders import runs_of
+from evener.run.config.options import ClassifyOptions
+from evener.run.launching.signals import StopSignals
+from evener.run.launching.terminal import say
 
 
 def run_classification(options: ClassifyOptions) -> int:
@@ -68,9 +68,9 @@ def predict_file(options: ClassifyOptions) -> int:
 
 def _run(options: ClassifyOptions, signals: StopSignals) -> None:
     from evener.run.ddp import Ddp
-    from evener.run.emulate import parse_emulation
-    from evener.run.environment import DistributedTrainConfig
     from evener.run.settings import DdpConfig
+    from evener.run.team.environment import DistributedTrainConfig
+    from evener.run.windows.emulate import parse_emulation
     from evener.tasks.classification.job import ClassificationRun
     from evener.tasks.classification.pipeline import ClassifyPipeline
     from evener.tasks.classification.replica import make_adapter_optimizer

@@ -18,11 +18,11 @@ from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.errors import ConfigError, UsageError
-from evener.run.classify_config import ClassifyConfig, ClassifyModelConfig
-from evener.run.config import ModelConfig, load_config
-from evener.run.environment import threads_per_rank
-from evener.run.finite import find_non_finite, overflow
-from evener.run.placement import Devices, devices_of_host
+from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
+from evener.run.config.pretrain import ModelConfig, load_config
+from evener.run.team.environment import threads_per_rank
+from evener.run.team.placement import Devices, devices_of_host
+from evener.run.windows.finite import find_non_finite, overflow
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.replica import Replica

@@ -14,16 +14,16 @@ from evener.checkpoint import Checkpoint
 from evener.errors import CheckpointError, EvenerError
 from evener.observe.progress import ProgressSink
 from evener.observe.tensorboard import TensorBoardSink
-from evener.run.checkpointing import Checkpointer
-from evener.run.classify_config import ClassifyRunConfig
-from evener.run.classify_presets import classify_parent
-from evener.run.closing import show, summarise
+from evener.run.config.classify import ClassifyRunConfig
+from evener.run.config.classify_presets import classify_parent
+from evener.run.config.folders import agree_on_folder, release_folder
+from evener.run.config.options import ClassifyOptions
 from evener.run.ddp import Ddp
-from evener.run.folders import agree_on_folder, release_folder
-from evener.run.options import ClassifyOptions
-from evener.run.recorder import RunRecorder
-from evener.run.results import WindowResult
-from evener.run.terminal import say
+from evener.run.launching.terminal import say
+from evener.run.recording.checkpointing import Checkpointer
+from evener.run.recording.closing import show, summarise
+from evener.run.recording.recorder import RunRecorder
+from evener.run.windows.results import WindowResult
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples
 from evener.tasks.classification.head import fit_head

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evener.errors import ConfigError, DataError
-from evener.run.classify_config import ClassifyConfig, ClassifyModelConfig
-from evener.run.config import ModelConfig
+from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
+from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from evener.run.classify_config import ClassifyEvalConfig
+from evener.run.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.metrics import Evaluation
 
 

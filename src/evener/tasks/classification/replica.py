@@ -14,11 +14,11 @@ from evener.cadence.plan import WindowReport
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import derive_seed
-from evener.run.classify_config import AdapterOptimizerConfig
-from evener.run.emulate import Slowdown, compute_clock
-from evener.run.loop import split_evenly
-from evener.run.precision import HALF, AutocastForward, choose_precision
-from evener.run.share import Share
+from evener.run.assembly.precision import HALF, AutocastForward, choose_precision
+from evener.run.config.classify import AdapterOptimizerConfig
+from evener.run.loading.team_loop import split_evenly
+from evener.run.windows.emulate import Slowdown, compute_clock
+from evener.run.windows.share import Share
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.pipeline import ClassifyPipeline
 

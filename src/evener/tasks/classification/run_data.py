@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evener.errors import DataError
-from evener.run.classify_config import ClassifyRunConfig
-from evener.run.team import Team
+from evener.run.config.classify import ClassifyRunConfig
+from evener.run.team.team import Team
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.samples import LabelSet, Record
 from evener.tasks.classification.splits import split_records

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from evener.errors import ConfigError, DataError
-from evener.run.classify_config import ClassifyRunConfig
-from evener.run.config import load_config
+from evener.run.config.classify import ClassifyRunConfig
+from evener.run.config.pretrain import load_config
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.run_data import load_data
 from evener.tasks.classification.samples import LabelSet, Record

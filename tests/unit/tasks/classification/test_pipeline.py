@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evener.errors import ConfigError
-from evener.run.classify_config import ClassifyModelConfig
+from evener.run.config.classify import ClassifyModelConfig
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.samples import LabelSet

@@ -1,0 +1,208 @@
+"""Builds what runs the windows of a rank, for each policy."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from evener.averaging.buffers import BufferAverager
+from evener.averaging.parameters import ParameterAverager
+from evener.cadence.cadence import CadencePolicy
+from evener.cadence.fixed import FixedShares
+from evener.cadence.guard import make_guard
+from evener.cadence.policies import ApplyPolicy, Policy
+from evener.cadence.sync import SyncPolicy
+from evener.comm.flat import FlatBuffers
+from evener.errors import ConfigError
+from evener.run.assembly.models import check_identity
+from evener.run.assembly.registry import Registry
+from evener.run.assembly.transfer import transfer_state
+from evener.run.local.engine import LocalEngine
+from evener.run.local.update import LocalUpdate
+from evener.run.local.window import local_payload_length
+from evener.run.settings import DdpConfig
+from evener.run.sync.engine import WindowEngine
+from evener.run.sync.row import payload_length
+from evener.run.sync.updates import Updater
+from evener.run.team.backends import check_policy
+from evener.run.team.team import Member, Team
+from evener.run.windows.base import Engine, EngineOptions
+from evener.run.windows.emulate import Slowdown, compute_clock, patient_sleep
+from evener.run.windows.habits import Habits
+from evener.run.windows.loss_scale import LossScale
+from evener.run.windows.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What every engine is made of."""
+
+    team: Team
+    members: Sequence[Member]
+    model: nn.Module
+    flat: FlatBuffers
+    optimizers: Sequence[Optimizer]
+    schedule: Schedule
+    registry: Registry
+    config: DdpConfig
+
+
+def choose_policy(policy: str, config: DdpConfig) -> ApplyPolicy:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: There is none, or an option makes no sense with it.
+    """
+    chosen = check_policy(policy)
+    if chosen is ApplyPolicy.SYNC and config.lr_scale_ratio:
+        raise ConfigError(
+            f"lr_scale_ratio is {config.lr_scale_ratio} with policy 'sync', whose batch_size is "
+            "that of the whole team and does not grow with it; set the learning rate itself, or "
+            "use policy 'cadence' or 'async'"
+        )
+    if chosen is not ApplyPolicy.SYNC and config.partition_ratios is not None:
+        raise ConfigError(
+            f"partition_ratios is {list(config.partition_ratios)} with policy {chosen.value!r}, "
+            "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
+        )
+    return chosen
+
+
+def longest_payload(world_size: int) -> int:
+    """Numbers that a rank may have to say in a meeting, whatever the policy."""
+    return max(payload_length(world_size), local_payload_length(world_size))
+
+
+def lay_out(
+    model: nn.Module, policy: ApplyPolicy, world_size: int, parts: Mapping[int, int]
+) -> FlatBuffers:
+    """Moves the trainable parameters into flat buffers.
+
+    Local steps exchange no gradients, so there they stay where autograd has put them.
+    """
+    exchanging = world_size if policy is ApplyPolicy.SYNC else 1
+    return FlatBuffers(list(model.named_parameters()), exchanging, parts=parts)
+
+
+def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
+    """The engine of a policy; all ranks call it together."""
+    if policy is ApplyPolicy.SYNC:
+        return _sync(parts)
+    return _local(parts, in_background=policy is ApplyPolicy.ASYNC)
+
+
+def _sync(parts: Parts) -> WindowEngine:
+    options, buffers = _options(parts), BufferAverager(parts.model, parts.team.comm)
+    return WindowEngine(
+        team=parts.team,
+        flat=parts.flat,
+        buffers=buffers,
+        updater=Updater(parts.flat, buffers, parts.optimizers, parts.team.comm, options),
+        policy=_sync_planner(
+            [m.member for m in parts.members], parts.config, has_batch_statistics(parts.model)
+        ),
+        options=options,
+    )
+
+
+def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
+    team, config = parts.team, parts.config
+    background = None
+    if in_background and team.world_size > 1:
+        comm = team.comm.split(range(team.world_size), name="background")
+        assert comm is not None
+        background = Team(comm, payload_length=team.payload_length)
+    cadence = config.make_cadence(team.world_size)
+    if config.speed_hint is not None:
+        cadence.with_speeds(config.speed_hint)
+    return LocalEngine(
+        team=team,
+        flat=parts.flat,
+        parameters=ParameterAverager(parts.flat),
+        buffers=BufferAverager(parts.model, team.comm),
+        update=LocalUpdate(
+            parts.flat,
+            parts.optimizers,
+            max_grad_norm=config.max_grad_norm,
+            lr_factor=1.0 + (team.world_size - 1) * config.lr_scale_ratio,
+        ),
+        schedule=parts.schedule,
+        policy=CadencePolicy(
+            [m.member for m in parts.members],
+            cadence,
+            make_guard(config.divergence_guard, config.divergence_threshold),
+            max_batch_diff=config.max_batch_diff,
+            in_background=background is not None,
+        ),
+        options=_options(parts),
+        background=background,
+        avoid_ones=has_batch_statistics(parts.model),
+    )
+
+
+def _options(parts: Parts) -> EngineOptions:
+    team, config, members = parts.team, parts.config, parts.members
+
+    def bring_up_to_date(counters: dict[str, Any], receives: bool) -> dict[str, Any]:
+        return transfer_state(
+            team.comm,
+            parts.model,
+            parts.flat,
+            parts.optimizers,
+            parts.schedule,
+            parts.registry,
+            counters,
+            receives=receives,
+        )
+
+    stop_requested = config.stop_when or _never
+    notice = _never_mind if config.quiet or team.rank else _warn
+    alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
+    return EngineOptions(
+        max_grad_norm=config.max_grad_norm,
+        non_finite=config.non_finite,
+        unlike_devices=not alike,
+        loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
+        slowdown=Slowdown(
+            config.emulate_slow.get(team.rank, 1.0),
+            clock=compute_clock(members[team.rank].device),
+            sleep=patient_sleep(stop_requested),
+        ),
+        check_model=lambda: check_identity(parts.model, parts.flat),
+        stop_requested=stop_requested,
+        before_update=parts.schedule.before_update,
+        after_update=parts.schedule.after_update,
+        transfer_state=bring_up_to_date,
+        notice=notice,
+        habits=Habits(parts.flat, parts.optimizers, notice),
+    )
+
+
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Whether a layer of the model normalises over the batch in training."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def _sync_planner(members: Sequence[str], config: DdpConfig, avoid_ones: bool) -> Policy:
+    if config.partition_ratios is not None:
+        return FixedShares(members, config.partition_ratios, avoid_ones=avoid_ones)
+    planner = SyncPolicy(members, [None] * len(members), avoid_ones=avoid_ones)
+    if config.speed_hint is not None:
+        planner.hint(list(config.speed_hint))
+    return planner
+
+
+def _never() -> bool:
+    return False
+
+
+def _never_mind(text: str) -> None:
+    pass
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")

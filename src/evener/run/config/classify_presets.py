@@ -1,0 +1,126 @@
+"""Turns what the user of ``evener classify`` typed into a checked configuration. No torch here."""
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from evener.errors import ConfigError, DataError
+from evener.run.config.classify import ClassifyRunConfig
+from evener.run.config.folders import CHECKPOINTS, check_name, check_resumable, runs_of
+from evener.run.config.options import ClassifyOptions
+from evener.run.config.pretrain import load_config
+from evener.run.config.pretrain_presets import DEMO
+
+#: Ranks where nothing is said at all: as many as small machines have cores.
+DEFAULT_NPROC = 2
+
+#: Functions of the standard library by package, on the demo's model: some minutes on two cores.
+DEFAULT: Mapping[str, Any] = {
+    "name": "classify",
+    "batch_size": 16,
+    "micro_batch_size": 8,
+    "epochs": 6,
+    "seq_len": DEMO["data"]["seq_len"],
+    "end_tokens": 4,
+    "precision": "fp32",
+    "lora": {"rank": 16, "alpha": 64.0, "dropout": 0.05},
+    "optimizer": {"lr": 5e-4},
+    "data": {"heldout_fraction": 0.25},
+    "eval": {"every": 180},
+    "checkpoint": {"every": 360, "keep_last": 2},
+}
+
+
+def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
+    """The configuration of a run: a YAML file's or the default one, then ``--set``.
+
+    Returns:
+        The configuration, its name chosen: ``--name``, else the key, else that of the file.
+
+    Raises:
+        ConfigError: See ``load_config``; a bad name; no model for data of one's own.
+        DataError: Something that the configuration points to does not exist.
+        CheckpointError: There is no run to resume.
+    """
+    base = DEFAULT if options.config is None else None
+    config = load_config(ClassifyRunConfig, options.config, options.overrides, base=base)
+    stem = options.config.stem if options.config is not None else "classify"
+    name = config.name or stem if options.name is None else options.name
+    check_name(name)
+    if not needs_demo_base(config) and "model" not in config.model_fields_set:
+        raise ConfigError(
+            "model.path is missing: name the local folder of the base model, or give model.type "
+            "(and model.config) to start from random weights"
+        )
+    _check_surroundings(config)
+    if options.resume:
+        check_resumable(classify_parent(options), name)
+    return config.model_copy(update={"name": name})
+
+
+def classify_parent(options: ClassifyOptions) -> Path:
+    """The folder that runs go to."""
+    return options.out or Path("runs")
+
+
+def needs_demo_base(config: ClassifyRunConfig) -> bool:
+    """Whether the base is the model of the pretraining demo: no model and no data were named."""
+    return "model" not in config.model_fields_set and config.data.path is None
+
+
+def find_demo_base(parent: Path) -> Path | None:
+    """The newest checkpoint of the pretraining demo, if it has been run."""
+    for folder in runs_of(parent, str(DEMO["name"])):
+        found = [
+            (int(path.parent.name.removeprefix("step-")), path.parent)
+            for path in (folder / CHECKPOINTS).glob("step-*/manifest.json")
+            if path.parent.name.removeprefix("step-").isdecimal()
+        ]
+        if found:
+            return max(found)[1]
+    return None
+
+
+def demo_arguments(parent: Path, *, quiet: bool) -> list[str]:
+    """The command that trains the demo's model into ``parent``."""
+    arguments = ["pretrain", "--demo", "--set", "measure=false", "--out", str(parent)]
+    return [*arguments, "--quiet"] if quiet else arguments
+
+
+def model_override(base: Path | None) -> str:
+    """The ``--set`` that names a base.
+
+    Raises:
+        ConfigError: The demo was run and has left no checkpoint.
+    """
+    if base is None:
+        raise ConfigError("the demo has left no checkpoint; name a base model with model.path")
+    return f"model.path={json.dumps(str(base))}"
+
+
+def _check_surroundings(config: ClassifyRunConfig) -> None:
+    places = {
+        "data.path": config.data.path,
+        "data.heldout_path": config.data.heldout_path,
+        "data.tokenizer": config.data.tokenizer,
+        "model.path": config.model.path,
+        "model.adapter": config.model.adapter,
+    }
+    for key, path in places.items():
+        if path is not None and not Path(path).expanduser().exists():
+            raise DataError(
+                f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
+                f"{Path.cwd()}); evener downloads nothing"
+            )
+    for package in ("transformers", "peft"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"classification needs {package}, which is missing: pip install 'evener[hf]'"
+            )
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tensorboard is true, but the package tensorboard is missing: pip install "
+            "'evener[tensorboard]', or leave the key out"
+        )

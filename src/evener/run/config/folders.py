@@ -1,0 +1,143 @@
+"""Where a run's files go: one folder, the same for all ranks. No torch here."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from evener.run.team.team import Team
+
+EVENTS = "events.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+def check_name(name: str) -> None:
+    """Refuses a run's name that is no plain folder name.
+
+    Raises:
+        ConfigError: It is empty, a path, or begins with a dot.
+    """
+    if not name or name.startswith(".") or Path(name).name != name or "\0" in name:
+        raise ConfigError(
+            f"the run's name is {name!r}; give a plain folder name, and choose where it lies with "
+            "--out"
+        )
+
+
+def runs_of(parent: Path, name: str) -> list[Path]:
+    """The folders of all runs of a name, the newest first."""
+    parent = parent.absolute()
+    numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
+    runs = [
+        (int(match[1] or 1), folder)
+        for folder in (parent.iterdir() if parent.is_dir() else ())
+        if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
+    ]
+    return [folder for _, folder in sorted(runs, reverse=True)]
+
+
+def check_resumable(parent: Path, name: str) -> None:
+    """Refuses a resume where no run of that name has a checkpoint, whole or damaged.
+
+    Raises:
+        CheckpointError: Names the folder in which one was looked for.
+    """
+    runs = runs_of(parent, name)
+    if not any(path for folder in runs for path in (folder / CHECKPOINTS).glob("step-*")):
+        folder = runs[0] if runs else parent.absolute() / name
+        raise CheckpointError(
+            f"{folder} is no run to resume: it has no checkpoints; check --out and --name, or "
+            "start without --resume"
+        )
+
+
+def claim_folder(parent: Path, name: str) -> Path:
+    """Makes the folder of a new run: its name, with a number behind it where that is taken.
+
+    Its event file is made with it, which only one process can: of two runs that start at the same
+    time, each gets a folder of its own.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+    """
+    folder, number = parent.absolute() / name, 2
+    while True:
+        try:
+            if not _holds_run(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / EVENTS).touch(exist_ok=False)
+                return folder
+        except FileExistsError:
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"the run folder {folder} cannot be made: there is a file of that name; choose "
+                    "another with --out or --name"
+                ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {folder} cannot be made: {error}; choose another with --out"
+            ) from None
+        folder = folder.with_name(f"{name}-{number}")
+        number += 1
+
+
+@contextmanager
+def folder_in_use(folder: Path) -> Iterator[None]:
+    """Keeps other processes from writing to a run's folder, for the length of the block.
+
+    The lock is the kernel's, on the event file: it ends with this process, however that ends. File
+    systems that know no locks keep nobody out.
+
+    Raises:
+        CheckpointError: Another process has the folder in use.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder / EVENTS).open("ab") as events:
+        try:
+            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{folder} is in use: its run is still going on; wait for its end, or stop it"
+            ) from None
+        except OSError:
+            pass
+        yield
+
+
+def release_folder(folder: Path) -> None:
+    """Gives back a folder in which no run has begun; what else is in it stays."""
+    with suppress(OSError):
+        if (folder / EVENTS).stat().st_size == 0 and not (folder / CHECKPOINTS).exists():
+            (folder / EVENTS).unlink()
+            folder.rmdir()
+
+
+def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
+    """Makes the folder of a new run; all ranks call it together.
+
+    Args:
+        team: The ranks.
+        parent: Folder of runs.
+        name: The run's name.
+
+    Returns:
+        Rank 0's choice, which it has made.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+    """
+    folder = str(claim_folder(parent, name)) if team.rank == 0 else ""
+    return Path(team.introduce({"folder": folder})[0]["folder"])
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / EVENTS).exists() or (folder / CHECKPOINTS).exists()

@@ -1,0 +1,1 @@
+"""Starts the ranks of a host, watches over them, and ends them together."""

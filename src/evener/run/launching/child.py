@@ -1,0 +1,129 @@
+"""What a rank's process does around its work: die with its launcher, and say why it failed."""
+
+import faulthandler
+import gc
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evener.errors import UserError
+from evener.run.launching.failures import ERROR_FILE, describe, exit_code_of, write_report
+from evener.run.team.environment import (
+    LAUNCHED,
+    STORE_FD,
+    DistributedTrainConfig,
+    available_cores,
+    threads_per_rank,
+)
+
+#: Set by evener's launcher: its own process number.
+PARENT_PID = "EVENER_PARENT_PID"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_child(main: Callable[[], int | None]) -> int:
+    """Runs a rank's work and turns what it raises into an exit code.
+
+    In a process that evener's launcher started, the failure goes to the launcher, which prints the
+    first one of all ranks; elsewhere it is printed here: the message of a ``UserError``, otherwise
+    the traceback. ``SystemExit`` passes through.
+
+    Args:
+        main: The work; returns an exit code, or ``None`` for 0.
+
+    Returns:
+        What the process should exit with.
+    """
+    if os.environ.get(LAUNCHED):
+        prepare_rank()
+    try:
+        return main() or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # the top of a process: whatever it is, somebody has to be told
+        return report_failure(error)
+
+
+def report_failure(error: Exception) -> int:
+    """Tells the launcher, or else the terminal, about an exception.
+
+    Returns:
+        What the process should exit with.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        rank = int(os.environ["RANK"])
+        write_report(Path(path), describe(error, rank=rank, time=time.time()))
+    elif isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return exit_code_of(error)
+
+
+def apply_threads(config: DistributedTrainConfig) -> int:
+    """Shares the host's cores among its ranks where evener's launcher has not done so.
+
+    ``OMP_NUM_THREADS`` is left as the user set it, but for the 1 that torchrun sets by itself
+    whenever it starts several ranks. A process that runs alone is left to torch.
+
+    Returns:
+        Threads that torch now computes with.
+    """
+    import torch
+
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    by_torchrun = config.launched_by == "torchrun" and chosen == "1" and config.local_world_size > 1
+    if config.launched_by in ("torchrun", "slurm") and (not chosen or by_torchrun):
+        # SLURM may have bound each task to cores of its own, which are then not to be shared again.
+        bound = config.launched_by == "slurm" and available_cores() < (os.cpu_count() or 1)
+        torch.set_num_threads(threads_per_rank(None, 1 if bound else config.local_world_size))
+    return torch.get_num_threads()
+
+
+def prepare_rank() -> None:
+    """What a rank's process does first: die with its parent, show crashes, write lines at once."""
+    die_with(int(os.environ[PARENT_PID]))
+    faulthandler.enable()
+    if STORE_FD in os.environ:
+        # For this process only: whatever it starts must not hold the store's port.
+        os.set_inheritable(int(os.environ[STORE_FD]), False)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a pipe would show lines late and all at once
+
+
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """Keeps Python from looking for garbage while large libraries come in: a fifth of their time.
+
+    They make hundreds of thousands of objects that stay, and each look goes through all of them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def die_with(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, however that happens.
+
+    Args:
+        parent_pid: The parent as it was at the start; if it has gone already, this exits at once.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes  # only ranks need it
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)

@@ -1,0 +1,393 @@
+"""Starts the ranks of one host, watches over them, and ends them together.
+
+The launcher never imports torch. Every rank gets a session of its own, so that a terminal's Ctrl-C
+reaches the launcher alone, which passes it on once.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evener.errors import ConfigError, LaunchError
+from evener.run.launching import lifeline
+from evener.run.launching.child import PARENT_PID
+from evener.run.launching.failures import ERROR_FILE, read_report
+from evener.run.launching.output import OutputPump
+from evener.run.launching.signals import SignalQueue
+from evener.run.launching.verdict import Outcome, exit_code, explain
+from evener.run.team.environment import LAUNCHED, STORE_FD, threads_per_rank
+
+#: More ranks than this on one host are taken for a typing error.
+MAX_NPROC = 256
+#: Seconds that ranks get to end by themselves after they were asked to.
+GRACE_S = 5.0
+
+_LOOPBACK = "127.0.0.1"
+# Ends of ranks wake the launcher; this is only how often it looks for reports of ranks that have
+# failed but hang on their way out.
+_LOOK_S = 0.5
+# A rank that lost its peer may say so while the peer still unwinds from what really happened: the
+# others are left alone for so long, so that it can say it.
+_SETTLE_S = 2.0
+# A killed process is gone at once, unless it hangs inside the kernel.
+_DEATH_S = 10.0
+# Output that is on its way gets so long, unless a reader such as a pager holds it up.
+_DRAIN_S = 2.0
+# What another launcher may have left in our environment, and would mislead the ranks.
+_FOREIGN_PREFIX = "TORCHELASTIC_"
+_FOREIGN = frozenset(
+    {STORE_FD, "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    port: int | None = None,
+    grace_s: float = GRACE_S,
+    store_waits: bool = False,
+) -> int:
+    """Runs ``nproc`` copies of a command as the ranks of a team on this host.
+
+    Rank 0 writes straight to the terminal; each line of the others is marked with its rank. The
+    first rank that fails ends the run, and what it raised is printed. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 are passed on once; ranks that then take longer than ``grace_s``, or that a second
+    Ctrl-C finds still running, are killed. Nothing that the ranks have started outlives this call,
+    nor this process. Call it on the main thread.
+
+    Args:
+        command: Program and arguments, the same for every rank.
+        nproc: Number of ranks.
+        port: Port for the store; ``None`` takes a free one.
+        grace_s: Seconds that ranks get to end by themselves.
+        store_waits: Connections to the store may wait for rank 0 to open it, which is quicker. Only
+            for commands that open it on the socket handed over: a plain torch script opens the port
+            itself, and can do so only while nobody listens there.
+
+    Returns:
+        The first failing rank's exit code (1 if it was killed); 128 + the signal's number after a
+        stop by signal; else 0.
+
+    Raises:
+        ConfigError: ``nproc`` or ``port`` is impossible.
+        LaunchError: The port is in use or a rank could not be started.
+    """
+    check_nproc(nproc)
+    with (
+        bind_store(port, listen=store_waits) as store,
+        tempfile.TemporaryDirectory(prefix="evener-") as folder,
+        SignalQueue() as signals,
+    ):
+        team = _Team(grace_s=grace_s, signals=signals)
+        try:
+            team.start(command, nproc, store, Path(folder))
+            store.close()  # rank 0's alone now: if it dies, others see that nobody answers
+            outcomes = team.watch()
+        finally:
+            team.end_all()
+        sys.stderr.write(explain(outcomes, team.stop_signal))
+        sys.stderr.flush()
+        return exit_code(outcomes, team.stop_signal)
+
+
+def check_nproc(nproc: int) -> None:
+    """Refuses an impossible number of ranks.
+
+    Raises:
+        ConfigError: It is below 1 or above ``MAX_NPROC``.
+    """
+    if not 1 <= nproc <= MAX_NPROC:
+        raise ConfigError(
+            f"--nproc is {nproc}; give the number of ranks to start on this host, from 1 to "
+            f"{MAX_NPROC} (usually one per device)"
+        )
+
+
+def rank_environment(
+    base: Mapping[str, str], *, rank: int, nproc: int, port: int, error_file: Path
+) -> dict[str, str]:
+    """The environment of one rank: torchrun's variables, and evener's own.
+
+    Args:
+        base: Environment of the launcher.
+        rank: Which rank.
+        nproc: Ranks in the team, all on this host.
+        port: Port of the store.
+        error_file: Where the rank writes what made it fail.
+    """
+    environ = {
+        name: value
+        for name, value in base.items()
+        if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
+    }
+    environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(None, nproc)))
+    # A store that goes away is reported by evener; torch would add its C++ stack.
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+        LAUNCHED: "1",
+        PARENT_PID: str(os.getpid()),
+        ERROR_FILE: str(error_file),
+    }
+
+
+def bind_store(port: int | None, *, listen: bool) -> socket.socket:
+    """Opens the port of the store, on loopback; the first rank inherits it.
+
+    Args:
+        port: Which; ``None`` takes a free one.
+        listen: Connections may wait for rank 0; see ``launch``.
+
+    Raises:
+        ConfigError: The port is impossible.
+        LaunchError: It is in use.
+    """
+    if port is not None and not 1 <= port <= 65_535:
+        raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
+    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # Lets a plain torch script open the port itself while we keep others from being given it.
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        store.bind((_LOOPBACK, port or 0))
+        if listen:
+            store.listen(MAX_NPROC)
+    except OSError as error:
+        store.close()
+        raise LaunchError(
+            f"port {port} cannot be opened on {_LOOPBACK} ({error.strerror}); choose another with "
+            "--port, or leave --port out to get a free one"
+        ) from error
+    return store
+
+
+@dataclass(slots=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    signals: set[int] = field(default_factory=set)
+    outcome: Outcome | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Team:
+    grace_s: float
+    signals: SignalQueue
+    stop_signal: signal.Signals | None = None
+    _ranks: list[_Rank] = field(default_factory=list)
+    _lifeline: subprocess.Popen[bytes] | None = None
+    _pump: OutputPump | None = None
+    _deadline: float | None = None  # on the monotonic clock; None while nobody was asked to stop
+    _settles_at: float | None = None  # likewise; None while no rank says that it lost another
+    _killed: bool = False
+
+    def start(self, command: Sequence[str], nproc: int, store: socket.socket, folder: Path) -> None:
+        """Starts the ranks and what looks after them; raises LaunchError if one cannot start."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        port = store.getsockname()[1]
+        self._lifeline = start_lifeline()
+        for number in range(nproc):
+            error_file = folder / f"rank-{number}.json"
+            environ = rank_environment(
+                os.environ, rank=number, nproc=nproc, port=port, error_file=error_file
+            )
+            process = _spawn(command, environ, number, store.fileno())
+            self._ranks.append(_Rank(number, process, error_file))
+            self._tell_lifeline("+", process.pid)
+        self._pump = OutputPump(
+            [
+                (f"[rank {rank.number}] ".encode(), source, target)
+                for rank in self._ranks
+                for source, target in ((rank.process.stdout, 1), (rank.process.stderr, 2))
+                if source is not None
+            ]
+        )
+        self._pump.start()
+
+    def watch(self) -> list[Outcome]:
+        """Waits until all ranks have ended, and sees to it that they do end."""
+        while alive := [r for r in self._ranks if r.outcome is None]:
+            for signum in self.signals.wait(self._patience_s()):
+                self._on_signal(signum)
+            for rank in alive:
+                self._look_after(rank)
+            if self._deadline is None and self._failed_for_sure():
+                self._ask_to_stop(signal.SIGTERM)
+            elif self._deadline is not None and time.monotonic() >= self._deadline:
+                if self._killed:
+                    break
+                self._kill(f"had not ended {self.grace_s:g} s after being asked to")
+        return [r.outcome or self._undead(r) for r in self._ranks]
+
+    def end_all(self) -> None:
+        """Leaves nothing behind; harmless when all has ended already."""
+        for rank in self._ranks:
+            if rank.outcome is None:
+                kill_group(rank.process.pid)
+                with suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(_DEATH_S)
+        if self._pump is None or self._drained(self._pump):
+            for rank in self._ranks:
+                for source in (rank.process.stdout, rank.process.stderr):
+                    if source is not None:
+                        source.close()
+        if self._lifeline is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._lifeline.communicate(timeout=_DEATH_S)
+
+    def _drained(self, pump: OutputPump) -> bool:
+        deadline = time.monotonic() + _DRAIN_S
+        while not pump.finish(_LOOK_S):
+            interrupted = set(self.signals.wait(0)) - {signal.SIGCHLD}
+            if interrupted or (time.monotonic() >= deadline and not pump.is_writing):
+                return False
+        return True
+
+    def _patience_s(self) -> float:
+        if self._deadline is None:
+            return _LOOK_S
+        return min(_LOOK_S, max(0.0, self._deadline - time.monotonic()))
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGCHLD:
+            return
+        if self._deadline is None:
+            self.stop_signal = signum
+            plural = "s" if len(self._ranks) > 1 else ""
+            _say(
+                f"{signum.name}: asked the rank{plural} to stop, which may take "
+                f"{self.grace_s:g} s; press Ctrl-C to kill them at once"
+            )
+            # The terminal has gone: to the ranks that is a request like any other.
+            self._ask_to_stop(signal.SIGTERM if signum == signal.SIGHUP else signum)
+        elif signum == signal.SIGINT and not self._killed:
+            self.stop_signal = self.stop_signal or signum
+            self._kill("interrupted again")
+
+    def _look_after(self, rank: _Rank) -> None:
+        code = rank.process.poll()
+        if code is None:
+            return
+        kill_group(rank.process.pid)  # what it has started and not ended
+        self._tell_lifeline("-", rank.process.pid)
+        rank.outcome = Outcome(
+            rank=rank.number,
+            pid=rank.process.pid,
+            code=code,
+            time=time.time(),
+            report=read_report(rank.error_file),
+            signals=frozenset(rank.signals),
+        )
+
+    def _failed_for_sure(self) -> bool:
+        follow_ups = 0
+        for rank in self._ranks:
+            report = rank.outcome.report if rank.outcome else read_report(rank.error_file)
+            if report is not None and report.follow_up:
+                follow_ups += 1
+            elif report is not None or (rank.outcome is not None and rank.outcome.failed):
+                return True
+        if not follow_ups:
+            return False
+        self._settles_at = self._settles_at or time.monotonic() + _SETTLE_S
+        return time.monotonic() >= self._settles_at
+
+    def _ask_to_stop(self, signum: signal.Signals) -> None:
+        self._deadline = time.monotonic() + self.grace_s
+        for rank in self._ranks:
+            # One that has written its report is on its way out already.
+            if rank.outcome is None and not rank.error_file.exists():
+                rank.process.send_signal(signum)
+                if rank.process.returncode is None:  # otherwise it had ended by itself
+                    rank.signals.add(signum)
+
+    def _kill(self, why: str) -> None:
+        self._killed = True
+        self._deadline = time.monotonic() + _DEATH_S
+        alive = [rank for rank in self._ranks if rank.outcome is None]
+        _say(f"{why}: killed " + ", ".join(f"rank {r.number} (pid {r.process.pid})" for r in alive))
+        for rank in alive:
+            rank.signals.add(signal.SIGKILL)
+            kill_group(rank.process.pid)
+
+    def _undead(self, rank: _Rank) -> Outcome:
+        _say(
+            f"rank {rank.number} (pid {rank.process.pid}) does not end even when killed: it hangs "
+            "in the kernel, in a device driver or a network file system"
+        )
+        return Outcome(
+            rank=rank.number,
+            pid=rank.process.pid,
+            code=-signal.SIGKILL,
+            time=time.time(),
+            report=read_report(rank.error_file),
+            signals=frozenset(rank.signals),
+        )
+
+    def _tell_lifeline(self, sign: str, pid: int) -> None:
+        if self._lifeline is not None:
+            tell_lifeline(self._lifeline, sign, pid)
+
+
+def start_lifeline() -> subprocess.Popen[bytes]:
+    """Starts the program that kills what this process leaves behind; see ``run.lifeline``."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def tell_lifeline(process: subprocess.Popen[bytes], sign: str, pid: int) -> None:
+    """Adds (``+``) or removes (``-``) the process group of a rank."""
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{sign}{pid}\n".encode())
+            process.stdin.flush()
+
+
+def _spawn(
+    command: Sequence[str], environ: Mapping[str, str], number: int, store_fd: int
+) -> subprocess.Popen[bytes]:
+    first = number == 0
+    try:
+        return subprocess.Popen(
+            command,
+            env={**environ, STORE_FD: str(store_fd)} if first else environ,
+            stdin=None if first else subprocess.DEVNULL,
+            stdout=None if first else subprocess.PIPE,
+            stderr=None if first else subprocess.PIPE,
+            pass_fds=[store_fd] if first else [],
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"rank {number} could not be started ({command[0]}: {error.strerror}); check that the "
+            "program exists and that the machine has memory and processes left"
+        ) from error
+
+
+def kill_group(group: int) -> None:
+    """Kills a process group, if there is still one."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"evener: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,329 @@
+"""The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from evener.data.cursor import Cursor
+from evener.data.loader import Prefetch, make_fetcher
+from evener.errors import CheckpointError, ConfigError
+from evener.run.assembly.assembly import Assembly
+from evener.run.assembly.registry import Stateful
+from evener.run.assembly.state import load_state, save_state
+from evener.run.config.options import Allowed
+from evener.run.loading.evaluation import EvaluationLoader
+from evener.run.loading.intake import Intake, is_stream, read_dataset, read_loader
+from evener.run.loading.loaders import make_loader
+from evener.run.loading.stream import StreamLoader, stream_of
+from evener.run.loading.team_loop import TeamLoader
+from evener.run.local.engine import LocalEngine
+from evener.run.team.team import Meeting
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Keywords of ``Ddp.loader``."""
+
+    batch_size: int | None
+    seed: int
+    shuffle: bool | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int | None
+    micro_batch_size: int | Literal["auto", "share"]
+    prefetch: Prefetch
+    max_steps: int | None
+
+
+class DataSide:
+    """What ``Ddp`` offers for data and for state on disk."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._engine = assembly.engine
+        self._loaders: list[TeamLoader | StreamLoader] = []
+        self._eval_loaders: list[EvaluationLoader] = []
+        self._restored: Mapping[str, Any] | None = None
+        self._allows_new_data = False
+
+    @overload
+    def loader(  # type: ignore[overload-overlap]  # a stream is a Dataset, too
+        self, dataset: IterableDataset[Any], **options: Unpack[LoaderOptions]
+    ) -> StreamLoader: ...
+    @overload
+    def loader(self, dataset: Dataset[Any], **options: Unpack[LoaderOptions]) -> TeamLoader: ...
+    @overload
+    def loader(
+        self, dataset: DataLoader[Any], **options: Unpack[LoaderOptions]
+    ) -> TeamLoader | StreamLoader: ...
+    def loader(
+        self,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: int | Literal["auto", "share"] = "auto",
+        prefetch: Prefetch = "auto",
+        max_steps: int | None = None,
+    ) -> TeamLoader | StreamLoader:
+        """A loader for training, of which each rank gets its part.
+
+        Over a map-style data set every sample is trained on exactly once an epoch, in windows of
+        ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
+        ``collate_fn``, ``num_workers``, ``pin_memory``, ``drop_last`` and sampler; its
+        ``batch_size`` becomes that of the whole team, so that the optimizer steps stay the same.
+
+        A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
+
+        Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
+        for itself and contributes one batch to every window; what is then not guaranteed is said
+        once.
+
+        Args:
+            dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a
+                ``DataLoader`` over either; the same on every rank.
+            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
+                local step in CADENCE and ASYNC.
+            seed: Seed of the epochs' permutations and of derived random numbers.
+            shuffle: Another order in each epoch; on for a data set, and for a ``DataLoader`` as it
+                was made.
+            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+            num_workers: 0 loads in this process, more in that many worker processes.
+            micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
+                rank's whole part of a window, ``"auto"`` the equal share of the batch (all of it in
+                CADENCE and ASYNC, and with several models and optimizers, which may take turns; see
+                ``step``).
+            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
+                numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            max_steps: End the run after this many optimizer steps (of all ranks together).
+
+        Raises:
+            ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
+                data itself.
+        """
+        loader: TeamLoader | StreamLoader
+        if is_stream(dataset):
+            loader = StreamLoader(
+                self._engine,
+                stream_of(
+                    dataset,  # type: ignore[arg-type]  # is_stream has looked
+                    rank=self.assembly.team.rank,
+                    world_size=self.assembly.team.world_size,
+                    batch_size=batch_size,
+                    collate_fn=collate_fn,
+                    num_workers=num_workers,
+                ),
+                seed=seed,
+                max_steps=max_steps,
+            )
+        else:
+            intake = _read(dataset, shuffle, seed, batch_size, collate_fn, num_workers)
+            loader = self._team_loader(intake, seed, micro_batch_size, prefetch, max_steps)
+        self._loaders.append(loader)
+        if self._restored is not None:
+            self._restore_position(len(self._loaders) - 1)
+        return loader
+
+    def eval_loader(
+        self,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+    ) -> EvaluationLoader:
+        """A loader for evaluation: each sample on one rank, once, in the data set's order.
+
+        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
+        are not parked share the whole data set. What each rank finds on its part is combined
+        exactly by ``ddp.all_reduce(value, weight)``.
+
+        Args:
+            dataset: Map-style data set, or a ``DataLoader`` over one.
+            batch_size: Samples of a batch on this rank; that of the ``DataLoader`` by default.
+            collate_fn: As in ``loader``.
+            num_workers: As in ``loader``.
+
+        Raises:
+            ConfigError: The data set cannot be split, or there is no batch size.
+        """
+        if is_stream(dataset):
+            raise ConfigError(
+                "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
+                "map-style data set, or let every rank evaluate on all of it"
+            )
+        intake = _read(dataset, False, 0, batch_size, collate_fn, num_workers)
+        size = _batch_size(intake)
+        loader = EvaluationLoader(
+            self._engine,
+            make_fetcher(intake.dataset, intake.collate_fn, 0, intake.num_workers),
+            intake.order,
+            batch_size=size,
+        )
+        self._eval_loaders.append(loader)
+        return loader
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Saves and restores an object with ``save`` and ``load``.
+
+        Its state is taken from rank 0, so it must be the same on every rank, as that of a
+        scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
+        called back after having been parked receive it, too. After ``load``, registering restores.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: Has ``state_dict`` and ``load_state_dict``; the state consists of tensors,
+                numbers, strings, ``None``, lists, tuples and dicts.
+
+        Raises:
+            ConfigError: The name is taken or impossible.
+        """
+        self.assembly.registry.add(name, stateful)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
+
+        Raises:
+            CheckpointError: Rank 0 could not write it.
+        """
+        self._meet(Meeting.SAVE)
+        self._engine.prepare_save()
+        self._engine.settle()  # parameters may be a window ahead of the data position
+        failure = ""
+        if self.assembly.team.rank == 0:
+            with self._engine.consensus():
+                failure = save_state(self.assembly, self._position(), Path(path))
+        self.assembly.agree_on_failure(failure)
+
+    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
+        """Restores a checkpoint, on any number of ranks; all ranks call it together.
+
+        Call it after ``setup``, before or after ``loader``, and before the first epoch.
+
+        Args:
+            path: The checkpoint, or a folder of which the newest complete one is taken.
+            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
+                first epoch on; model, optimizer and progress are kept.
+
+        Raises:
+            CheckpointError: Missing, damaged, of another model or data set, or not the same on
+                every rank.
+        """
+        self._restored = load_state(self.assembly, Path(path))
+        self._allows_new_data = "data" in allow
+        own = {"window": self._engine.window}
+        windows = self.assembly.team.introduce(own)
+        for rank, other in enumerate(windows):
+            if other != windows[0]:
+                raise CheckpointError(
+                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
+                    f"0 that of window {windows[0]['window']}; use storage that every rank sees"
+                )
+        for number in range(len(self._loaders)):
+            self._restore_position(number)
+
+    def _team_loader(
+        self,
+        intake: Intake,
+        seed: int,
+        micro_batch_size: int | Literal["auto", "share"],
+        prefetch: Prefetch,
+        max_steps: int | None,
+    ) -> TeamLoader:
+        assembly = self.assembly
+        size = _batch_size(intake)
+        num_samples = intake.order.num_samples
+        if intake.drop_last:
+            num_samples -= num_samples % size
+        _check_sizes(num_samples, micro_batch_size, max_steps, intake)
+        for remark in intake.remarks:
+            self._engine.options.habits.tell_once(remark)
+        if micro_batch_size == "auto" and assembly.takes_turns:
+            micro_batch_size = "share"
+        splits = 1 if isinstance(self._engine, LocalEngine) else assembly.team.world_size
+        micro = -(-min(size, num_samples) // splits)
+        if micro_batch_size == "share":
+            micro = size
+        elif not isinstance(micro_batch_size, str):
+            micro = micro_batch_size
+        assembly.set_micro_batch_size(micro)
+        return make_loader(
+            self._engine,
+            make_fetcher(intake.dataset, intake.collate_fn, seed, intake.num_workers, prefetch),
+            Cursor(num_samples, seed),
+            intake.order,
+            batch_size=size,
+            micro_batch_size=micro,
+            max_steps=max_steps,
+            pin_memory=intake.pin_memory,
+        )
+
+    def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
+        engine = self._engine
+        if engine.left:
+            engine.settle()
+        rows, leaving = engine.team.meet(
+            kind, window=engine.window, leaving=int(engine.wants_stop()), payload=payload
+        )
+        engine.stopping |= leaving > 0
+        return rows
+
+    def _position(self) -> list[Mapping[str, Any]]:
+        return [loader.state_dict() for loader in self._loaders]
+
+    def _restore_position(self, number: int) -> None:
+        assert self._restored is not None
+        loader = self._loaders[number]
+        states = [self._restored["cursor"], *self._restored.get("further_cursors", [])]
+        if number < len(states) and states[number]:
+            loader.restore(states[number], allow_new_data=self._allows_new_data)
+        loader.skip_timing()
+
+
+def _read(
+    dataset: Dataset[Any] | DataLoader[Any],
+    shuffle: bool | None,
+    seed: int,
+    batch_size: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int | None,
+) -> Intake:
+    """What was given, with what the user says of it here."""
+    if isinstance(dataset, DataLoader):
+        intake = read_loader(dataset, shuffle=shuffle, seed=seed)
+    else:
+        intake = read_dataset(dataset, shuffle=shuffle is not False, seed=seed)
+    return intake.override(batch_size, collate_fn, num_workers)
+
+
+def _batch_size(intake: Intake) -> int:
+    size = intake.batch_size
+    if size is None:
+        raise ConfigError("batch_size is not given; pass the samples of one optimizer step")
+    if size < 1:
+        raise ConfigError(f"batch_size is {size}; give at least 1 sample per optimizer step")
+    return size
+
+
+def _check_sizes(
+    num_samples: int, micro_batch_size: int | str, max_steps: int | None, intake: Intake
+) -> None:
+    if num_samples < 1 and intake.order.num_samples:
+        raise ConfigError(
+            f"drop_last leaves nothing of {intake.order.num_samples} samples in batches of "
+            f"{intake.batch_size}; use a smaller batch_size, or no drop_last"
+        )
+    if num_samples < 1:
+        raise ConfigError("the data set is empty; give at least one sample")
+    if isinstance(micro_batch_size, str):
+        if micro_batch_size not in ("auto", "share"):
+            raise ConfigError(
+                f"micro_batch_size is {micro_batch_size!r}; give a number, 'share' or 'auto'"
+            )
+    elif micro_batch_size < 1:
+        raise ConfigError(f"micro_batch_size is {micro_batch_size}; give at least 1 sample")
+    if max_steps is not None and max_steps < 0:
+        raise ConfigError(f"max_steps is {max_steps}; give 0 or more")

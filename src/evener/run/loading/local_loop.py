@@ -1,0 +1,82 @@
+"""The loader of a team that makes local steps: each rank works off its own queue of batches."""
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any, final
+
+from evener.data.cursor import Cursor, Slice
+from evener.data.loader import Fetcher, Pending
+from evener.run.loading.intake import Indices, Order
+from evener.run.loading.team_loop import TeamLoader
+from evener.run.local.engine import LocalEngine
+
+_AHEAD = 3
+"""Batches of the queue that are being fetched while one is computed."""
+
+
+@final
+class LocalLoader(TeamLoader):
+    """Iterates over a map-style data set in CADENCE and ASYNC; see ``TeamLoader``.
+
+    ``batch_size`` is the samples of one local step. A rank whose queue is empty takes part in
+    windows inside ``__next__``.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        order: Order,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(
+            engine,
+            fetcher,
+            cursor,
+            order,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+            pin_memory=pin_memory,
+        )
+        self._engine = engine
+        self._queued: dict[Slice, deque[tuple[int, int, Pending]]] = {}
+
+    def skip_timing(self) -> None:
+        """Does nothing: no rank is timed before the first window."""
+
+    def _forget(self) -> None:
+        self._queued.clear()
+
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
+        engine = self._engine
+        engine.limit = self._max_steps
+        engine.exchange_plan()
+        while not engine.finished:
+            piece = engine.take()
+            if piece is None:
+                engine.advance()
+            else:
+                yield from self._batch(piece, permutation)
+
+    def _batch(self, piece: Slice, permutation: Indices) -> Generator[Any, None, None]:
+        engine = self._engine
+        wanted = [piece, *engine.upcoming(_AHEAD)]
+        self._queued = {
+            p: self._queued.get(p) or self._submit(p.epoch, range(p.start, p.stop), permutation)
+            for p in wanted
+        }
+        micro_batches = self._queued.pop(piece)
+        share = engine.open_share(len(micro_batches))
+        for first, samples, pending in micro_batches:
+            batch = self._received(pending)
+            self._seed(engine.window, first)
+            share.start_micro_batch(samples)
+            yield batch
+            if share.in_micro_batch:
+                raise share.not_ended()

@@ -1,0 +1,381 @@
+"""The loader of a team: hands each rank its micro-batches and takes part where it has none."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils._pytree import tree_map
+
+from evener.cadence.plan import WindowPlan
+from evener.data.cursor import Cursor, derive_seed
+from evener.data.loader import Fetcher, Pending
+from evener.errors import UsageError
+from evener.run.loading.intake import Indices, Order
+from evener.run.sync.engine import Measurement, WindowEngine
+from evener.run.windows.base import Engine
+from evener.run.windows.memory import MicroBatchTooLarge
+from evener.run.windows.share import Share
+
+
+class TeamLoader(ABC):
+    """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
+
+    Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
+    its own share. A rank without a share in some window takes part in that window's exchange
+    inside ``__next__``, so ranks may go round the loop a different number of times.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        order: Order,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._team_engine = engine
+        self._fetcher = fetcher
+        self.cursor = cursor
+        self._order = order
+        self._pin_memory = pin_memory
+        self._next = 0
+        self._left = False
+        self.batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._max_steps = max_steps
+
+    def __len__(self) -> int:
+        """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
+        return self.cursor.num_windows(self.batch_size)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Most samples in one forward and backward on this rank."""
+        limit = self._team_engine.limits.own
+        return min(self._micro_batch_size, limit or self._micro_batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
+        return self.epoch(self._next)
+
+    def epoch(self, epoch: int) -> Generator[Any, None, None]:
+        """This rank's micro-batches of an epoch; all ranks call it with the same number.
+
+        A committed epoch yields nothing, a partly committed one goes on where the team is. Before
+        the first window of a run on several ranks, up to three short micro-batches are yielded to
+        time the rank at two sizes; ``step`` drops their gradients.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Yields:
+            Collated micro-batches.
+
+        Raises:
+            UsageError: ``ddp.step()`` was not called for the micro-batch before, or a parameter
+                of the model was replaced.
+        """
+        self._next = epoch + 1
+        engine = self._team_engine
+        if self._finished or self.cursor.is_committed(epoch):
+            return
+        if engine.in_epoch:
+            raise UsageError(
+                f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
+                "leave it by break, first"
+            )
+        engine.options.check_model()
+        engine.begin(self.cursor, self.batch_size)
+        # What is left of an epoch that was left by `break` is passed over.
+        self.cursor.begin(epoch, abandon=self._left)
+        self._left = False
+        indices = self._order.of(epoch)
+        self._compare(indices)
+        engine.in_epoch = True
+        try:
+            yield from self._train(indices)
+            if engine.others_left:
+                self._left = True
+            else:
+                engine.flush()
+        except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
+            self._left = True
+            if not sys.is_finalizing():  # a script has ended inside its loop: nothing is left to do
+                engine.leave()
+            raise
+        finally:
+            engine.in_epoch = engine.others_left = False
+            self._forget()
+
+    @abstractmethod
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
+        """Plans and computes what is left of the epoch."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drops what has been fetched ahead."""
+
+    @property
+    def _finished(self) -> bool:
+        engine = self._team_engine
+        done = self._max_steps is not None and engine.turns >= self._max_steps
+        return engine.stopping or done
+
+    @abstractmethod
+    def skip_timing(self) -> None:
+        """Leaves out the timing before the first window: speeds have been restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data position; no rank count."""
+        return self.cursor.state_dict()
+
+    def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
+        """Goes on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+
+        Raises:
+            CheckpointError: It is of another data set or seed.
+        """
+        if allow_new_data and not self.cursor.is_of(state):
+            self.cursor.restart()
+        else:
+            self.cursor.load_state_dict(state)
+
+    def _compare(self, indices: Indices) -> None:
+        """Refuses a sampler that draws other samples on another rank."""
+        if not (own := self._order.fingerprint(indices)):
+            return
+        team = self._team_engine.team
+        for rank, other in enumerate(team.introduce({"order": own})):
+            if other["order"] != own:
+                raise UsageError(
+                    f"the sampler draws other samples on rank {rank} than on rank {team.rank}; it "
+                    "must draw from torch's, NumPy's or Python's global generators, or be seeded "
+                    "alike, and not split the data by rank"
+                )
+
+    def _received(self, pending: Pending) -> Any:
+        """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        batch = pending.result()
+        return tree_map(_pinned, batch) if self._pin_memory else batch
+
+    def close(self) -> None:
+        """Ends the fetching of data; idempotent."""
+        self._forget()
+        self._fetcher.close()
+
+    def _submit(
+        self, epoch: int, positions: Sequence[int], permutation: Indices
+    ) -> deque[tuple[int, int, Pending]]:
+        """Asks for samples, in micro-batches: first position, number of samples, batch."""
+        queue: deque[tuple[int, int, Pending]] = deque()
+        for part in split_evenly(positions, self.micro_batch_size):
+            indices = [permutation[p] for p in part]
+            queue.append((part[0], len(part), self._fetcher.submit(epoch, indices)))
+        return queue
+
+    def _seed(self, window: int, first_position: int) -> None:
+        """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
+        seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
+        # Not torch.manual_seed: for each kind of accelerator that is not in use it formats a
+        # traceback, half a millisecond in all.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(seed)
+
+
+@final
+class SyncLoader(TeamLoader):
+    """The loader of SYNC: windows are slices of the epoch, split by share."""
+
+    def __init__(
+        self,
+        engine: WindowEngine,
+        fetcher: Fetcher,
+        cursor: Cursor,
+        order: Order,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        max_steps: int | None,
+        probe: bool,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(
+            engine,
+            fetcher,
+            cursor,
+            order,
+            batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            max_steps=max_steps,
+            pin_memory=pin_memory,
+        )
+        self._engine = engine
+        self._probe = probe
+        # By the plan itself: a plan may be replaced by another one for the same window.
+        self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
+
+    def _train(self, permutation: Indices) -> Generator[Any, None, None]:
+        """Plans the first windows and computes what is left of the epoch."""
+        engine = self._engine
+        if self._probe:
+            yield from self._time_two_sizes(permutation)
+            engine.exchange_plan(min_share=1)
+            self._probe = False
+        else:
+            engine.exchange_plan()
+        engine.exchange_plan()
+        yield from self._windows(permutation)
+
+    def skip_timing(self) -> None:
+        """Leaves out the timing before the first window: speeds have been restored."""
+        self._probe = self._probe and not self._engine.policy.is_calibrated
+
+    def _forget(self) -> None:
+        self._fetched.clear()
+
+    def _windows(self, permutation: Indices) -> Generator[Any, None, None]:
+        engine = self._engine
+        while True:
+            if engine.team.is_parked:
+                engine.wait_for_recall()
+            plan = engine.plans.peek()
+            if self._finished or plan is None:
+                break
+            self._fetch(plan, permutation)
+            micro_batches = self._fetched.pop(plan)
+            self._fetched.clear()
+            if (ahead := engine.plans.peek(1)) is not None and not self._is_last(plan):
+                self._fetch(ahead, permutation)
+            share = engine.open_share(len(micro_batches))
+            if not micro_batches:
+                engine.close(abandon=engine.options.stop_requested())
+                if engine.others_left:
+                    return
+            else:
+                yield from self._compute(plan, share, micro_batches, permutation)
+        if engine.team.parked:
+            engine.recall(go_on=False)
+
+    def _compute(
+        self,
+        plan: WindowPlan,
+        share: Share,
+        micro_batches: deque[tuple[int, int, Pending]],
+        permutation: Indices,
+    ) -> Generator[Any, None, None]:
+        """Hands out this rank's share; all of it anew where a micro-batch does not fit."""
+        engine = self._engine
+        while micro_batches:
+            first, samples, pending = micro_batches.popleft()
+            batch = self._received(pending)
+            self._seed(plan.window, first)
+            share.start_micro_batch(samples)
+            try:
+                yield batch
+            except MicroBatchTooLarge:
+                if samples == 1 or share.turns:
+                    raise MicroBatchTooLarge(samples) from None
+                engine.limits.shrink(samples)
+                engine.drop_share()
+                self._fetched.clear()
+                self._fetch(plan, permutation)
+                micro_batches = self._fetched.pop(plan)
+                share = engine.open_share(len(micro_batches))
+                continue
+            if share.in_micro_batch and share.turns:
+                engine.end_micro_batch()
+            elif share.in_micro_batch:
+                raise share.not_ended()
+            if engine.window != plan.window or engine.stopping:
+                return
+
+    def _is_last(self, plan: WindowPlan) -> bool:
+        return self._max_steps is not None and plan.window + 1 >= self._max_steps
+
+    def _fetch(self, plan: WindowPlan, permutation: Indices) -> None:
+        """Asks for this rank's samples of a window, unless that has been done."""
+        if plan in self._fetched:
+            return
+        positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
+        self._fetched[plan] = self._submit(plan.epoch, positions, permutation)
+
+    def _time_two_sizes(self, permutation: Indices) -> Generator[Any, None, None]:
+        """Times this rank at two sizes on copies of its own first sample; trains on nothing.
+
+        Rank r's first sample of the first window is at position r whatever the shares will be,
+        so no sample is read by two ranks. The first, untimed run pays for what is set up once.
+        """
+        engine = self._engine
+        timings: list[Measurement] = []
+        gap = self.cursor.committed.first_gap(self.cursor.num_samples)
+        window = range(0) if gap is None else gap[: self.batch_size]
+        if engine.team.rank < len(window):
+            position = window[engine.team.rank]
+            sample = self._fetcher.load_once(self.cursor.epoch, permutation[position])
+            sizes = self._sizes_to_time()
+            while sizes:
+                size = sizes.popleft()
+                share = engine.open_share(1, timing=True)
+                self._seed(engine.window, position)
+                batch = self._fetcher.collate([sample] * size)
+                share.start_micro_batch(size)
+                try:
+                    yield batch
+                except MicroBatchTooLarge:
+                    if size == 1:
+                        raise MicroBatchTooLarge(size) from None
+                    engine.limits.shrink(size)
+                    engine.drop_share()
+                    timings, sizes = [], self._sizes_to_time()
+                    continue
+                timings.append((share.samples, share.micro_batches, share.compute_s))
+                engine.drop_share()
+        for rank, measurements in enumerate(engine.exchange_timings(timings[1:])):
+            if measurements:
+                engine.policy.probe(rank, measurements)
+
+    def _sizes_to_time(self) -> deque[int]:
+        """What to time, the first one for nothing but to set things up."""
+        world_size = self._engine.team.world_size
+        small, large = probe_sizes(self.batch_size, world_size, self.micro_batch_size)
+        if limit := self._engine.limits.own:
+            small, large = min(small, limit), min(large, limit)
+        return deque((large, large, small))
+
+
+def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:
+    """The two numbers of samples at which a rank is timed before the first window.
+
+    Half a micro-batch of the equal split, and a quarter of that: large enough to tell the
+    slope, small enough that the slowest rank does not hold up the start for long. Never one sample:
+    layers with batch statistics refuse that.
+    """
+    share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
+    large = max(4, share // 2)
+    return max(2, large // 4), large
+
+
+def _pinned(leaf: Any) -> Any:
+    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """Cuts a share into the fewest micro-batches of at most ``micro_batch_size``, nearly equal."""
+    if not positions:
+        return []
+    parts = -(-len(positions) // micro_batch_size)
+    base, extra = divmod(len(positions), parts)
+    cut, result = 0, []
+    for k in range(parts):
+        size = base + (k < extra)
+        result.append(list(positions[cut : cut + size]))
+        cut += size
+    return result

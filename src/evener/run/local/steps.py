@@ -1,0 +1,136 @@
+"""A rank's local steps in one window: done, timed, counted, each at its learning rate."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import final
+
+from evener.cadence.clock import WindowClock
+from evener.cadence.local import LocalPlan
+from evener.run.local.update import LocalUpdate
+from evener.run.windows.emulate import Slowdown
+from evener.run.windows.results import Progress
+from evener.run.windows.schedule import Schedule
+from evener.run.windows.share import Share
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What this rank has done in the window so far; see ``LocalReport``."""
+
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    compute_s: float = 0.0
+    busy_s: float = 0.0
+    micro_batches: int = 0
+    samples: int = 0
+    steps: int = 0
+    skipped: int = 0
+    non_finite: int = 0
+
+
+@final
+class LocalSteps:
+    """Makes local steps and keeps account of them.
+
+    Args:
+        rank: This rank.
+        update: Applies gradients.
+        schedule: Sets learning rates.
+        slowdown: Stretches compute on a rank that is emulated slower.
+        skip: Leave out steps that are not finite, instead of reporting them.
+
+    Attributes:
+        work: The window so far.
+        clock: Says when it is over.
+        batch_weight: Weight of the last batch; 0 before the first.
+        mean_weight: Weight of a step of the last window, over all ranks; 0 before the first.
+    """
+
+    def __init__(
+        self, rank: int, update: LocalUpdate, schedule: Schedule, slowdown: Slowdown, *, skip: bool
+    ) -> None:
+        self.work = Work()
+        self.clock = WindowClock()
+        self.batch_weight = 0.0
+        self.mean_weight = 0.0
+        self._rank = rank
+        self._update = update
+        self._schedule = schedule
+        self._slowdown = slowdown
+        self._skip = skip
+        self._since_s = 0.0
+
+    def resume_clock(self) -> None:
+        """Goes on measuring after an exchange: what came before was not this rank's own work."""
+        self._since_s = time.perf_counter()
+
+    def next_window(self, most: int) -> Work:
+        """Begins a window of at most ``most`` steps; returns the work of the one before."""
+        done, self.work = self.work, Work()
+        self.clock.open(most)
+        return done
+
+    def finish(
+        self,
+        share: Share,
+        plan: LocalPlan,
+        in_flight: LocalPlan | None,
+        progress: Progress,
+        batch_size: int,
+    ) -> None:
+        """Makes the step of a batch whose last micro-batch has been computed.
+
+        Args:
+            share: The batch.
+            plan: The plan in force.
+            in_flight: That of a window whose average has not landed.
+            progress: What the team has applied.
+            batch_size: Samples of a usual batch.
+        """
+        started_s, slow_start = time.perf_counter(), self._slowdown.start()
+
+        def set_rates() -> None:
+            steps, ahead = self._ahead(plan, in_flight, progress, batch_size)
+            self._schedule.run_ahead(ahead, steps)
+
+        loss_sum = share.loss_sum
+        code = self._update.apply(share, set_rates)
+        work = self.work
+        work.steps += 1
+        work.samples += share.samples
+        work.micro_batches += share.micro_batches
+        if code or not share.weight:
+            work.skipped += 1
+            work.non_finite = 0 if self._skip else code
+        else:
+            work.weight += share.weight
+            work.loss_sum += loss_sum
+            self.batch_weight = share.weight
+        elapsed_s = time.perf_counter() - started_s
+        work.compute_s += share.compute_s + elapsed_s + self._slowdown.after(slow_start)
+        now_s = time.perf_counter()
+        work.busy_s += now_s - self._since_s
+        self.clock.count_step(now_s - self._since_s)
+        self._since_s = now_s
+
+    def _ahead(
+        self,
+        plan: LocalPlan,
+        in_flight: LocalPlan | None,
+        progress: Progress,
+        batch_size: int,
+    ) -> tuple[int, Progress]:
+        """What the team is predicted to have done by now: steps since the average, and progress.
+
+        Committed, plus the planned total times this rank's own way through the window.
+        """
+        own = plan.steps[self._rank]
+        steps = plan.total_steps * min(1.0, self.work.steps / own) if own else 0.0
+        if in_flight is not None:
+            steps += in_flight.total_steps
+        return int(steps), replace(
+            progress,
+            steps=progress.steps + int(steps),
+            samples=progress.samples + int(steps * batch_size),
+            weight=progress.weight + steps * (self.mean_weight or batch_size),
+        )

@@ -1,0 +1,1 @@
+"""``Ddp.builder``: evener owns the loop, and runs it in a process for each device."""

@@ -1,0 +1,294 @@
+"""What a managed run is told: every option, checked before anything is started."""
+
+import difflib
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from evener.cadence.policies import ApplyPolicy
+from evener.errors import ConfigError
+from evener.run.assembly.engines import choose_policy
+from evener.run.managed.metrics import EpochMetrics
+from evener.run.settings import DdpConfig
+from evener.run.team.backends import check_backend, check_policy
+from evener.run.team.environment import AverageBackend, DistributedTrainConfig
+from evener.run.team.placement import Devices, devices_of_host
+from evener.run.windows.schedule import ProgressSchedule
+
+#: The loss of a micro-batch: a mean over its samples, or (mean, number of units behind it).
+Loss = Tensor | tuple[Tensor, float | Tensor]
+ModelFn = Callable[[torch.device], nn.Module]
+OptimFn = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+TrainFn = Callable[[Any, Any], Loss]
+SchedulerFn = Callable[[Any], LRScheduler | Sequence[LRScheduler] | ProgressSchedule]
+
+#: Options of policies that average parameters, which ``DdpConfig`` has under the same names.
+CADENCE_OPTIONS = (
+    "anchor",
+    "max_anchor",
+    "overhead_target",
+    "max_batch_diff",
+    "divergence_threshold",
+    "lr_scale_ratio",
+)
+
+
+class ManagedOptions(TypedDict, total=False):
+    """Options of ``Ddp.builder`` as keywords; ``DdpBuilder``'s methods say what each means."""
+
+    dataset: Dataset[Any] | Callable[[], Dataset[Any]]
+    batch_size: int
+    micro_batch_size: int | Literal["auto"]
+    num_epochs: int
+    num_steps: int
+    devices: Devices
+    policy: str | ApplyPolicy
+    backend: str | AverageBackend
+    precision: str
+    collate_fn: Callable[[list[Any]], Any]
+    num_workers: int
+    scheduler: SchedulerFn
+    max_grad_norm: float
+    non_finite: Literal["raise", "skip"]
+    checkpoint_every: int
+    checkpoint_fn: Callable[[int, Any], object]
+    epoch_fn: Callable[[int, Any], object]
+    eval_fn: Callable[[Any], Any]
+    metrics_fn: Callable[[EpochMetrics], object]
+    partition_ratios: Sequence[float]
+    speed_hint: Sequence[float]
+    anchor: int
+    max_anchor: int
+    overhead_target: float
+    max_batch_diff: int
+    divergence_threshold: float
+    lr_scale_ratio: float
+    seed: int
+    timeout_s: float
+    quiet: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A managed run, complete and checked; ``devices`` has been resolved to names.
+
+    The attributes are the options of ``ManagedOptions``; ``None`` where one was not given. Those
+    of parameter averaging are in ``cadence``, as far as they were given.
+    """
+
+    model_fn: ModelFn
+    optim_fn: OptimFn
+    train_fn: TrainFn
+    dataset: Any
+    batch_size: int
+    micro_batch_size: int | Literal["auto"] = "auto"
+    num_epochs: int | None = None
+    num_steps: int | None = None
+    devices: tuple[str, ...] = ("cpu",)
+    policy: str | ApplyPolicy = ApplyPolicy.SYNC
+    backend: str = "auto"
+    precision: str = "auto"
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    scheduler: SchedulerFn | None = None
+    max_grad_norm: float | None = None
+    non_finite: Literal["raise", "skip"] = "raise"
+    checkpoint_every: int | None = None
+    checkpoint_fn: Callable[[int, Any], object] | None = None
+    epoch_fn: Callable[[int, Any], object] | None = None
+    eval_fn: Callable[[Any], Any] | None = None
+    metrics_fn: Callable[[EpochMetrics], object] | None = None
+    partition_ratios: tuple[float, ...] | None = None
+    speed_hint: tuple[float, ...] | None = None
+    cadence: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    timeout_s: float = 600.0
+    quiet: bool = False
+
+    def config(self, stop_when: Callable[[], bool]) -> DdpConfig:
+        """The options that ``Ddp.setup`` takes in its ``config``."""
+        return DdpConfig(
+            max_grad_norm=self.max_grad_norm,
+            non_finite=self.non_finite,
+            speed_hint=self.speed_hint,
+            partition_ratios=self.partition_ratios,
+            timeout_s=self.timeout_s,
+            stop_when=stop_when,
+            quiet=self.quiet,
+            **self.cadence,
+        )
+
+    def make_dataset(self) -> Any:
+        """The data set: as it was given, or made by the function that was given."""
+        return self.dataset() if _is_maker(self.dataset) else self.dataset
+
+    def parts(self) -> dict[str, Any]:
+        """What travels to the workers: all but ``metrics_fn``, which is called here."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "metrics_fn"}
+
+
+def make_job(
+    model_fn: ModelFn, optim_fn: OptimFn, train_fn: TrainFn, options: ManagedOptions
+) -> Job:
+    """Checks the options of a managed run, and how they go together.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+    """
+    given: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+    _check_names(given)
+    _check_functions(model_fn=model_fn, optim_fn=optim_fn, train_fn=train_fn, **given)
+    _check_complete(given)
+    _check_numbers(given)
+    policy = _check_policy(given)
+    _check_place()
+    devices = devices_of_host(given.get("devices", "auto"), torch.cuda.device_count())
+    backend = _check_backend(str(given.get("backend", "auto")), devices)
+    _check_ratios(given, len(devices))
+    job = Job(
+        model_fn=model_fn,
+        optim_fn=optim_fn,
+        train_fn=train_fn,
+        cadence={n: given.pop(n) for n in CADENCE_OPTIONS if n in given},
+        **{**given, "devices": devices, "policy": policy, "backend": backend},
+    )
+    # What these check should be known before workers start.
+    choose_policy(policy, job.config(lambda: False))
+    return job
+
+
+def _check_names(given: dict[str, Any]) -> None:
+    known = ManagedOptions.__annotations__
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"Ddp.builder has no option {name!r}{hint}; there are: {', '.join(known)}"
+            )
+
+
+def _check_functions(**given: Any) -> None:
+    for name, value in given.items():
+        if (name.endswith("_fn") or name == "scheduler") and not callable(value):
+            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; give a function")
+
+
+def _check_complete(given: dict[str, Any]) -> None:
+    missing = [name for name in ("dataset", "batch_size") if name not in given]
+    if "num_epochs" not in given and "num_steps" not in given:
+        missing.append("num_epochs (or num_steps)")
+    if missing:
+        raise ConfigError(f"the run is not complete: {', '.join(missing)} missing; give each")
+    for one, other, remedy in (
+        ("num_epochs", "num_steps", "the run has one end: give one of them"),
+        ("partition_ratios", "speed_hint", "fixed shares need no speeds: give one of them"),
+    ):
+        if one in given and other in given:
+            raise ConfigError(f"{one} and {other} are both given; {remedy}")
+    for one, other in (
+        ("checkpoint_every", "checkpoint_fn"),
+        ("checkpoint_fn", "checkpoint_every"),
+    ):
+        if one in given and other not in given:
+            raise ConfigError(f"{one} is given without {other} and would do nothing; give both")
+    dataset = given["dataset"]
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "dataset is a DataLoader, whose batches are cut already; give its data set and options "
+            "instead: dataset=loader.dataset, batch_size, collate_fn, num_workers"
+        )
+    if not _is_maker(dataset):
+        try:
+            empty = len(dataset) == 0
+        except TypeError:
+            raise ConfigError(
+                f"dataset is a {type(dataset).__name__} without a length; give a map-style data "
+                "set (__len__ and __getitem__), or a function that makes one in each worker"
+            ) from None
+        if empty:
+            raise ConfigError("dataset is empty; give at least one sample")
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    least = {
+        "batch_size": 1,
+        "micro_batch_size": 1,
+        "num_epochs": 1,
+        "num_steps": 1,
+        "checkpoint_every": 1,
+        "num_workers": 0,
+        "seed": 0,
+    }
+    for name, lowest in least.items():
+        value = given.get(name, lowest)
+        if name == "micro_batch_size" and value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise ConfigError(f"{name} is {value!r}; give a whole number from {lowest}")
+
+
+def _check_policy(given: dict[str, Any]) -> ApplyPolicy:
+    policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
+    for option in CADENCE_OPTIONS:
+        if policy is ApplyPolicy.SYNC and option in given:
+            raise ConfigError(
+                f"{option} is {given[option]!r}, but has no effect with policy 'sync', which "
+                "averages after every optimizer step; leave it out"
+            )
+    return policy
+
+
+def _check_place() -> None:
+    place = DistributedTrainConfig.from_env()
+    if place.world_size > 1:
+        raise ConfigError(
+            f"this process is rank {place.rank} of {place.world_size} already (started by "
+            f"{place.launched_by}), and Ddp.builder starts workers of its own; start the script "
+            "plainly with python, or use Ddp.setup"
+        )
+
+
+def _check_backend(name: str, devices: Sequence[str]) -> str:
+    backend = check_backend(name)
+    unfit = "cpu" in devices or len(set(devices)) < len(devices)
+    if backend is AverageBackend.NCCL and unfit:
+        raise ConfigError(
+            f"backend is 'nccl' for the devices {', '.join(devices)}; NCCL joins CUDA devices, one "
+            "rank on each: use backend='gloo' or 'auto'"
+        )
+    return backend.value
+
+
+def _check_ratios(given: dict[str, Any], world_size: int) -> None:
+    for name in ("partition_ratios", "speed_hint"):
+        if name not in given:
+            continue
+        try:
+            values = tuple(float(value) for value in given[name])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{name} is {given[name]!r}; give a number for each device, such as (1.0, 0.33)"
+            ) from None
+        if len(values) != world_size:
+            raise ConfigError(
+                f"{name} is {values}, {len(values)} numbers for {world_size} devices; give one for "
+                "each"
+            )
+        if not all(0 <= v < float("inf") for v in values) or not any(values):
+            raise ConfigError(f"{name} is {values}; give numbers from 0, not all of them 0")
+        given[name] = values
+
+
+def _is_maker(dataset: Any) -> bool:
+    return isinstance(
+        dataset, types.FunctionType | types.MethodType | functools.partial
+    ) and not isinstance(dataset, Dataset)

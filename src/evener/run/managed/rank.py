@@ -1,0 +1,241 @@
+"""One rank of a managed run: the loop that users of ``Ddp.builder`` need not write."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from evener.comm.base import Communicator
+from evener.errors import ConfigError, UsageError
+from evener.run.ddp import Ddp
+from evener.run.loading.team_loop import TeamLoader
+from evener.run.managed.job import Job
+from evener.run.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
+from evener.run.managed.trained import TrainedState, capture_trained
+from evener.run.managed.travel import CarriedDataset, CarriedFunction
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.placement import choose_device
+from evener.run.windows.memory import train_epoch
+from evener.run.windows.results import WindowResult
+
+#: Ranks wait for rank 0's ``eval_fn`` this long; should rank 0 die in it, they know at once.
+EVAL_TIMEOUT_S = 24 * 3600.0
+
+
+class ManagedRank:
+    """Trains this rank's part of a job; every rank of the team makes one.
+
+    Args:
+        job: What to do.
+        environment: This rank's place.
+        stop_when: Asked after each micro-batch; true stops the team.
+        communicator: The ranks to train with, instead of connecting to them.
+
+    Raises:
+        ConfigError: A function returned what it should not.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        environment: DistributedTrainConfig,
+        stop_when: Callable[[], bool],
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.job = job
+        torch.manual_seed(job.seed)
+        self.model = _made("model_fn", job.model_fn(choose_device(job.devices, environment)))
+        optimizer = job.optim_fn(list(self.model.parameters()))
+        _check_optimizer(optimizer)
+        self.ddp = Ddp.setup(
+            self.model,
+            optimizer,
+            None if job.scheduler is None else job.scheduler(optimizer),
+            policy=job.policy,
+            backend=job.backend,
+            devices=job.devices,
+            precision=job.precision,
+            config=job.config(stop_when),
+            environment=environment,
+            communicator=communicator,
+        )
+        try:
+            self.loader = self._make_loader()
+        except BaseException:
+            self.ddp.close()
+            raise
+        self._scalars = ScalarRecorder()
+        self._share = self.ddp.assembly.engine.share
+        self._tally = EpochTally(self.ddp.world_size)
+        self.ddp.on_commit(self._on_commit)
+
+    def epochs(self) -> Iterator[EpochMetrics]:
+        """Trains; all ranks iterate together.
+
+        Yields:
+            The metrics of each epoch, the same on every rank.
+        """
+        job, ddp = self.job, self.ddp
+        while not ddp.stopping and not self._has_ended:
+            epoch = self.loader.cursor.epoch
+            if job.epoch_fn is not None:
+                job.epoch_fn(epoch, self.model)
+            self._tally.start(time.perf_counter())
+            train_epoch(
+                self.loader.epoch(epoch),
+                self._train_micro_batch,
+                self.ddp.step,
+                on_redo=lambda: self._scalars.drop(self._share.micro_batches),
+            )
+            metrics = self._finish_epoch(epoch)
+            if metrics is not None:
+                yield metrics
+
+    def state(self) -> TrainedState:
+        """The model as the team last agreed on it, on the CPU."""
+        with self.ddp.assembly.engine.consensus():
+            return capture_trained(self.model, self.ddp.progress)
+
+    def close(self) -> None:
+        """Leaves the team; idempotent. ``state`` can still be asked for."""
+        self.ddp.close()
+
+    def _make_loader(self) -> TeamLoader:
+        job = self.job
+        dataset, collate_fn = job.make_dataset(), job.collate_fn
+        if job.num_workers:
+            dataset = CarriedDataset(dataset)
+            collate_fn = None if collate_fn is None else CarriedFunction(collate_fn)
+        loader: TeamLoader = self.ddp.loader(
+            dataset,
+            batch_size=job.batch_size,
+            seed=job.seed,
+            collate_fn=collate_fn,
+            num_workers=job.num_workers,
+            micro_batch_size=job.micro_batch_size,
+            max_steps=job.num_steps,
+        )
+        return loader
+
+    @property
+    def _has_ended(self) -> bool:
+        if self.job.num_steps is not None:
+            return self.ddp.assembly.engine.turns >= self.job.num_steps
+        return self.loader.cursor.epoch >= (self.job.num_epochs or 0)
+
+    def _train_micro_batch(self, batch: Any) -> None:
+        ddp = self.ddp
+        share = self._share = ddp.assembly.engine.share
+        with self._scalars.recording():
+            answer = self.job.train_fn(self.model, _to_device(batch, ddp.device))
+        loss, weight = _loss_and_weight(answer)
+        ddp.backward(loss, weight)
+        if not share.timing:
+            self._scalars.end_micro_batch(share.micro_batch_weight)
+
+    def _on_commit(self, result: WindowResult) -> None:
+        self._tally.add(result)
+        own = result.ranks[self.ddp.rank]
+        self._scalars.commit(own.micro_batches, applied=not result.skipped)
+        job = self.job
+        if job.checkpoint_fn is None or job.checkpoint_every is None:
+            return
+        if self.ddp.is_main_process and result.progress.window % job.checkpoint_every == 0:
+            with torch.no_grad():
+                job.checkpoint_fn(result.progress.window, self.model)
+
+    def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
+        """Agrees on the epoch's metrics; all ranks call it together."""
+        complete = self.loader.cursor.epoch > epoch
+        own = {
+            "windows": self._tally.windows,
+            "totals": self._tally.document(time.perf_counter()),
+            "scalars": self._scalars.end_epoch(),
+        }
+        # Rank 0 is never parked, so its totals are whole.
+        answers = self.ddp.assembly.team.introduce(own)
+        if not answers[0]["windows"]:
+            return None
+        scalars, per_rank = average_scalars([answer["scalars"] for answer in answers])
+        return EpochMetrics.from_document(
+            {
+                **answers[0]["totals"],
+                "epoch": epoch,
+                "complete": complete,
+                "scalars": scalars,
+                "per_rank": list(per_rank),
+                "eval": self._evaluate(),
+                "steps": self.ddp.progress.steps,
+                "devices": [m.device for m in self.ddp.members],
+            }
+        )
+
+    def _evaluate(self) -> Mapping[str, float]:
+        """Rank 0 evaluates, the others wait for its answer."""
+        eval_fn = self.job.eval_fn
+        if eval_fn is None or self.ddp.stopping:
+            return {}
+        values: Mapping[str, float] = {}
+        if self.ddp.is_main_process:
+            with self.ddp.evaluating():
+                values = _numbers(eval_fn(self.model))
+        answers = self.ddp.assembly.team.introduce({"eval": values}, timeout_s=EVAL_TIMEOUT_S)
+        agreed: Mapping[str, float] = answers[0]["eval"]
+        return agreed
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def _made(name: str, model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{name} returned {model!r}, a {type(model).__name__}; return a torch.nn.Module"
+        )
+    return model
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, Optimizer):
+        return
+    if isinstance(optimizer, Sequence) and all(isinstance(o, Optimizer) for o in optimizer):
+        return
+    raise ConfigError(
+        f"optim_fn returned {optimizer!r}, a {type(optimizer).__name__}; return a torch.optim "
+        "optimizer over the parameters that it is given, or a list of optimizers"
+    )
+
+
+def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+    loss, weight = answer, None
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, weight = answer
+        weight = float(weight)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise UsageError(
+            f"train_fn returned {shown} as the loss; return a tensor with one element, the mean "
+            "over the micro-batch, or a pair (loss, weight)"
+        )
+    return loss.reshape(()), weight
+
+
+def _numbers(answer: Any) -> dict[str, float]:
+    try:
+        if isinstance(answer, Mapping):
+            return {str(name): float(value) for name, value in answer.items()}
+        return {"eval": float(answer)}
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"eval_fn returned {answer!r}; return a number, or a dict of numbers by name"
+        ) from None

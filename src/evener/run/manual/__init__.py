@@ -1,0 +1,1 @@
+"""``Ddp.wrap``: averaging by hand, for loops that no window fits."""

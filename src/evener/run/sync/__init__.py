@@ -1,0 +1,1 @@
+"""Windows of policy SYNC: one optimizer step of the whole team."""

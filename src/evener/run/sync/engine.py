@@ -1,0 +1,391 @@
+"""Runs SYNC windows on one rank: plan, compute, meet, average, update, commit."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any, final
+
+from evener.averaging.buffers import BufferAverager
+from evener.cadence.plan import WindowPlan
+from evener.cadence.policies import Policy
+from evener.comm.flat import FlatBuffers
+from evener.data.cursor import Cursor
+from evener.run.sync.meetings import Met, WindowMeetings
+from evener.run.sync.planning import AppliedWindow, PlanQueue, refuse_other_work
+from evener.run.sync.row import agree_on_part
+from evener.run.sync.updates import Updater
+from evener.run.team.notices import parked, slow_rank_0
+from evener.run.team.team import Meeting, Team
+from evener.run.windows.base import Engine, EngineOptions
+from evener.run.windows.finite import find_non_finite
+from evener.run.windows.moments import SavedState, own_state
+from evener.run.windows.results import Progress, RankRecord, WindowResult
+from evener.run.windows.share import Share
+
+#: Windows after which a parked rank is tried again, if the epoch does not end before.
+PARKED_WINDOWS = 500
+
+#: Timing of a rank: samples, micro-batches, seconds.
+Measurement = tuple[int, int, float]
+
+
+@final
+class WindowEngine(Engine):
+    """The protocol of a SYNC window, seen from one rank.
+
+    Life of a window: the loader hands out this rank's micro-batches, which ``share`` accounts for;
+    after the last one ``close`` meets the others. At that meeting every rank learns that all have
+    applied the window before (it is *committed*), whether every gradient is finite, whether
+    somebody wants to stop, and the plan of the window after the next. Then gradients are averaged
+    and the update is applied.
+
+    The meeting comes before the gradients, so a mistake (another collective, a non-finite
+    gradient, a stop) is known before any of it could be averaged in.
+    """
+
+    def __init__(
+        self,
+        *,
+        team: Team,
+        flat: FlatBuffers,
+        buffers: BufferAverager,
+        updater: Updater,
+        policy: Policy,
+        options: EngineOptions,
+    ) -> None:
+        super().__init__(team, flat, buffers, options)
+        self.plans = PlanQueue(team.rank, team.world_size, policy)
+        self._updater = updater
+        #: Optimizers that have been stepped alone in this window.
+        self._turns: list[WindowResult] = []
+        self._meetings = WindowMeetings(self, self.plans, updater)
+        #: Epoch of windows without plans, and their samples so far.
+        self._stream = (0, 0)
+        self._recall_at = 0
+        self._warned_of_rank_0 = False
+
+    @property
+    def policy(self) -> Policy:
+        """Who does how much; rank 0's word counts."""
+        return self.plans.policy
+
+    @property
+    def turns(self) -> int:
+        """Windows: each is an optimizer step, or one left out."""
+        return self.progress.window
+
+    # ── before a window ──────────────────────────────────────────────────────────────────────
+
+    def begin(self, cursor: Cursor, batch_size: int) -> None:
+        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+        self.settle()
+        self.flat.attach_data()  # the model may have been given another memory format
+        self.plans.begin(cursor, batch_size)
+
+    def begin_stream(self, epoch: int) -> None:
+        """Starts an epoch of windows without plans; all ranks call it together."""
+        self.settle()
+        self.flat.attach_data()
+        self._drop_plans()
+        self._stream = (epoch, 0)
+
+    def settle(self) -> None:
+        """Commits what has been applied and not yet committed; all ranks call it together."""
+        if self._turns and self.share.in_micro_batch:
+            self.end_micro_batch()
+        if self.left:
+            self._meetings.flush()
+            self.left = False
+            self._drop_plans()
+        else:
+            self.flush()
+
+    def exchange_plan(self, *, min_share: int = 0) -> None:
+        """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
+        draft = self.plans.draft(self.window, min_share=min_share)
+        rows = self._meetings.meet(Meeting.PLAN, [*draft, self.plans.fingerprint])
+        self.plans.compare([row[len(draft)] for row in rows], self.team.parked)
+        self.plans.accept(rows[0])
+
+    def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:
+        """Gives every rank every rank's timings; all ranks call it together."""
+        rows = self._meetings.meet(
+            Meeting.PROBE, [len(own), *(x for triple in own for x in triple)]
+        )
+        return [
+            [(int(r[3 * k + 1]), int(r[3 * k + 2]), r[3 * k + 3]) for k in range(int(r[0]))]
+            for r in rows
+        ]
+
+    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
+        """Starts this rank's part of a window; with ``timing`` it will be dropped."""
+        whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
+        if whole_window and not self.options.loss_scale.is_used:
+            scale = None
+        else:
+            scale = self._updater.scale(self.plans.batch_size or 1)
+        self.share = Share(
+            num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
+        )
+        return self.share
+
+    def end_micro_batch(self) -> WindowResult | None:
+        """Ends a micro-batch; closes the window with the last one of this rank's share."""
+        last = self.share.end_micro_batch()
+        if self.share.timing:
+            return None
+        if not self.in_epoch:
+            return self.close_unplanned()
+        if self.options.stop_requested() and not last:
+            return self.close(abandon=True)
+        return self.close() if last else None
+
+    def step_part(self, part: int) -> WindowResult | None:
+        """Steps one optimizer alone on this window's samples, and leaves the window open.
+
+        Without plans it closes a window of its own.
+
+        Returns:
+            The update; ``None`` where it is dropped.
+        """
+        share = self.share
+        share.check_part(part)
+        share.turns += 1
+        if share.timing:
+            self.flat.zero_(part)
+            return None
+        if not self.in_epoch:
+            share.end_micro_batch()
+            return self.close_unplanned(part)
+        plan = self.plans.peek()
+        assert plan is not None
+        share.pause()
+        met = self._meetings.close(plan, self._meetings.report(part=part), part=part)
+        result = None
+        if met.abandoned:
+            self._abandon()
+            share.timing = True  # what is left of this batch goes through, for nothing
+        else:
+            agree_on_part(met.rows, plan.shares, part)
+            result = self._take_turn(part, plan, met)
+        share.resume()
+        return result
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Shows the agreed buffers; parameters are equal at all times."""
+        return self.buffers.consensus()
+
+    def restored(self) -> None:
+        """Takes the buffers as they are for the agreed ones."""
+        self.buffers.reset()
+
+    def saved_states(self) -> list[SavedState]:
+        """This rank's optimizer states, which are every rank's."""
+        return [own_state(optimizer) for optimizer in self._updater.optimizers]
+
+    def leave(self) -> None:
+        """Leaves an epoch in its middle; the others learn of it in ``settle``."""
+        self.left = True
+        if not self.share.turns:
+            self.drop_share()
+
+    # ── closing ──────────────────────────────────────────────────────────────────────────────
+
+    def close(self, *, abandon: bool = False) -> WindowResult | None:
+        """Closes the window; all ranks call it together.
+
+        Args:
+            abandon: This rank was told to stop in mid-window: nobody applies the window, it
+                stays uncommitted, and the run can go on from there later.
+
+        Returns:
+            The applied window, or ``None`` when it was abandoned.
+
+        Raises:
+            NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
+        """
+        plan = self.plans.peek()
+        assert plan is not None
+        # A rank without a share does not know whether an optimizer takes its turn, the window is
+        # closed, or the others have left the loop: it goes along.
+        idle = plan.shares[self.team.rank] == 0
+        while True:
+            met = self._meetings.close(
+                plan,
+                self._meetings.report(abandon and not self._turns, turns=bool(self._turns)),
+                idle=idle,
+            )
+            if met.abandoned:
+                self._abandon()
+                return None
+            part = agree_on_part(met.rows, plan.shares)
+            if not idle or part is None:
+                break
+            self._take_turn(part, plan, met)
+        if idle and not any(report.samples for report in met.reports):
+            self._drop_plans()
+            self.others_left = True
+            return None
+        self.plans.pop()
+        self.plans.accept(met.rows[0].plan)
+        self._meetings.draft = None
+        refuse_other_work(met.reports, plan)
+        result, sync_s = self._apply(plan, met)
+        lease = self.plans.lease_of(plan.window)
+        self._meetings.applied = AppliedWindow(result, lease, met.wait_s, sync_s)
+        self.policy.observe(met.reports, plan, met.exchange_s)
+        self.progress = result.progress
+        if (misfit := met.rows[0].note.park) == 0:
+            self._warn_of_rank_0()
+        elif misfit is not None:
+            self._park(misfit)
+        elif self.team.parked and self.window >= self._recall_at:
+            self.recall(go_on=True)
+        return result
+
+    def close_unplanned(
+        self, part: int | None = None, *, idle: bool = False
+    ) -> WindowResult | None:
+        """Closes a window that no plan was made for; all ranks call it together.
+
+        Args:
+            part: Only this optimizer is stepped.
+            idle: This rank has run out of data, and goes along with the others.
+
+        Returns:
+            The applied window; ``None`` when no rank had data, or the others have left.
+        """
+        met = self._meetings.close(None, self._meetings.report(part=part), part=part, idle=idle)
+        working = [report.micro_batches for report in met.reports]
+        if not any(working):
+            return None
+        part = agree_on_part(met.rows, working, part)
+        epoch, start = self._stream
+        shares = tuple(report.samples for report in met.reports)
+        plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
+        result, sync_s = self._apply(plan, met, part)
+        self._stream = (epoch, plan.stop)
+        self._meetings.applied = AppliedWindow(result, None, met.wait_s, sync_s)
+        self.progress = result.progress
+        return result
+
+    def flush(self) -> None:
+        """Commits the last window of an epoch; all ranks call it together."""
+        if self._meetings.applied is not None:
+            self._meetings.flush()
+
+    def _apply(
+        self, plan: WindowPlan, met: Met, part: int | None = None
+    ) -> tuple[WindowResult, float]:
+        """Averages and updates, unless the optimizers have taken their turns already."""
+        if not self._turns:
+            self._refuse_non_finite(plan, met, part)
+            return self._updater.apply(
+                plan,
+                met.reports,
+                self.share,
+                self.progress,
+                buffers_changed=met.buffers_changed,
+                part=part,
+            )
+        turns, self._turns = self._turns, []
+        weight, skipped = turns[0].weight, all(turn.skipped for turn in turns)
+        if met.buffers_changed:
+            self._updater.agree_on_buffers(self.share, weight, f"window {plan.window}")
+        result = replace(
+            turns[-1],
+            weight=weight,
+            skipped=skipped,
+            progress=self.progress.after(plan.size, 0.0 if skipped else weight, skipped),
+            applied_t=time.time(),
+            ranks=tuple(RankRecord.of(r) for r in met.reports),
+        )
+        return result, 0.0
+
+    def _take_turn(self, part: int, plan: WindowPlan, met: Met) -> WindowResult:
+        self._refuse_non_finite(plan, met, part)
+        result, _ = self._updater.apply(
+            plan, met.reports, self.share, self.progress, buffers_changed=False, part=part
+        )
+        self._turns.append(replace(result, progress=self.progress))
+        return self._turns[-1]
+
+    def _refuse_non_finite(self, plan: WindowPlan, met: Met, part: int | None) -> None:
+        bad = find_non_finite(met.reports, plan, self.flat.names, self.progress.steps + 1)
+        if bad is not None and not self._updater.may_skip(met.reports):
+            self.flat.zero_(part)
+            self._turns.clear()
+            raise self.options.loss_scale.exhausted(bad)
+
+    def _abandon(self) -> None:
+        self.drop_share()
+        self._drop_plans()
+
+    def _drop_plans(self) -> None:
+        self.plans.drop()
+        self._meetings.draft = None
+
+    # ── parking ──────────────────────────────────────────────────────────────────────────────
+
+    def recall(self, *, go_on: bool) -> None:
+        """Calls parked ranks back with the state of now; all that are not parked call it together.
+
+        Args:
+            go_on: The epoch goes on, so new plans are made for the whole team.
+        """
+        self.flush()
+        self._drop_plans()
+        leaving = int(self.stopping or self.wants_stop())
+        self.stopping |= self.team.recall(self.window, leaving, [float(go_on)]) > 0
+        self._rejoined(go_on, receives=False)
+
+    def wait_for_recall(self) -> None:
+        """Waits, parked, to be called back, and takes over the state of the others."""
+        said, leaving = self.team.wait_for_recall(self.window, int(self.wants_stop()))
+        self.stopping |= leaving > 0
+        self._rejoined(said[0] > 0, receives=True)
+
+    def _park(self, rank: int) -> None:
+        """Goes on without a rank that costs more than it brings; all ranks call it together."""
+        speeds = self.policy.solo_speeds(self.plans.batch_size)
+        self.flush()
+        self._drop_plans()
+        self.team.park(rank)
+        self._use_team()
+        self._recall_at = self.window + PARKED_WINDOWS
+        self.options.notice(parked(rank, speeds, PARKED_WINDOWS))
+        if not self.team.is_parked:
+            self.exchange_plan()
+            self.exchange_plan()
+
+    def _warn_of_rank_0(self) -> None:
+        if not self._warned_of_rank_0:
+            speeds = self.policy.solo_speeds(self.plans.batch_size)
+            self.options.notice(slow_rank_0(speeds))
+        self._warned_of_rank_0 = True
+
+    def _rejoined(self, go_on: bool, *, receives: bool) -> None:
+        cursor = self.plans.cursor
+        counters: dict[str, Any] = {
+            "progress": asdict(self.progress),
+            "expected_weight": self._updater.expected_weight,
+            "cursor": cursor.state_dict(),
+            "loss_scale": self.options.loss_scale.state_dict(),
+        }
+        counters = self.options.transfer_state(counters, receives)
+        if receives:
+            self.progress = Progress(**counters["progress"])
+            self._updater.expected_weight = counters["expected_weight"]
+            cursor.load_state_dict(counters["cursor"])
+            self.options.loss_scale.load_state_dict(counters["loss_scale"])
+            self.flat.zero_()
+            self.buffers.reset()
+        self._use_team()
+        if go_on:
+            self.exchange_plan(min_share=1)
+            self.exchange_plan(min_share=1)
+
+    def _use_team(self) -> None:
+        self.policy.set_parked(self.team.parked)
+        self._updater.use(self.team.comm)

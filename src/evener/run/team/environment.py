@@ -1,0 +1,297 @@
+"""Who am I in the team: read once from the environment, checked, and then only passed on."""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TypeVar
+
+from evener.errors import ConfigError
+from evener.run.team import slurm
+
+#: Set to 1 by evener's launcher in every rank that it starts.
+LAUNCHED = "EVENER_LAUNCHED"
+#: Rank 0 only: descriptor of the socket on which the store shall listen.
+STORE_FD = "EVENER_STORE_FD"
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+_LOOPBACK = "127.0.0.1"
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class DistributedRole(StrEnum):
+    """What a process does besides computing."""
+
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+
+
+class DistributedBackend(StrEnum):
+    """What a rank computes on."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class AverageBackend(StrEnum):
+    """How ranks exchange; ``GLOO`` and ``CPU`` are two names for the exchange on the host."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    GLOO = "gloo"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedTrainConfig:
+    """A process's place in a team of ranks.
+
+    Attributes:
+        world_size: Ranks in the team.
+        rank: Number of this rank, from 0.
+        local_rank: Number of this rank among those on this host; chooses its device.
+        role: Coordinator for rank 0, worker for the others.
+        coordinator_addr: Host of the store through which ranks find one another (rank 0's).
+        backend: What this rank computes on.
+        comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
+        coordinator_port: Port of that store; 0 only in a team of one.
+        local_world_size: Ranks on this host.
+        hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
+            torchrun's agent has opened it.
+        store_fd: Socket, bound by the launcher, on which this process shall open the store.
+        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"`` or ``"slurm"``.
+
+    Raises:
+        ConfigError: A value is impossible.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    role: DistributedRole = DistributedRole.COORDINATOR
+    coordinator_addr: str = _LOOPBACK
+    backend: DistributedBackend = DistributedBackend.AUTO
+    comm_backend: AverageBackend = AverageBackend.AUTO
+    _: KW_ONLY
+    coordinator_port: int = 0
+    local_world_size: int = 1
+    hosts_store: bool = True
+    store_fd: int | None = None
+    launched_by: str = "alone"
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # frozen: texts become enums here, and nowhere else
+        set_field(self, "role", _choice("role", self.role, DistributedRole))
+        set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
+        set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
+        set_field(self, "coordinator_addr", _checked_host(self.coordinator_addr))
+        set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
+        _check_numbers(self)
+        if self.role is not _role(self.rank):
+            raise ConfigError(
+                f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
+                f"all others are workers, so pass role={_role(self.rank).value!r}"
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
+        """Reads this process's place from what started it.
+
+        In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step,
+        otherwise a team of one.
+
+        Args:
+            environ: Instead of the process's environment.
+
+        Raises:
+            ConfigError: A variable is missing or impossible; names the variable, its value and
+                what to do.
+        """
+        environ = os.environ if environ is None else environ
+        if environ.get(LAUNCHED):
+            return _from_variables(environ, launched_by="evener")
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            return _from_variables(environ, launched_by="torchrun")
+        if slurm.in_step(environ):
+            return _from_slurm(environ)
+        if partial := [n for n in (*_REQUIRED, "LOCAL_RANK") if environ.get(n)]:
+            raise ConfigError(_partial(environ, partial))
+        return cls()
+
+
+def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
+    """Threads that each of a host's ranks should compute with.
+
+    Args:
+        num_cores: Cores to share out; ``None`` takes those that this process may run on.
+        local_world_size: Ranks on the host.
+    """
+    if num_cores is None:
+        num_cores = available_cores()
+    return max(1, num_cores // local_world_size)
+
+
+def local_devices(environ: Mapping[str, str] | None = None, root: Path = Path("/dev")) -> int:
+    """CUDA devices that this host shows, found without loading torch; 0 where there are none.
+
+    Args:
+        environ: Instead of the process's environment; ``CUDA_VISIBLE_DEVICES`` may hide some.
+        root: Where device files are.
+    """
+    environ = os.environ if environ is None else environ
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
+    return sum(1 for path in root.glob("nvidia[0-9]*"))
+
+
+def available_cores() -> int:
+    """Cores that this process may run on: fewer than the machine's under ``taskset`` or SLURM."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
+    if missing := [name for name in _REQUIRED if not environ.get(name)]:
+        raise ConfigError(_partial(environ, [n for n in _REQUIRED if n not in missing]))
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"RANK is {rank}, but WORLD_SIZE is {world_size}; ranks count from 0 to "
+            f"WORLD_SIZE - 1, so start {world_size} processes with RANK 0 to {world_size - 1}"
+        )
+    host = environ["MASTER_ADDR"]
+    # Some launchers set the four variables only. A loopback address means one host for all ranks;
+    # otherwise one rank per host, as those launchers do.
+    one_host = _is_loopback(host)
+    local_rank = _integer(environ, "LOCAL_RANK", default=rank if one_host else 0)
+    local_world_size = _integer(
+        environ, "LOCAL_WORLD_SIZE", default=world_size if one_host else local_rank + 1
+    )
+    if not 0 <= local_rank < local_world_size:
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is {local_world_size}; local ranks "
+            "count from 0 to LOCAL_WORLD_SIZE - 1 on each host"
+        )
+    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return DistributedTrainConfig(
+        world_size=world_size,
+        rank=rank,
+        local_rank=local_rank,
+        role=_role(rank),
+        coordinator_addr=host,
+        coordinator_port=_port(environ),
+        local_world_size=local_world_size,
+        hosts_store=not agent_store,
+        store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
+        launched_by=launched_by,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
+    task = slurm.read_task(environ)
+    if task.rank >= task.world_size:
+        raise ConfigError(
+            f"SLURM_PROCID is {task.rank}, but the step has {task.world_size} tasks "
+            "(SLURM_NTASKS); start all ranks with one srun"
+        )
+    return DistributedTrainConfig(
+        world_size=task.world_size,
+        rank=task.rank,
+        local_rank=task.local_rank,
+        role=_role(task.rank),
+        # A batch script may choose host and port itself.
+        coordinator_addr=environ.get("MASTER_ADDR") or task.host,
+        coordinator_port=_port(environ) if environ.get("MASTER_PORT") else task.port,
+        local_world_size=task.local_world_size,
+        launched_by="slurm",
+    )
+
+
+def _role(rank: int) -> DistributedRole:
+    return DistributedRole.WORKER if rank else DistributedRole.COORDINATOR
+
+
+def _partial(environ: Mapping[str, str], present: list[str]) -> str:
+    shown = ", ".join(f"{name}={environ[name]}" for name in present) or "none of them"
+    missing = ", ".join(name for name in _REQUIRED if not environ.get(name))
+    return (
+        f"the environment describes a rank only in part: {shown} set, {missing} missing; set all "
+        f"of {', '.join(_REQUIRED)} (torchrun does) or unset them to run alone"
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name) or ""
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {text!r}, which is no integer; it is set by whatever starts the ranks: "
+            "mend it there or unset it"
+        ) from None
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65_535:
+        raise ConfigError(f"MASTER_PORT is {port}; give a port from 1 to 65535")
+    return port
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(kind)
+        raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
+
+
+def _checked_host(host: str) -> str:
+    if with_port := re.fullmatch(r"(?:\[.*\]|[^:]+):(\d+)", host):
+        raise ConfigError(
+            f"coordinator_addr is {host!r}, which holds a port; pass the host alone and "
+            f"coordinator_port={with_port[1]}"
+        )
+    host = host.strip().removeprefix("[").removesuffix("]")
+    if not host or any(c.isspace() or c == "/" for c in host):
+        raise ConfigError(
+            f"coordinator_addr is {host!r}, which is no host; give a name or an IP address "
+            "(MASTER_ADDR in the environment)"
+        )
+    return host
+
+
+def _check_numbers(config: DistributedTrainConfig) -> None:
+    if config.world_size < 1:
+        raise ConfigError(f"world_size is {config.world_size}; a team has at least one rank")
+    if not 0 <= config.rank < config.world_size:
+        raise ConfigError(
+            f"rank is {config.rank}, but world_size is {config.world_size}; ranks count from 0 to "
+            "world_size - 1"
+        )
+    if config.local_rank < 0 or config.local_world_size < 1:
+        raise ConfigError(
+            f"local_rank is {config.local_rank} of local_world_size {config.local_world_size}; "
+            "local ranks count from 0"
+        )
+    if not 0 <= config.coordinator_port <= 65_535:
+        raise ConfigError(
+            f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
+        )

@@ -1,0 +1,258 @@
+"""This rank's part of a window while it is being computed: micro-batches, weight, loss, time."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from evener.errors import UsageError
+from evener.run.windows.emulate import Slowdown
+from evener.run.windows.memory import explain
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    samples: int
+    started_s: float
+    slow_start: float
+    weights: dict[int | None, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What losses for the same optimizers amount to."""
+
+    weight: float = 0.0
+    losses: list[tuple[float, Tensor]] = field(default_factory=list)
+
+
+class Share:
+    """Accounts for the micro-batches of one rank in one window.
+
+    The clock runs from the moment a micro-batch is handed out to ``end_micro_batch``, so it counts
+    the user's loop and never a wait for data or for other ranks.
+
+    Args:
+        planned: Micro-batches of the share.
+        scale: What weights are divided by before backward; see ``GradientAverager``. ``None``
+            takes the weight itself, where this one micro-batch is the whole window: then nothing is
+            multiplied, and its gradient is used as it is.
+        slowdown: Stretches compute on a rank that is emulated slower.
+        timing: The share only times the rank; its gradients will be dropped.
+
+    Attributes:
+        samples: Samples computed.
+        micro_batches: Micro-batches computed.
+        compute_s: Seconds they took.
+        turns: How often an optimizer has been stepped alone.
+    """
+
+    def __init__(
+        self, planned: int, *, scale: float | None, slowdown: Slowdown, timing: bool = False
+    ) -> None:
+        self.timing = timing
+        self._scale = scale
+        self.samples = 0
+        self.micro_batches = 0
+        self.compute_s = 0.0
+        self._planned = planned
+        self._slowdown = slowdown
+        self._sums: dict[int | None, _Sum] = {}
+        self.turns = 0
+        self._open: _MicroBatch | None = None
+
+    @property
+    def in_micro_batch(self) -> bool:
+        """Whether a micro-batch was handed out and not yet ended."""
+        return self._open is not None
+
+    @property
+    def open_samples(self) -> int:
+        """Samples of the micro-batch that is being computed; 0 outside of one."""
+        return self._open.samples if self._open is not None else 0
+
+    @property
+    def micro_batch_weight(self) -> float:
+        """Weight of the micro-batch that is being computed; 0 before its backward."""
+        return next(iter(self._open.weights.values()), 0.0) if self._open is not None else 0.0
+
+    @property
+    def weight(self) -> float:
+        """Weight of the micro-batches so far; where optimizers take turns, of the first turn."""
+        return next(iter(self._sums.values())).weight if self._sums else 0.0
+
+    @property
+    def scale(self) -> float:
+        """What weights were divided by; a power of two, or the weight of the only micro-batch."""
+        return self.scale_of(None)
+
+    def scale_of(self, part: int | None) -> float:
+        """The same for the losses of one optimizer."""
+        return self._scale if self._scale is not None else self.weight_of(part) or 1.0
+
+    def weight_of(self, part: int | None) -> float:
+        """Weight of the losses of one optimizer; of all together for ``None``."""
+        return self._sums[part].weight if part in self._sums else 0.0
+
+    @property
+    def loss_sum(self) -> float:
+        """Σ weight · loss of the micro-batches so far; waits for the device."""
+        return self.loss_sum_of(None)
+
+    def loss_sum_of(self, part: int | None) -> float:
+        """The same for the losses of one optimizer."""
+        losses = self._sums[part].losses if part in self._sums else []
+        if len(losses) > 1:  # one transfer for all
+            values = torch.stack([v.double().reshape(()) for _, v in losses]).tolist()
+        else:
+            values = [loss.item() for _, loss in losses]
+        total = 0.0
+        for (weight, _), value in zip(losses, values, strict=True):
+            total += weight * value
+        return total
+
+    def start_micro_batch(self, samples: int) -> None:
+        """Starts the clock on a micro-batch."""
+        self._open = _MicroBatch(samples, time.perf_counter(), self._slowdown.start())
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | None,
+        part: int | None = None,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Adds ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``.
+
+        Args:
+            loss: The mean over ``weight`` units.
+            weight: Units; the micro-batch's samples for ``None``.
+            part: Number of the optimizer that the loss is for; all together for ``None``.
+            inputs: That optimizer's parameters: no other gets a gradient.
+        """
+        micro = self._open
+        if micro is None:
+            raise UsageError(
+                "ddp.backward(loss) was called outside a micro-batch; iterate over "
+                "loader.epoch(n) and call it once per batch"
+            )
+        units = float(micro.samples if weight is None else weight)
+        if not (math.isfinite(units) and units >= 0):
+            raise UsageError(
+                f"weight is {units}; give the number (>= 0) of samples or tokens that the loss is "
+                "the mean of"
+            )
+        if (None in self._sums) != (part is None) and self._sums:
+            raise UsageError(
+                "ddp.backward was called with and without optimizer= in one window; name the "
+                "optimizer for every loss, or for none"
+            )
+        known = micro.weights.get(part)
+        total = self._sums.setdefault(part, _Sum())
+        if known is None:
+            micro.weights[part] = units
+            total.weight += units
+        elif weight is not None and units != known:
+            raise UsageError(
+                f"second ddp.backward on one micro-batch with weight {units}, the first had "
+                f"{known}; losses of one micro-batch share one weight: scale the loss instead"
+            )
+        units = micro.weights[part]
+        if units == 0:
+            return
+        total.losses.append((units, loss.detach()))
+        factor = units / self.scale_of(part)
+        scaled = loss if factor == 1.0 else loss * factor
+        try:
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            refuse_loss(loss)
+            explain(error, micro.samples)
+            raise
+
+    def not_ended(self) -> UsageError:
+        """The error of a loop that goes on without ``ddp.step()``."""
+        return UsageError(
+            "the loop asked for the next batch without ddp.step() on this one; call "
+            "ddp.backward(loss) and ddp.step() once for every batch of the loader. To evaluate, "
+            "use ddp.eval_loader, which asks for neither"
+        )
+
+    def check_part(self, part: int) -> None:
+        """Refuses to step one optimizer alone where that would not act on the whole share.
+
+        Raises:
+            UsageError: Says what is missing.
+        """
+        if self._open is None or part not in self._open.weights:
+            raise UsageError(
+                "ddp.step(optimizer) without ddp.backward(loss, optimizer=optimizer) on this "
+                "micro-batch; say for every loss which optimizer it is for"
+            )
+        if self._planned != 1:
+            raise UsageError(
+                f"ddp.step(optimizer) on one of {self._planned} micro-batches of a window: an "
+                "optimizer can be stepped alone only on all of a rank's samples at once; pass "
+                "micro_batch_size='share' to ddp.loader, or step all optimizers together with "
+                "ddp.step()"
+            )
+
+    def pause(self) -> None:
+        """Stops the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""
+        assert self._open is not None
+        elapsed_s = time.perf_counter() - self._open.started_s
+        self.compute_s += elapsed_s + self._slowdown.after(self._open.slow_start)
+
+    def resume(self) -> None:
+        """Lets the clock go on after ``pause``."""
+        assert self._open is not None
+        self._open.started_s, self._open.slow_start = time.perf_counter(), self._slowdown.start()
+
+    def end_micro_batch(self) -> bool:
+        """Stops the clock; True when it was the last micro-batch of the share."""
+        micro = self._open
+        if micro is None or not micro.weights:
+            raise UsageError(
+                "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
+                "(with weight=0 to leave a batch out)"
+            )
+        if None not in micro.weights and not self.turns:
+            raise UsageError(
+                "ddp.step() after ddp.backward(loss, optimizer=...); call ddp.step(optimizer) for "
+                "each optimizer in its turn, or leave optimizer= out to step all together"
+            )
+        self._open = None
+        self.micro_batches += 1
+        self.samples += micro.samples
+        last = self.micro_batches == self._planned
+        losses = next(iter(self._sums.values())).losses
+        if last and losses and losses[-1][1].device.type != "cpu":
+            # Reading a loss waits for the device, so that its whole work is inside the clock.
+            losses[-1][1].item()
+        elapsed_s = time.perf_counter() - micro.started_s
+        self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
+        return last
+
+
+def refuse_loss(loss: Tensor) -> None:
+    """Says why a backward has failed, where the loss itself is the cause.
+
+    Raises:
+        UsageError: It is no scalar, or hangs on nothing that is trained.
+    """
+    if loss.numel() != 1:
+        raise UsageError(
+            f"the loss given to ddp.backward has shape {tuple(loss.shape)}, and a gradient needs "
+            "one number; give the mean over the micro-batch, as loss.mean() or the default "
+            "reduction of torch's losses, and the number of its units as weight"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            f"the loss given to ddp.backward is {loss.item():g} without a graph: nothing that is "
+            "trained has gone into it, or it was computed under torch.no_grad() or detached; "
+            "compute it from the model's output, with gradients on, or give weight=0 to leave the "
+            "micro-batch out"
+        )
