@@ -8,10 +8,11 @@ throughput over the sum of the solo speeds of the same round; solo is one rank a
 global batches, with an optimizer step for each, in the same micro-batches as evener.
 Figures are medians over rounds; the spread is the smallest and largest.
 
-Slow ranks are emulated: they sleep in proportion to the compute that they have just measured (in
-processor time: waiting for a busy core is not multiplied), the update included, before the exchange
-that needs it. torch DDP exchanges inside backward, so there
-the delay comes before the exchange of each bucket, and overlap with the rest stays possible.
+Slow ranks are emulated: they sleep until the compute that they have just measured (in processor
+time), the update included, has lasted as many times longer as they are slower, before the exchange
+that needs it; a wait for a busy core is not multiplied, but part of that time. torch DDP exchanges
+inside backward, so there the delay comes before the exchange of each bucket, and overlap with the
+rest stays possible.
 
 ``evener.cadence`` and ``evener.async`` make local optimizer steps on one micro-batch each, in turns
 of some windows; the window at the end of a turn, which shares out what is left, is part of it.
@@ -211,7 +212,7 @@ class TorchDdp(Way):
         super().__init__(arguments, rank)
         self.share = self.batch_size // self.world_size
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self.since = 0.0
+        self.since = self.slowdown.start()
         if self.slowdown.factor > 1:
             self.ddp.register_comm_hook(None, self._delayed)
 

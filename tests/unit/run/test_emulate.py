@@ -41,21 +41,22 @@ def test_a_team_of_one_has_rank_0_only():
         parse_emulation(["1:3"], 1)
 
 
-def test_sleeps_for_what_the_slower_device_would_still_compute():
-    slept, now = [], [7.0]
-    slowdown = Slowdown(3.0, clock=lambda: now[0], sleep=slept.append)
+@pytest.mark.parametrize(
+    ("waited_s", "slept_s"), [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (5.0, 0.0)]
+)
+def test_sleeps_for_what_the_slower_device_would_still_compute(waited_s, slept_s):
+    """Half a second of compute takes a second and a half: waits for a core are a part of it."""
+    slept, computed, wall = [], [7.0], [100.0]
+    slowdown = Slowdown(3.0, clock=lambda: computed[0], wall=lambda: wall[0], sleep=slept.append)
     start = slowdown.start()
-    now[0] += 0.5
-    assert slowdown.after(start) == pytest.approx(1.0)
-    assert slept == pytest.approx([1.0])
+    computed[0] += 0.5
+    wall[0] += 0.5 + waited_s
+    assert slowdown.after(start) == pytest.approx(slept_s)
+    assert sum(slept) == pytest.approx(slept_s)
 
 
-def test_waiting_for_a_core_is_not_stretched():
-    slept = []
-    slowdown = Slowdown(1000.0, sleep=slept.append)
-    start = slowdown.start()
-    time.sleep(0.05)  # what it does not compute, it waits
-    assert slowdown.after(start) < 1000 * 0.05 / 2
+def test_the_clock_of_compute_is_processor_time_on_a_cpu():
+    assert compute_clock("cpu") is time.thread_time
     assert compute_clock("cuda:0") is time.perf_counter
 
 

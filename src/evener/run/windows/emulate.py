@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from evener.errors import ConfigError
 
@@ -81,16 +82,25 @@ def patient_sleep(stop_requested: Callable[[], bool]) -> Callable[[float], None]
     return sleep
 
 
+class Started(NamedTuple):
+    """When some compute began: on the clock of compute, and on that of the wall."""
+
+    compute_s: float
+    wall_s: float
+
+
 class Slowdown:
     """Stretches measured compute by a factor.
 
     Compute is measured on a clock of its own. On a CPU rank that is the processor time of the
-    calling thread: ranks that share too few cores also wait for one another, and a real slow device
-    would not multiply that wait by its factor.
+    calling thread: the slower device needs the factor times that, and a wait for a core that ranks
+    of one machine share is part of it, as long as it lasts no longer. (A real slow device would not
+    know of that wait.)
 
     Args:
         factor: How many times as long compute shall take; 1 adds nothing.
         clock: Seconds of compute so far, such as ``time.perf_counter`` for work on a GPU.
+        wall: Seconds that have gone by.
         sleep: Waits for that many seconds; a test passes its own.
 
     Raises:
@@ -102,31 +112,37 @@ class Slowdown:
         factor: float,
         *,
         clock: Callable[[], float] = time.thread_time,
+        wall: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not 1 <= factor < math.inf:
             raise ConfigError(f"slow-down factor is {factor}; give a finite number of 1 or more")
         self.factor = factor
         self._clock = clock
+        self._wall = wall
         self._sleep = sleep
 
-    def start(self) -> float:
-        """The reading of the clock before some compute, for ``after``."""
-        return self._clock() if self.factor > 1 else 0.0
+    def start(self) -> Started:
+        """The readings before some compute, for ``after``."""
+        return Started(self._clock(), self._wall()) if self.factor > 1 else _NOT_SLOWED
 
-    def after(self, start: float) -> float:
+    def after(self, start: Started) -> float:
         """Sleeps as long as the slower device would still compute.
 
         Args:
             start: What ``start`` returned, on this thread.
 
         Returns:
-            Seconds slept, ``factor - 1`` times the compute since then; the caller adds them to its
-            compute time.
+            Seconds slept: what is missing to ``factor`` times the compute since then. The caller
+            adds them to its compute time.
         """
         if self.factor == 1:
             return 0.0
-        extra_s = (self.factor - 1) * (self._clock() - start)
+        due_s = self.factor * (self._clock() - start.compute_s)
+        extra_s = max(0.0, due_s - (self._wall() - start.wall_s))
         if extra_s > 0:
             self._sleep(extra_s)
         return extra_s
+
+
+_NOT_SLOWED = Started(0.0, 0.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evener.errors import UsageError
-from evener.run.windows.emulate import Slowdown
+from evener.run.windows.emulate import Slowdown, Started
 from evener.run.windows.memory import explain
 
 
@@ -17,7 +17,7 @@ from evener.run.windows.memory import explain
 class _MicroBatch:
     samples: int
     started_s: float
-    slow_start: float
+    slow_start: Started
     weights: dict[int | None, float] = field(default_factory=dict)
 
 
