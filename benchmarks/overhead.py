@@ -15,7 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from machine import load_average, write_report
@@ -154,6 +154,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--round-s", type=float, default=1.2, help="length of a round")
     parser.add_argument("--cases", type=cases, default=list(CASES), help=",".join(CASES))
     parser.add_argument(
+        "--batch-size", type=int, help="samples a step, in place of each case's own"
+    )
+    parser.add_argument(
         "--dataloader", action="store_true", help="both loops read through a torch DataLoader"
     )
     parser.add_argument("--json", metavar="FILE")
@@ -170,6 +173,7 @@ def cases(text: str) -> list[str]:
 
 def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, object]:
     """One row: both loops, taking turns."""
+    case = replace(case, batch_size=arguments.batch_size or case.batch_size)
     rounds, round_s, dataloader = arguments.rounds, arguments.round_s, arguments.dataloader
     plain, evener = Plain(case, clip, dataloader), Evener(case, clip, dataloader)
     # Caches, lazily made optimizer state, and how many steps fit into a turn.
