@@ -93,9 +93,11 @@ class CadencePolicy(Planner):
         for rank, report in enumerate(reports):
             if report.steps:
                 self._samples_per_step[rank] = report.samples / report.steps
+        busy_ms = [1000.0 * r.busy_s for r in reports]
         # Without a sync time the anchor stays as it is.
         sync_ms = 1000.0 * sync_s if self._verdict is Verdict.STABLE else 0.0
-        self.elche.report_timing([1000.0 * r.busy_s for r in reports], steps, sync_ms)
+        sync_ms *= self._part_of_a_window(busy_ms, steps)
+        self.elche.report_timing(busy_ms, steps, sync_ms)
         if self._verdict is Verdict.NUDGE_DOWN:
             self.elche.nudge_anchor_down(_NUDGE)
 
@@ -175,6 +177,17 @@ class CadencePolicy(Planner):
         order = [saved.index(member) for member in self._members]
         by_rank = {k: [cadence[k][i] for i in order] for k in ("counts", "ms") if k in cadence}
         self.elche.load_state_dict({**cadence, **by_rank})
+
+    def _part_of_a_window(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
+        """How much of a window in which the slowest rank makes its anchor this one was.
+
+        Averaging takes as long after a short window, such as the last of an epoch, as after a full
+        one; and its time is known only when the window after it is reported. What the anchor can
+        change is its part of a full window, so that is what El Che is told.
+        """
+        slowest_ms = max(ms / n for ms, n in zip(busy_ms, steps, strict=True) if n)
+        full_ms = self.elche.anchor * slowest_ms
+        return max(busy_ms) / full_ms if full_ms > 0 else 1.0
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 

@@ -144,6 +144,16 @@ def test_the_anchor_follows_the_measured_overhead_unless_ranks_drift_apart():
     assert (made.anchor, made.verdict) == (2, Verdict.NUDGE_DOWN)
 
 
+def test_a_short_window_says_nothing_else_about_the_cost_of_averaging_than_a_full_one():
+    """The end of an epoch is one step of each rank; the average takes as long as any other."""
+    full, short = policy(anchor=8), policy(anchor=8)
+    for sync_s in (0.05, 0.06, 0.2):  # of a window of 0.8 s: 6 %, 8 %, 25 %
+        full.observe(timed(50.0, 100.0, steps=[16, 8]), sync_s)
+        short.observe(timed(50.0, 100.0, steps=[2, 1]), sync_s)
+        assert short.elche.anchor == full.elche.anchor
+    assert full.elche.anchor == 20
+
+
 def test_the_state_fits_the_same_members_in_another_order_and_no_others():
     cadence = policy()
     cadence.observe(timed(100.0, 300.0), 0.0)
