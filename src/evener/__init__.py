@@ -13,6 +13,8 @@ from evener.version import __version__
 if TYPE_CHECKING:
     from evener.cadence.elche import ElChe as ElChe
     from evener.cadence.policies import ApplyPolicy as ApplyPolicy
+    from evener.data.sharding import shard_batches as shard_batches
+    from evener.data.sharding import shard_files as shard_files
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
     from evener.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from evener.errors import NonFiniteGradientError as NonFiniteGradientError
     from evener.errors import PeerLostError as PeerLostError
     from evener.errors import ProtocolError as ProtocolError
+    from evener.errors import ReplicasDifferError as ReplicasDifferError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
@@ -48,8 +51,12 @@ if TYPE_CHECKING:
     )
     from evener.tasks.classification.pipeline import ClassifyPipeline as ClassifyPipeline
     from evener.tasks.classification.samples import Sample as Sample
+    from evener.tasks.lm_batch import LMBatch as LMBatch
     from evener.tasks.pretraining import PretrainResult as PretrainResult
     from evener.tasks.pretraining import pretrain as pretrain
+    from evener.tasks.trainers.comm import DistributedComm as DistributedComm
+    from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
+    from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
@@ -71,26 +78,33 @@ _MODULE_OF: Final = {
     "DdpConfig": "evener.run.settings",
     "DdpHandle": "evener.run.managed.handle",
     "DistributedBackend": "evener.run.team.environment",
+    "DistributedComm": "evener.tasks.trainers.comm",
     "DistributedRole": "evener.run.team.environment",
     "DistributedTrainConfig": "evener.run.team.environment",
+    "DistributedTrainer": "evener.tasks.trainers.distributed",
     "ElChe": "evener.cadence.elche",
     "EpochMetrics": "evener.run.managed.metrics",
     "EvenerError": "evener.errors",
+    "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",
     "ProtocolError": "evener.errors",
     "Replicas": "evener.run.manual.replicas",
+    "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
     "TrainedState": "evener.run.managed.trained",
+    "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
     "WindowResult": "evener.run.windows.results",
     "WorkerError": "evener.errors",
     "pretrain": "evener.tasks.pretraining",
     "record_scalar": "evener.run.managed.metrics",
+    "shard_batches": "evener.data.sharding",
+    "shard_files": "evener.data.sharding",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -49,6 +49,22 @@ class NonFiniteGradientError(UserError, ArithmeticError):
         self.window = window
 
 
+class ReplicasDifferError(UserError, RuntimeError):
+    """Ranks hold different parameters where all should hold the same; raised on every rank.
+
+    Attributes:
+        rank: The first rank whose parameter is not that of most ranks.
+        parameter: Name of the first such parameter, in the order of the model.
+        window: The window that was applied last, counted over the whole run.
+    """
+
+    def __init__(self, message: str, *, rank: int, parameter: str, window: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.window = window
+
+
 class ProtocolError(EvenerError):
     """Ranks disagree about what is exchanged; a bug, or ranks running different code."""
 

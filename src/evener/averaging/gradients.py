@@ -20,6 +20,8 @@ class GradientAverager:
     half precision nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in
     the same pass as clipping, gives the gradient of the mean loss. No other scaling exists.
 
+    Buckets are exchanged one after another in the order that ``flat`` gives them.
+
     Args:
         flat: The ranks' buffers.
         comm: The ranks.
@@ -62,8 +64,10 @@ class GradientAverager:
         """
         factor = correction(scale, total_weight)
         if self.comm.world_size > 1:
-            for group in self._flat.groups_of(self._part):
-                self.comm.all_reduce(group.grad, what=f"gradients of {what}")
+            for group, bucket in self._flat.buckets_of(self._part):
+                label = f": {bucket.label}" if bucket.label else ""
+                part = group.grad[bucket.start : bucket.stop]
+                self.comm.all_reduce(part, what=f"gradients of {what}{label}")
             self._own_norm = None
         norm = factor * (self._norm() if self._own_norm is None else self._own_norm)
         self._own_norm = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from evener.comm.layout import FlatGroup, build_group, move_parameter, view_like
+from evener.comm.layout import Bucket, FlatGroup, build_group, move_parameter, view_like
 from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
 
@@ -50,6 +50,7 @@ class FlatBuffers:
         world_size: int,
         *,
         parts: Mapping[int, int] | None = None,
+        buckets: Sequence[tuple[str, Sequence[str]]] | None = None,
     ) -> None:
         """Move the trainable ones of ``parameters`` into flat buffers.
 
@@ -59,14 +60,20 @@ class FlatBuffers:
             world_size: Buffers are padded so that as many ranks can share them in equal parts.
             parts: By ``id`` of a parameter, the part that it belongs to: parts lie in groups of
                 their own and can be exchanged one by one. All belong to part 0 by default.
+            buckets: Labels with names of parameters, in the order in which their gradients are
+                exchanged; those that no bucket names follow in one without a label. By default one
+                bucket holds all.
 
         Raises:
-            ConfigError: A parameter has no shape yet, or two of them overlap in memory.
+            ConfigError: A parameter has no shape yet, or two of them overlap in memory; a bucket
+                names one that is not there, or that another bucket has named.
         """
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
         self._parts = dict(parts or {})
+        self._places = {name: i for i, (name, _) in enumerate(parameters)}
+        self._turns = _turns(buckets or (), self._places)
         self.groups: tuple[FlatGroup, ...] = ()
         self.parameters: tuple[Parameter, ...] = ()
         self.names: tuple[str, ...] = ()
@@ -93,6 +100,15 @@ class FlatBuffers:
     def groups_of(self, part: int | None) -> tuple[FlatGroup, ...]:
         """The groups of a part; all for ``None``."""
         return self.groups if part is None else tuple(g for g in self.groups if g.part == part)
+
+    def buckets_of(self, part: int | None) -> list[tuple[FlatGroup, Bucket]]:
+        """The buckets of a part in the order of exchange, each with its group; all for ``None``."""
+        found = [(group, bucket) for group in self.groups_of(part) for bucket in group.buckets]
+        return sorted(found, key=lambda pair: pair[1].number)
+
+    def in_model_order(self) -> list[int]:
+        """Flat numbers of the parameters, in the order in which the model has them."""
+        return sorted(range(len(self.names)), key=lambda i: self._places[self.names[i]])
 
     def zero_(self, part: int | None = None) -> None:
         """Drop the gradients (of a part): ``.grad`` is ``None``, as after ``zero_grad()``."""
@@ -251,11 +267,16 @@ class FlatBuffers:
         """Gives parameters a place, in groups of their own after those that are there."""
         refuse_overlap(chosen)
         by_kind: dict[tuple[int, torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
-        for name, parameter in reversed(chosen):
+        rest = (len(self._turns), "")
+        turn_of = {name: self._turns.get(name, rest) for name, _ in chosen}
+        ordered = list(reversed(chosen))
+        ordered.sort(key=lambda pair: turn_of[pair[0]][0])  # and within a bucket as it was
+        for name, parameter in ordered:
             kind = (self._parts.get(id(parameter), 0), parameter.device, parameter.dtype)
             by_kind.setdefault(kind, []).append((name, parameter))
         for (part, *_), members in by_kind.items():
-            group = build_group(members, part, len(self.parameters), self._world_size)
+            turns = [turn_of[name] for name, _ in members]
+            group = build_group(members, part, len(self.parameters), self._world_size, turns)
             self.groups += (group,)
             self.parameters += group.parameters
             self.names += group.names
@@ -314,6 +335,27 @@ class FlatBuffers:
     def _view(self, i: int) -> Tensor:
         group = self._group_of[i]
         return view_like(group.grad, group.offsets[i - group.first_index], self.parameters[i])
+
+
+def _turns(
+    buckets: Sequence[tuple[str, Sequence[str]]], known: Mapping[str, int]
+) -> dict[str, tuple[int, str]]:
+    """By parameter, number and label of its bucket."""
+    turns: dict[str, tuple[int, str]] = {}
+    for number, (label, names) in enumerate(buckets):
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"gradient bucket {label!r} names the parameter {name!r}, which the model does "
+                    "not have; give names as in named_parameters()"
+                )
+            if name in turns:
+                raise ConfigError(
+                    f"parameter {name!r} is in the gradient buckets {turns[name][1]!r} and "
+                    f"{label!r}; name it in one"
+                )
+            turns[name] = (number, label)
+    return turns
 
 
 def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:

@@ -1,6 +1,6 @@
 """Where parameters and gradients lie: groups of one device and dtype, side by side in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,6 +15,26 @@ ALIGNMENT_BYTES = 64
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A part of a group's gradients that is exchanged by a call of its own.
+
+    Attributes:
+        label: What it belongs to, such as ``"block 3"``; empty where no buckets were asked for.
+        number: Its turn: buckets of all groups are exchanged in rising order.
+        start: First element in ``FlatGroup.grad``.
+        stop: Last-plus-one element there. The last bucket of a group holds the flags, too.
+        sizes: Elements of each of its parameters, by name, in the order of the buffer.
+    """
+
+    label: str
+    number: int
+    start: int
+    stop: int
+    sizes: Mapping[str, int]
+
+
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatGroup:
     """The trainable parameters of one device and dtype.
@@ -23,7 +43,8 @@ class FlatGroup:
     bytes; what lies between views is padding and stays zero.
 
     Attributes:
-        parameters: In the order of the buffers: last parameter of the model first.
+        parameters: In the order of the buffers: bucket by bucket, and in each, the last parameter
+            of the model first.
         names: Their names.
         part: Which part of the training they belong to; see ``FlatBuffers``.
         first_index: Number of the first of them among all of ``FlatBuffers.parameters``.
@@ -35,6 +56,7 @@ class FlatGroup:
         grad_values: ``(N,)``; the front of ``grad``: the gradients alone.
         touched: ``(len(parameters),)``; part of ``grad``: 1 where this rank had a gradient; after
             an all_reduce, on how many ranks.
+        buckets: What is exchanged at once; together, all of ``grad``.
     """
 
     parameters: tuple[Parameter, ...]
@@ -47,6 +69,7 @@ class FlatGroup:
     grad: Tensor
     grad_values: Tensor
     touched: Tensor
+    buckets: tuple[Bucket, ...]
 
     @property
     def indices(self) -> range:
@@ -59,9 +82,21 @@ class FlatGroup:
 
 
 def build_group(
-    members: Sequence[tuple[str, Parameter]], part: int, first: int, world_size: int
+    members: Sequence[tuple[str, Parameter]],
+    part: int,
+    first: int,
+    world_size: int,
+    turns: Sequence[tuple[int, str]],
 ) -> FlatGroup:
-    """Move parameters of one device and dtype into a group of their own; see ``FlatGroup``."""
+    """Move parameters of one device and dtype into a group of their own; see ``FlatGroup``.
+
+    Args:
+        members: Their names and parameters, in the order of the buffers.
+        part: See ``FlatGroup``.
+        first: See ``FlatGroup``.
+        world_size: Number of ranks.
+        turns: Of each member, number and label of its bucket; the numbers do not fall.
+    """
     names, parameters = zip(*members, strict=True)
     unit = ALIGNMENT_BYTES // parameters[0].element_size()
     offsets, end = [], 0
@@ -86,7 +121,28 @@ def build_group(
         grad=grad,
         grad_values=grad[:size],
         touched=grad[size : size + len(parameters)],
+        buckets=_cut(names, parameters, offsets, turns, total),
     )
+
+
+def _cut(
+    names: Sequence[str],
+    parameters: Sequence[Parameter],
+    offsets: Sequence[int],
+    turns: Sequence[tuple[int, str]],
+    total: int,
+) -> tuple[Bucket, ...]:
+    """Cuts a group of ``total`` elements where the turn changes."""
+    firsts = [i for i, turn in enumerate(turns) if i == 0 or turn != turns[i - 1]]
+    buckets = []
+    for first, stop in zip(firsts, [*firsts[1:], len(names)], strict=True):
+        number, label = turns[first]
+        sizes = {
+            n: p.numel() for n, p in zip(names[first:stop], parameters[first:stop], strict=True)
+        }
+        end = offsets[stop] if stop < len(names) else total
+        buckets.append(Bucket(label, number, offsets[first], end, sizes))
+    return tuple(buckets)
 
 
 def move_parameter(parameter: Parameter, buffer: Tensor, offset: int) -> None:

@@ -176,18 +176,21 @@ class ThreadCommunicator(Communicator):
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
         words = f"all_reduce of {flat.numel()} {flat.dtype}"
-        flat.copy_(self._meet(call, words, flat, _sum))
+        self._take(flat, self._meet(call, words, _settled(flat), _sum))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         words = f"broadcast of {flat.numel()} bytes from rank {src}"
-        flat.copy_(self._meet(call, words, flat, lambda offers: offers[src].clone()))
+        offer = _settled(flat)
+        self._take(flat, self._meet(call, words, offer, lambda offers: _copy(offers[src])))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         size = flat.numel() // self.world_size
         part = flat[self.rank * size : (self.rank + 1) * size]
         words = f"all_gather_parts of {size} bytes"
-        flat.copy_(
-            self._meet(call, words, part, lambda offers: torch.cat([o.cpu() for o in offers]))
+        offer = _settled(part)
+        self._take(
+            flat,
+            self._meet(call, words, offer, lambda offers: torch.cat([o.cpu() for o in offers])),
         )
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
@@ -198,6 +201,10 @@ class ThreadCommunicator(Communicator):
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         team = self._meet(call, key, None, lambda _: self._team._child(members))
         return team.communicator(members.index(self.rank)) if self.rank in members else None
+
+    def _take(self, flat: Tensor, result: Tensor) -> None:
+        flat.copy_(result)
+        _settled(flat)  # before the memory of the result may be given to others
 
     def _meet(self, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
         try:
@@ -216,4 +223,18 @@ def _sum(offers: list[Tensor]) -> Tensor:
     total = offers[0].clone()
     for other in offers[1:]:
         total.add_(other.to(total.device))
-    return total
+    return _settled(total)
+
+
+def _copy(offer: Tensor) -> Tensor:
+    return _settled(offer.clone())
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """Lets what this thread has queued on the tensor's device come to its end.
+
+    Other threads may be on CUDA streams of their own, which do not wait for this one's.
+    """
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor

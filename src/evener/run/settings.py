@@ -35,6 +35,12 @@ class DdpConfig:
             does nothing.
         lr_scale_ratio: CADENCE and ASYNC: multiplies the learning rate by
             ``1 + (world_size - 1) * lr_scale_ratio``; 0 leaves it as it is.
+        verify_every: SYNC: after every so many windows, compare the parameters of all ranks by
+            hashes, and raise ``ReplicasDifferError`` where they differ; 0 does not look.
+        gradient_buckets: SYNC: labels with names of parameters, such as
+            ``[("block 1", ["1.weight", "1.bias"]), ("block 0", ["0.weight"])]``: gradients are
+            exchanged in that order, those of a bucket at once, and what no bucket names at the end.
+            ``None`` exchanges all at once.
         timeout_s: Longest wait for another rank, in seconds.
         emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
         stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
@@ -53,6 +59,8 @@ class DdpConfig:
     divergence_guard: str = "level"
     divergence_threshold: float = 0.05
     lr_scale_ratio: float = 0.0
+    verify_every: int = 0
+    gradient_buckets: Sequence[tuple[str, Sequence[str]]] | None = None
     timeout_s: float = 600.0
     emulate_slow: Mapping[int, float] = field(default_factory=dict)
     stop_when: Callable[[], bool] | None = None
@@ -103,7 +111,7 @@ class DdpConfig:
                 )
 
     def _check_types(self) -> None:
-        whole = ("anchor", "max_anchor", "max_batch_diff")
+        whole = ("anchor", "max_anchor", "max_batch_diff", "verify_every")
         real = (
             *("max_grad_norm", "overhead_target", "divergence_threshold", "lr_scale_ratio"),
             "timeout_s",
@@ -119,6 +127,11 @@ class DdpConfig:
         stop_when: object = self.stop_when
         if stop_when is not None and not callable(stop_when):
             raise ConfigError(f"stop_when is {stop_when!r}; give a function without arguments")
+        if self.gradient_buckets is not None and not _are_buckets(self.gradient_buckets):
+            raise ConfigError(
+                f"gradient_buckets is {self.gradient_buckets!r}; give pairs of a label and a list "
+                "of parameter names, such as [('head', ['head.weight', 'head.bias'])]"
+            )
 
     def _check_numbers(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -131,6 +144,10 @@ class DdpConfig:
             raise ConfigError(
                 f"lr_scale_ratio is {self.lr_scale_ratio}; give 0 (off) or more, such as 1.0 for a "
                 "learning rate in proportion to the ranks"
+            )
+        if self.verify_every < 0:
+            raise ConfigError(
+                f"verify_every is {self.verify_every}; give 0 (off) or a number of windows"
             )
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s is {self.timeout_s}; give finite seconds above 0")
@@ -161,6 +178,20 @@ def _fits(values: object, *, positive: bool) -> bool:
     if not all(_is_number(v) and 0 <= v < math.inf for v in values):
         return False
     return all(values) if positive else any(values)
+
+
+def _are_buckets(values: object) -> bool:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return False
+    return all(
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], Sequence)
+        and not isinstance(pair[1], str)
+        and all(isinstance(name, str) for name in pair[1])
+        for pair in values
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -6,9 +6,6 @@ from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from evener.checkpoint import Checkpoint
 from evener.errors import EvenerError
 from evener.observe.progress import ProgressSink
@@ -17,7 +14,6 @@ from evener.run.config.folders import agree_on_folder, folder_in_use, release_fo
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain import RunConfig
 from evener.run.config.pretrain_presets import run_parent
-from evener.run.ddp import Ddp
 from evener.run.launching.terminal import say
 from evener.run.loading.team_loop import TeamLoader
 from evener.run.recording.checkpointing import Checkpointer
@@ -27,7 +23,7 @@ from evener.run.recording.rehearsal import Rehearsal, Speeds
 from evener.run.windows.memory import train_epoch
 from evener.run.windows.results import WindowResult
 from evener.tasks.heldout import heldout_loss
-from evener.tasks.language_model import config_json, count_tokens, mean_loss, printable, write_text
+from evener.tasks.language_model import config_json, printable, write_text
 from evener.tasks.optimization import TokenSchedule, apply_settings
 from evener.tasks.pretraining import PretrainResult
 from evener.tasks.resuming import (
@@ -42,6 +38,7 @@ from evener.tasks.resuming import (
 )
 from evener.tasks.text_data import collate, prepare_text
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
+from evener.tasks.trainers.transformer import TransformerTrainer
 
 REHEARSAL_ROUNDS = 3
 
@@ -56,19 +53,19 @@ class PretrainingRun:
         self,
         config: RunConfig,
         options: PretrainOptions,
-        ddp: Ddp,
-        model: torch.nn.Module,
+        trainer: TransformerTrainer,
         tokenizer: CausalTokenizer | None,
         records: Iterable[Any] | None,
         schedule: TokenSchedule,
     ) -> None:
         self.config = config
         self.options = options
-        self.ddp = ddp
-        self.team = ddp.assembly.team
-        self.model = model
+        self.ddp = trainer.ddp
+        self.team = self.ddp.assembly.team
+        self.trainer = trainer
+        self.model = trainer.model
         self.heldout_loss: float | None = None
-        self.shares = [1] * ddp.world_size
+        self.shares = [1] * self.ddp.world_size
         self.tokenizer = tokenizer
         self.records = records
         self.schedule = schedule
@@ -167,7 +164,7 @@ class PretrainingRun:
         """Trains to the end or to a stop, saves, measures, and says what came of it."""
         while not self._has_ended and not self.ddp.stopping:
             batches = self.loader.epoch(self.loader.cursor.epoch)
-            train_epoch(batches, self._backward, self.ddp.step)
+            train_epoch(batches, self.trainer.backward, self.ddp.step)
         # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
         agreed = self.team.introduce({"heldout": self.heldout_loss, "shares": self.shares})[0]
         self.heldout_loss, self.shares = agreed["heldout"], agreed["shares"]
@@ -224,13 +221,9 @@ class PretrainingRun:
     @property
     def _has_ended(self) -> bool:
         """Whether no window is left."""
-        if self.config.max_steps is not None:
-            return self.ddp.assembly.engine.turns >= self.config.max_steps
+        if self.trainer.max_steps is not None:
+            return self.trainer.reached_max_steps
         return self.loader.cursor.epoch >= self.config.epochs
-
-    def _backward(self, batch: dict[str, Tensor]) -> None:
-        weight = count_tokens(batch)
-        self.ddp.backward(mean_loss(self.model, batch, self.ddp.device), weight)
 
     def _on_commit(self, result: WindowResult) -> None:
         self.heldout_loss = None
@@ -264,7 +257,7 @@ class PretrainingRun:
         train = self.data.train
 
         def micro_batch(samples: Sequence[int]) -> None:
-            self._backward(collate([train[i % len(train)] for i in samples]))
+            self.trainer.backward(collate([train[i % len(train)] for i in samples]))
 
         self._say("measuring each rank alone and an equal split ...")
         return Rehearsal(

@@ -9,7 +9,7 @@ from torch import nn
 from evener.cadence.apportion import apportion
 from evener.data.packing import PackedDocuments
 from evener.run.ddp import Ddp
-from evener.tasks.language_model import count_tokens, summed_loss
+from evener.tasks.language_model import summed_loss
 from evener.tasks.text_data import collate
 
 
@@ -63,7 +63,7 @@ def heldout_loss(
             batch = collate([data[i] for i in range(start, min(start + micro_batch_size, stop))])
             with ddp.emulated_slowness():
                 loss_sum += summed_loss(model, batch, ddp.device)
-            num_tokens += count_tokens(batch)
+            num_tokens += batch.num_tokens
     loss = ddp.all_reduce(loss_sum / num_tokens if num_tokens else 0.0, num_tokens)
     if ddp.stopping:
         return None

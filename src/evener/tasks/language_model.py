@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.data.packing import IGNORED
 from evener.errors import ConfigError
 from evener.run.config.pretrain import ModelConfig
-
-IGNORED = -100
-"""Label of a position that does not count: padding, or the first token of another document."""
+from evener.tasks.lm_batch import LMBatch
 
 #: The model that ``type: llama`` without further keys gives: half a million parameters. At this
 #: width the usual initial range of 0.02 costs hundreds of steps before anything is learnt.
@@ -76,36 +75,32 @@ def vocabulary_size(model: nn.Module) -> int:
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
-def count_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Targets of a micro-batch that count: the weight of its loss."""
-    return int((batch["labels"] != IGNORED).sum().item())
-
-
-def mean_loss(model: nn.Module, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Mean cross-entropy per counted token, in nats.
+def mean_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> Tensor:
+    """Mean cross-entropy per counted token, in nats; ``nan`` where none counts.
 
     Args:
         model: Takes ``input_ids`` and returns an object with ``logits`` of shape ``(B, T, V)``.
-        batch: ``input_ids`` and ``labels``, int64 of shape ``(B, T)``; ``labels`` are the next
-            tokens, ``IGNORED`` where they do not count.
+        batch: On any device.
         device: Where the model lives.
     """
-    logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits
-    labels = batch["labels"].to(device)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(*_logits_and_labels(model, batch, device), ignore_index=IGNORED)
 
 
 @torch.no_grad()
-def summed_loss(model: nn.Module, batch: Mapping[str, Tensor], device: torch.device) -> float:
+def summed_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> float:
     """Cross-entropy summed over counted tokens, added up in float64."""
-    logits = model(input_ids=batch["input_ids"].to(device), use_cache=False).logits
-    losses = F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        batch["labels"].to(device).flatten(),
-        ignore_index=IGNORED,
-        reduction="none",
-    )
+    logits, labels = _logits_and_labels(model, batch, device)
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
     return float(losses.sum(dtype=torch.float64).item())
+
+
+def _logits_and_labels(
+    model: nn.Module, batch: LMBatch, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Shapes ``(B * T, V)``, in float32 or float64, and ``(B * T,)``."""
+    logits = model(input_ids=batch.input_ids.to(device), use_cache=False).logits.flatten(0, 1)
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return wide, batch.labels.to(device).flatten()
 
 
 @torch.no_grad()

@@ -77,6 +77,24 @@ class SampleSchedule:
         return _warmup_cosine(progress.samples / self.total_samples, self._warmup, self._least)
 
 
+class StepSchedule:
+    """Linear warm-up, then cosine, by optimizer steps of the team.
+
+    Args:
+        settings: Part of the run that is warm-up, and the last rate.
+        total_steps: Steps of the run.
+    """
+
+    def __init__(self, settings: OptimizerConfig, total_steps: int) -> None:
+        self._warmup = settings.warmup
+        self._least = settings.min_lr_ratio
+        self.total_steps = total_steps
+
+    def __call__(self, progress: Progress) -> float:
+        """The factor of the base learning rate for the next update."""
+        return _warmup_cosine(progress.steps / self.total_steps, self._warmup, self._least)
+
+
 def _warmup_cosine(done: float, warmup: float, least: float) -> float:
     done = min(1.0, done)
     if done < warmup:

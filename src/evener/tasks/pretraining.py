@@ -113,13 +113,13 @@ def _run(
     with loading_libraries():
         import torch
 
-        from evener.run.ddp import Ddp
         from evener.run.settings import DdpConfig
         from evener.run.team.environment import DistributedTrainConfig
         from evener.run.windows.emulate import parse_emulation
         from evener.tasks.causal_lm import PretrainingRun
-        from evener.tasks.optimization import TokenSchedule, make_optimizer
+        from evener.tasks.optimization import TokenSchedule
         from evener.tasks.text_data import choose_vocabulary
+        from evener.tasks.trainers.transformer import TransformerTrainer
 
     environment = DistributedTrainConfig.from_env()
     slow = parse_emulation(options.emulate_slow, environment.world_size)
@@ -128,16 +128,15 @@ def _run(
         vocabulary = choose_vocabulary(config.data)
         model = _build_model(config, vocabulary)
     schedule = TokenSchedule(config.optimizer)
-    ddp = Ddp.setup(
-        model,
-        make_optimizer(model, config.optimizer),
-        schedule,
+    trainer = TransformerTrainer(
+        model, config.optimizer, schedule=schedule, max_steps=config.max_steps
+    )
+    ddp = trainer.join_team(
         policy=config.policy,
         backend=config.backend,
         devices=config.devices,
         precision=config.precision,
         config=DdpConfig(
-            max_grad_norm=config.optimizer.max_grad_norm,
             non_finite=config.non_finite,
             speed_hint=config.speed_hint,
             anchor=config.anchor,
@@ -147,6 +146,7 @@ def _run(
             divergence_guard=config.divergence_guard,
             divergence_threshold=config.divergence_threshold,
             lr_scale_ratio=config.lr_scale_ratio,
+            verify_every=config.verify_every,
             timeout_s=config.timeout_s,
             emulate_slow=slow,
             stop_when=lambda: signals.requested is not None,
@@ -155,7 +155,7 @@ def _run(
         environment=environment,
     )
     with ddp:
-        run = PretrainingRun(config, options, ddp, model, vocabulary.tokenizer, records, schedule)
+        run = PretrainingRun(config, options, trainer, vocabulary.tokenizer, records, schedule)
         return run.go()
 
 

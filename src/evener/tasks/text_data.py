@@ -18,6 +18,7 @@ from evener.run.config.pretrain import BPE, DataConfig, RunConfig
 from evener.run.launching.terminal import say
 from evener.run.team.team import Team
 from evener.tasks.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.lm_batch import LMBatch
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
@@ -115,9 +116,11 @@ def prepare_text(
     return Text(splits, tokenizer, corpus.num_rejected, corpus.first_rejected)
 
 
-def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stacks samples: each entry gets a leading batch dimension."""
-    return {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+def collate(samples: Sequence[dict[str, Tensor]]) -> LMBatch:
+    """Stacks samples to a batch."""
+    return LMBatch(
+        torch.stack([s["input_ids"] for s in samples]), torch.stack([s["labels"] for s in samples])
+    )
 
 
 class _Preparation:

@@ -192,6 +192,64 @@ def test_a_world_of_none_is_refused(model: Net) -> None:
         flatten(model, 0)
 
 
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2, dtype=torch.float64))
+
+
+def test_without_buckets_each_group_is_one() -> None:
+    flat = FlatBuffers(list(layers().named_parameters()), 3)
+    for group, bucket in flat.buckets_of(None):
+        assert (bucket.label, bucket.start, bucket.stop) == ("", 0, group.grad.numel())
+        assert tuple(bucket.sizes) == group.names
+    assert [group for group, _ in flat.buckets_of(None)] == list(flat.groups)
+
+
+def test_buckets_lie_and_are_exchanged_in_their_order_and_hold_all_there_is() -> None:
+    model = layers()
+    wanted = [("first", ["0.bias", "2.weight"]), ("second", ["1.bias", "0.weight"])]
+    flat = FlatBuffers(list(model.named_parameters()), 3, buckets=wanted)
+    order = flat.buckets_of(None)
+    assert [(b.label, list(b.sizes.items())) for _, b in order] == [
+        ("first", [("2.weight", 4)]),
+        ("first", [("0.bias", 5)]),
+        ("second", [("1.bias", 2), ("0.weight", 15)]),
+        ("", [("2.bias", 2)]),
+        ("", [("1.weight", 10)]),
+    ]
+    for group in flat.groups:
+        spans = [(b.start, b.stop) for b in group.buckets]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == group.grad.numel()
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    for i, parameter in enumerate(flat.parameters):
+        parameter.grad = torch.full_like(parameter, float(i + 1))
+    flat.gather()
+    for group, bucket in order:
+        values = set(group.grad[bucket.start : bucket.stop].tolist())
+        assert {float(flat.index_of(name) + 1) for name in bucket.sizes} <= values
+
+
+def test_parameters_are_known_in_the_order_of_the_model() -> None:
+    flat = FlatBuffers(list(layers().named_parameters()), 2, buckets=[("x", ["1.bias"])])
+    names = [flat.names[i] for i in flat.in_model_order()]
+    assert names == [name for name, _ in layers().named_parameters()]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [
+        ([("x", ["3.weight"])], "bucket 'x' names the parameter '3.weight', which the model does"),
+        ([("x", ["0.bias"]), ("y", ["0.bias"])], "'0.bias' is in the gradient buckets 'x' and 'y'"),
+    ],
+)
+def test_buckets_of_other_models_are_refused(buckets: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FlatBuffers(list(layers().named_parameters()), 2, buckets=buckets)
+
+
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from evener.errors import ConfigError
 from evener.run.config.pretrain import ModelConfig
@@ -12,13 +12,13 @@ from evener.tasks.language_model import (
     SMALL_LLAMA,
     build_model,
     config_json,
-    count_tokens,
     mean_loss,
     printable,
     summed_loss,
     vocabulary_size,
     write_text,
 )
+from evener.tasks.lm_batch import LMBatch
 
 TINY = {
     "hidden_size": 16,
@@ -129,24 +129,24 @@ def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
 # ── losses ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> LMBatch:
     ids = torch.arange(24).reshape(2, 12) % 40
     labels = ids.roll(-1, 1).clone()
     labels[0, -1] = -100
     labels[1, 3:] = -100
-    return {"input_ids": ids, "labels": labels}
+    return LMBatch(ids, labels)
 
 
 def test_losses_are_over_counted_tokens_only(model: nn.Module) -> None:
     data = batch()
-    assert count_tokens(data) == 11 + 3
+    assert data.num_tokens == 11 + 3
     with torch.no_grad():
-        logits = model(input_ids=data["input_ids"]).logits.double()
+        logits = model(input_ids=data.input_ids).logits.double()
     logs = torch.log_softmax(logits, -1)
     expected = -sum(
         float(logs[row, place, label])
-        for row, place in (data["labels"] != -100).nonzero().tolist()
-        for label in [int(data["labels"][row, place])]
+        for row, place in (data.labels != -100).nonzero().tolist()
+        for label in [int(data.labels[row, place])]
     )
     assert summed_loss(model, data, CPU) == pytest.approx(expected, rel=1e-6)
     mean = mean_loss(model, data, CPU)

@@ -141,7 +141,7 @@ def assemble(
         team = Team(comm, payload_length=longest_payload(comm.world_size))
         training = describe_training(whole, optimizers, chosen, config)
         members = _introduce(team, training, environment, device, config, resolved)
-        flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers))
+        flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers), config)
         check_parameters(optimizers, flat)
         _start_alike(whole, comm)
         whole.train()

@@ -69,6 +69,12 @@ def choose_policy(policy: str, config: DdpConfig) -> ApplyPolicy:
             f"partition_ratios is {list(config.partition_ratios)} with policy {chosen.value!r}, "
             "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
         )
+    if chosen is not ApplyPolicy.SYNC and config.verify_every:
+        raise ConfigError(
+            f"verify_every is {config.verify_every} with policy {chosen.value!r}, in which ranks "
+            "hold different weights on purpose between averages; leave it out, or use policy "
+            "'sync'"
+        )
     return chosen
 
 
@@ -78,14 +84,20 @@ def longest_payload(world_size: int) -> int:
 
 
 def lay_out(
-    model: nn.Module, policy: ApplyPolicy, world_size: int, parts: Mapping[int, int]
+    model: nn.Module,
+    policy: ApplyPolicy,
+    world_size: int,
+    parts: Mapping[int, int],
+    config: DdpConfig,
 ) -> FlatBuffers:
     """Moves the trainable parameters into flat buffers.
 
     Local steps exchange no gradients, so there they stay where autograd has put them.
     """
     exchanging = world_size if policy is ApplyPolicy.SYNC else 1
-    return FlatBuffers(list(model.named_parameters()), exchanging, parts=parts)
+    return FlatBuffers(
+        list(model.named_parameters()), exchanging, parts=parts, buckets=config.gradient_buckets
+    )
 
 
 def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
@@ -165,6 +177,7 @@ def _options(parts: Parts) -> EngineOptions:
     return EngineOptions(
         max_grad_norm=config.max_grad_norm,
         non_finite=config.non_finite,
+        verify_every=config.verify_every,
         unlike_devices=not alike,
         loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
         slowdown=Slowdown(

@@ -2,8 +2,7 @@
 
 import copy
 import difflib
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +18,7 @@ from pydantic import (
 )
 
 from evener.errors import ConfigError
+from evener.run.yaml_files import NumberLoader, read_yaml
 
 
 def _no_bool(value: object) -> object:
@@ -186,6 +186,9 @@ class RunConfig(Section):
     devices: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
+    verify_every: NotNegative = Field(
+        default=0, description="windows after which the ranks' weights are compared; sync only"
+    )
     timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     measure: bool = Field(
         default=False, description="measure each rank alone and an equal split, at the end"
@@ -237,59 +240,13 @@ def load_config(
     Raises:
         ConfigError: Names the file or key, the value, and what is allowed.
     """
-    document = copy.deepcopy(dict(base or {})) if path is None else _read_yaml(path)
+    document = copy.deepcopy(dict(base or {})) if path is None else read_yaml(path)
     overridden = [_override(document, override) for override in overrides]
     source = "the configuration" if path is None else str(path)
     try:
         return schema.model_validate(document)
     except ValidationError as error:
         raise ConfigError(_explain(schema, error, source, overridden)) from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    try:
-        document = yaml.load(text, Loader=_NumberLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise ConfigError(f"{path}{place}: broken YAML: {problem}; mend the file") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path} holds a {type(document).__name__}; give keys and values, such as "
-            "'batch_size: 32'"
-        )
-    return document
-
-
-class _NumberLoader(yaml.SafeLoader):
-    """YAML 1.1 reads ``3e-4`` as text, where people mean the number; keys may be given once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
-                )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-_NumberLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
 
 
 def _override(document: dict[str, Any], override: str) -> str:
@@ -299,7 +256,7 @@ def _override(document: dict[str, Any], override: str) -> str:
     if not equals or not all([*sections, last]):
         raise ConfigError(f"--set {override!r} is not key=value; write e.g. optimizer.lr=3e-4")
     try:
-        value = yaml.load(text, Loader=_NumberLoader)
+        value = yaml.load(text, Loader=NumberLoader)
     except yaml.YAMLError:
         raise ConfigError(
             f"--set {key}: the value {text!r} is not YAML; put text with special characters in "

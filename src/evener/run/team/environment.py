@@ -2,13 +2,14 @@
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from evener.errors import ConfigError
 from evener.run.team import slurm
@@ -123,6 +124,48 @@ class DistributedTrainConfig:
         if partial := [n for n in (*_REQUIRED, "LOCAL_RANK") if environ.get(n)]:
             raise ConfigError(_partial(environ, partial))
         return cls()
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **changes: Any) -> "DistributedTrainConfig":
+        """Reads a process's place from a file.
+
+        The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
+        ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
+        ``comm_backend``, alone in the file or under ``training: distributed:``. The role follows
+        the rank where none is given.
+
+        Args:
+            path: YAML.
+            **changes: Go before what is in the file, such as ``rank=1`` where all ranks share it.
+
+        Raises:
+            ConfigError: Names the file, the key, its value and what is allowed.
+        """
+        from evener.run.team.place_file import read_place  # YAML is seldom needed
+
+        place = read_place(Path(path), changes)
+        return cls(**{"role": _role(place["rank"]), **place})
+
+    @classmethod
+    def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
+        """The place of a rank in a team on one host; ``changes`` are further fields."""
+        place = {"local_rank": rank, "local_world_size": world_size, "role": _role(rank), **changes}
+        return cls(world_size, rank, **place)
+
+    def check_address(self) -> None:
+        """Looks whether this host can resolve ``coordinator_addr``; asks the network.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        try:
+            socket.getaddrinfo(self.coordinator_addr, self.coordinator_port or None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"coordinator_addr is {self.coordinator_addr!r}, which this host cannot resolve "
+                f"({error}); give a name or an IP address of rank 0's host that every rank knows "
+                "(MASTER_ADDR in the environment)"
+            ) from None
 
 
 def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
@@ -275,10 +318,27 @@ def _checked_host(host: str) -> str:
             f"coordinator_addr is {host!r}, which is no host; give a name or an IP address "
             "(MASTER_ADDR in the environment)"
         )
+    if _is_wildcard(host):
+        raise ConfigError(
+            f"coordinator_addr is {host!r}, which stands for every address and is that of no host; "
+            "give the name or IP address under which the others reach rank 0 (MASTER_ADDR in the "
+            "environment)"
+        )
     return host
 
 
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _check_numbers(config: DistributedTrainConfig) -> None:
+    for name in ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; give a whole number")
     if config.world_size < 1:
         raise ConfigError(f"world_size is {config.world_size}; a team has at least one rank")
     if not 0 <= config.rank < config.world_size:

@@ -30,6 +30,7 @@ class EngineOptions:
 
     max_grad_norm: float | None = None
     non_finite: str = "raise"
+    verify_every: int = 0
     unlike_devices: bool = False
     loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
     slowdown: Slowdown

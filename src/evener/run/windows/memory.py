@@ -92,7 +92,7 @@ class MicroBatchLimits:
 
 def train_epoch(
     batches: Generator[Any, None, None],
-    compute: Callable[[Any], None],
+    compute: Callable[[Any], object],
     step: Callable[[], object],
     *,
     on_redo: Callable[[], object] | None = None,
@@ -130,7 +130,7 @@ def train_epoch(
             on_redo()
 
 
-def _try(compute: Callable[[Any], None], batch: Any) -> Exception | None:
+def _try(compute: Callable[[Any], object], batch: Any) -> Exception | None:
     try:
         compute(batch)
     except Exception as error:

@@ -366,3 +366,113 @@ def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
     assert local_devices({"CUDA_VISIBLE_DEVICES": ""}, root=tmp_path) == 0
     assert local_devices({"CUDA_VISIBLE_DEVICES": "-1"}, root=tmp_path) == 0
     assert local_devices({}, root=tmp_path / "none") == 0
+
+
+# ── a place in a file ────────────────────────────────────────────────────────────────────────────
+
+
+def in_file(folder: Path, text: str, **changes: object) -> DistributedTrainConfig:
+    path = folder / "team.yaml"
+    path.write_text(text)
+    return DistributedTrainConfig.from_yaml(path, **changes)
+
+
+FILE = """
+world_size: 3
+rank: 1
+local_rank: 1
+local_world_size: 2
+coordinator_addr: node7
+coordinator_port: 29500
+backend: cpu
+comm_backend: gloo
+"""
+
+
+def test_a_place_is_read_from_a_file(tmp_path):
+    config = in_file(tmp_path, FILE)
+    assert (config.world_size, config.rank, config.local_rank) == (3, 1, 1)
+    assert (config.role, config.backend) == (DistributedRole.WORKER, DistributedBackend.CPU)
+    assert (config.coordinator_addr, config.coordinator_port) == ("node7", 29500)
+    assert config.comm_backend is AverageBackend.GLOO
+    assert not config.hosts_store
+
+
+def test_ranks_may_share_a_file_and_say_who_they_are(tmp_path):
+    config = in_file(tmp_path, FILE, rank=0)
+    assert (config.rank, config.role, config.hosts_store) == (0, DistributedRole.COORDINATOR, True)
+
+
+@pytest.mark.parametrize("section", ["training:\n  distributed:\n", "distributed:\n"])
+def test_the_place_may_stand_beside_other_things(tmp_path, section):
+    depth = " " * (4 if "training" in section else 2)
+    lines = "".join(f"{depth}{line}\n" for line in FILE.split("\n") if line)
+    assert in_file(tmp_path, f"model: {{size: 3}}\n{section}{lines}").rank == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("node7:9000", "node7"),
+        ("'10.1.2.3:9000'", "10.1.2.3"),
+        ("'[2001:db8::1]:9000'", "2001:db8::1"),
+    ],
+)
+def test_an_address_of_a_file_may_hold_the_port(tmp_path, address, host):
+    text = f"world_size: 2\nrank: 1\ncoordinator_addr: {address}"
+    config = in_file(tmp_path, text)
+    assert (config.coordinator_addr, config.coordinator_port) == (host, 9000)
+    with pytest.raises(ConfigError, match="coordinator_port is 29500; give the port once"):
+        in_file(tmp_path, f"{text}\ncoordinator_port: 29500")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("rank: 0", ["team.yaml", "world_size is missing"]),
+        ("world_size: 2\ncoordinator_addr: node7", ["rank is missing for a team of 2"]),
+        ("world_size: 2\nrank: 1", ["coordinator_addr is missing for a team of 2"]),
+        ("world_size: two", ["world_size is 'two'", "whole number"]),
+        ("world_size: yes", ["world_size is True", "whole number"]),
+        ("world_size: 1\nrnak: 0", ["unknown key 'rnak'", "did you mean 'rank'?"]),
+        (FILE.replace("rank: 1", "rank: 3", 1), ["rank is 3, but world_size is 3"]),
+        (FILE + "role: coordinator", ["role is 'coordinator' for rank 1", "'worker'"]),
+        (FILE + "role: chief", ["role is 'chief'", "coordinator, worker"]),
+        (FILE.replace("cpu", "tpu"), ["backend is 'tpu'", "auto, cpu, cuda"]),
+        (FILE.replace("gloo", "mpi"), ["comm_backend is 'mpi'"]),
+        (FILE.replace("node7", "my host"), ["coordinator_addr is 'my host'", "no host"]),
+        (FILE.replace("node7", "0.0.0.0"), ["coordinator_addr is '0.0.0.0'", "of no host"]),
+        (FILE.replace("node7", "'[::]'"), ["coordinator_addr is '::'"]),
+        (FILE.replace("29500", "99999"), ["coordinator_port is 99999"]),
+        ("world_size: [", ["team.yaml:1:", "broken YAML"]),
+    ],
+)
+def test_a_bad_value_of_a_file_is_named(tmp_path, text, named):
+    with pytest.raises(ConfigError) as caught:
+        in_file(tmp_path, text)
+    for words in named:
+        assert words in str(caught.value)
+
+
+def test_an_address_is_looked_up_when_asked():
+    DistributedTrainConfig(coordinator_addr="localhost").check_address()
+    DistributedTrainConfig(coordinator_addr="::1").check_address()
+    for address in ("no-such-host.invalid", "node..7", "256.1.1.1"):
+        with pytest.raises(ConfigError) as caught:
+            DistributedTrainConfig(coordinator_addr=address).check_address()
+        assert repr(address) in str(caught.value)
+        assert "cannot resolve" in str(caught.value)
+
+
+def test_a_rank_of_one_host_by_number():
+    config = DistributedTrainConfig.of_rank(2, 4, backend="cpu")
+    assert (config.local_rank, config.local_world_size, config.role) == (2, 4, "worker")
+    assert config.backend is DistributedBackend.CPU
+    with pytest.raises(ConfigError, match="rank is 4, but world_size is 4"):
+        DistributedTrainConfig.of_rank(4, 4)
+
+
+@pytest.mark.parametrize("value", [1.0, "1", True, None])
+def test_numbers_are_whole_numbers(value):
+    with pytest.raises(ConfigError, match=r"local_rank is .*; give a whole number"):
+        DistributedTrainConfig(local_rank=value)

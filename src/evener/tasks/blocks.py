@@ -1,0 +1,63 @@
+"""The parts of a transformer in which its gradients are exchanged."""
+
+from torch import nn
+
+#: Labels of what is not in a block, in the order of exchange.
+LM_HEAD, FINAL_NORM, EMBEDDING = "LM head", "final norm", "embedding"
+
+
+def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
+    """A bucket for each block, from the last to the first, then LM head, final norm, embedding.
+
+    Backward is done with blocks in that order. The blocks are the ``ModuleList`` that holds most of
+    the parameters. An LM head that is tied to the embedding goes with the embedding, whose gradient
+    is finished last.
+
+    Args:
+        model: A causal language model.
+
+    Returns:
+        Labels with names of parameters, for ``DdpConfig.gradient_buckets``; ``None`` for a model
+        without blocks.
+    """
+    blocks = _blocks(model)
+    if blocks is None:
+        return None
+    labels: dict[int, str] = {}
+    for number, block in enumerate(blocks):
+        labels |= {id(p): f"block {number}" for p in block.parameters()}
+    order = [f"block {n}" for n in reversed(range(len(blocks)))]
+    embedding = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in _own(m)}
+    head = {id(p) for p in _own(_output(model))}
+    seen_block = False
+    buckets: dict[str, list[str]] = {label: [] for label in order}
+    buckets |= {LM_HEAD: [], FINAL_NORM: [], EMBEDDING: []}
+    for name, parameter in model.named_parameters():
+        key = id(parameter)
+        if key in labels:
+            seen_block = True
+            buckets[labels[key]].append(name)
+        elif key in embedding or (not seen_block and (parameter.dim() > 1 or "emb" in name)):
+            buckets[EMBEDDING].append(name)
+        elif key in head or parameter.dim() > 1:
+            buckets[LM_HEAD].append(name)
+        else:
+            buckets[FINAL_NORM].append(name)
+    return [(label, names) for label, names in buckets.items() if names]
+
+
+def _blocks(model: nn.Module) -> nn.ModuleList | None:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
+    # A list inside a block has no more parameters than the blocks, and comes after them.
+    return lists[sizes.index(max(sizes))] if any(sizes) else None
+
+
+def _output(model: nn.Module) -> nn.Module:
+    get = getattr(model, "get_output_embeddings", None)
+    found = get() if callable(get) else None
+    return found if isinstance(found, nn.Module) else nn.Module()
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters())

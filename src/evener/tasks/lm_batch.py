@@ -1,0 +1,91 @@
+"""A batch of a causal language model: tokens, and what should come after each of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from evener.data.packing import IGNORED
+from evener.errors import DataError
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class LMBatch:
+    """Tokens and their targets.
+
+    Attributes:
+        input_ids: int64 of shape ``(B, T)``; B sequences of T tokens.
+        labels: int64 of shape ``(B, T)``: the token after each, or -100 where there is nothing to
+            predict, such as padding. They are not shifted again.
+
+    Raises:
+        DataError: Shapes or dtypes do not fit.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("input_ids", "labels"):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                raise DataError(
+                    f"LMBatch.{name} is a {type(tensor).__name__}; give an int64 tensor of shape "
+                    "(sequences, tokens), or use LMBatch.of_documents for lists of tokens"
+                )
+            if tensor.dtype != torch.int64 or tensor.dim() != 2:
+                raise DataError(
+                    f"LMBatch.{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; give int64 "
+                    "of shape (sequences, tokens)"
+                )
+        if self.input_ids.shape != self.labels.shape:
+            raise DataError(
+                f"LMBatch.input_ids has shape {tuple(self.input_ids.shape)} and labels "
+                f"{tuple(self.labels.shape)}; every token has one target, -100 for none"
+            )
+        if not self.input_ids.numel():
+            raise DataError(
+                f"LMBatch.input_ids has shape {tuple(self.input_ids.shape)}, which holds no token; "
+                "a rank without a batch makes none"
+            )
+
+    @classmethod
+    def of_documents(cls, documents: Sequence[Sequence[int]], *, pad_id: int = 0) -> Self:
+        """One sequence per document, each token to be predicted from those before it.
+
+        Args:
+            documents: Token ids of each; two or more.
+            pad_id: Fills up short ones on the right; it is never counted as a target.
+
+        Raises:
+            DataError: There is no document, or one has fewer than two tokens.
+        """
+        if not documents:
+            raise DataError("LMBatch.of_documents was given no document; give at least one")
+        for number, document in enumerate(documents):
+            if len(document) < 2:
+                raise DataError(
+                    f"document {number} has {len(document)} tokens; two are needed for one to be "
+                    "predicted: leave it out"
+                )
+        longest = max(len(document) for document in documents) - 1
+        input_ids = torch.full((len(documents), longest), pad_id, dtype=torch.int64)
+        labels = torch.full((len(documents), longest), IGNORED, dtype=torch.int64)
+        for row, document in enumerate(documents):
+            tokens = torch.tensor(document, dtype=torch.int64)
+            input_ids[row, : len(document) - 1] = tokens[:-1]
+            labels[row, : len(document) - 1] = tokens[1:]
+        return cls(input_ids, labels)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences, B."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """Targets that count: the weight of the batch's mean loss."""
+        return int((self.labels != IGNORED).sum().item())

@@ -1,0 +1,98 @@
+"""The ranks that a ``DistributedTrainer`` trains with: threads of this process, or processes."""
+
+from types import TracebackType
+from typing import Self, final
+
+from evener.cadence.policies import ApplyPolicy
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.threads import ThreadTeam
+from evener.errors import ConfigError
+from evener.run.team.backends import connect_team
+from evener.run.team.environment import AverageBackend, DistributedTrainConfig
+from evener.run.team.placement import choose_device
+
+_TIMEOUT_S = 600.0
+
+
+@final
+class DistributedComm:
+    """One rank's end of a connection to the others.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        communicator: What exchanges; not part of the public interface.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.world_size = communicator.world_size
+
+    @classmethod
+    def local(cls, num_ranks: int, *, timeout_s: float = _TIMEOUT_S) -> list[Self]:
+        """Connected ends for threads of this process, by rank; each thread uses its own.
+
+        Args:
+            num_ranks: 1 or more.
+            timeout_s: Longest wait for another rank.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        if num_ranks < 1:
+            raise ConfigError(f"num_ranks is {num_ranks}; give 1 or more")
+        if num_ranks == 1:
+            return [cls(SingleCommunicator(timeout_s=timeout_s))]
+        team = ThreadTeam(num_ranks, timeout_s=timeout_s)
+        return [cls(team.communicator(rank)) for rank in range(num_ranks)]
+
+    @classmethod
+    def remote(cls, config: DistributedTrainConfig, *, timeout_s: float = _TIMEOUT_S) -> Self:
+        """Meets the other ranks over the network; all ranks call it together.
+
+        Args:
+            config: This rank's place. Its ``comm_backend`` says how ranks exchange, its ``backend``
+                on what this one computes.
+            timeout_s: Longest wait for another rank.
+
+        Raises:
+            ConfigError: The address is unknown here, there is no port, or a device that was asked
+                for is not there.
+            LaunchError: A rank did not come, or was started for another ``world_size``.
+        """
+        config.check_address()
+        if config.world_size > 1 and not config.coordinator_port:
+            raise ConfigError(
+                f"coordinator_port is 0 for a team of {config.world_size}; give every rank the "
+                "same free port of rank 0's host, such as 29500"
+            )
+        device = choose_device("auto", config)
+        communicator, _ = connect_team(
+            config, AverageBackend.AUTO.value, ApplyPolicy.SYNC.value, device, timeout_s
+        )
+        return cls(communicator)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it.
+
+        Raises:
+            PeerLostError: A rank has ended.
+            CollectiveTimeoutError: A rank did not come in time; says which.
+        """
+        self.communicator.barrier(what="DistributedComm.barrier")
+
+    def close(self) -> None:
+        """Lets the connection go; who still needs this rank gets ``PeerLostError``. Idempotent."""
+        self.communicator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,171 @@
+"""``DistributedTrainer``: a causal language model on all ranks, where the caller owns the loop."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, final
+
+from evener.comm.layout import Bucket
+from evener.data.sharding import shard_batches
+from evener.errors import ConfigError
+from evener.run.settings import DdpConfig
+from evener.run.team.environment import DistributedTrainConfig
+from evener.tasks.lm_batch import LMBatch
+from evener.tasks.trainers.comm import DistributedComm
+from evener.tasks.trainers.transformer import TransformerTrainer
+
+
+@final
+class DistributedTrainer:
+    """A rank of a team that trains a language model: the machinery of ``evener pretrain``.
+
+    Every rank brings batches of its own, of any size. An update is that of one process on all of
+    them: the gradient is Σ tokens · ∇(mean loss) / Σ tokens over ranks and batches. Gradients are
+    exchanged in buckets, transformer blocks from the last to the first, then LM head, final norm
+    and embedding.
+
+    Making one is collective, and starts all ranks with rank 0's weights.
+
+    Args:
+        trainer: What this rank trains with.
+        comm: This rank's end; closed with the trainer.
+        config: This rank's place; for an end of ``DistributedComm.local`` it may be left out.
+        verify_every: After every so many updates, compare the weights of all ranks by hashes, and
+            halt where they differ; 0 does not look. One pass over the weights, 16 bytes a rank.
+        options: Further options; clipping follows the trainer's, and buckets its model.
+
+    Attributes:
+        trainer: As given.
+        dist_config: This rank's place.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Raises:
+        ConfigError: On every rank: config and connection do not fit on one of them, or ranks train
+            different models.
+    """
+
+    def __init__(
+        self,
+        trainer: TransformerTrainer,
+        comm: DistributedComm,
+        config: DistributedTrainConfig | None = None,
+        *,
+        verify_every: int = 1,
+        options: DdpConfig | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.dist_config = config or DistributedTrainConfig.of_rank(comm.rank, comm.world_size)
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        try:
+            _check_places(comm, self.dist_config)
+            self._ddp = trainer.join_team(
+                environment=self.dist_config,
+                communicator=comm.communicator,
+                config=replace(options or DdpConfig(), verify_every=verify_every),
+            )
+        except BaseException:
+            comm.close()  # the others learn at once that this rank will not come
+            raise
+
+    @property
+    def is_coordinator(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far; the same on every rank."""
+        return self.trainer.step
+
+    @property
+    def reached_max_steps(self) -> bool:
+        """Whether the trainer's ``max_steps`` have been made; the same on every rank."""
+        return self.trainer.reached_max_steps
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What gradients are exchanged in, in the order of exchange: labels, parameters, sizes."""
+        return tuple(bucket for _, bucket in self._ddp.assembly.flat.buckets_of(None))
+
+    def train_batch(self, batch: LMBatch | None) -> float:
+        """One update with the batches of all ranks; all ranks call it together.
+
+        Args:
+            batch: This rank's; ``None`` on one that has nothing left, which goes along.
+
+        Returns:
+            The mean loss per counted token of this rank's batch, in nats, before the update;
+            ``nan`` without one.
+
+        Raises:
+            NonFiniteGradientError: On every rank, nothing applied.
+            ReplicasDifferError: On every rank: weights have come apart.
+            PeerLostError: Another rank has ended.
+            UsageError: ``max_steps`` has been reached.
+        """
+        loss = math.nan if batch is None else self.trainer.forward_backward_batch(batch)
+        self.trainer.apply_gradients()
+        return loss
+
+    def train_epoch(self, batches: Sequence[LMBatch]) -> float:
+        """Trains on all batches once, each on one rank; all ranks call it together.
+
+        Rank r takes those of ``shard_batches(len(batches), r, world_size)``; an update is made of
+        one batch of each rank, and of fewer at the end. It stops where ``max_steps`` is reached.
+
+        Args:
+            batches: The same on every rank; only this rank's are looked at.
+
+        Returns:
+            The mean loss per counted token of this rank's batches; ``nan`` where it had none.
+        """
+        own = shard_batches(len(batches), self.rank, self.world_size)
+        loss_sum, num_tokens = 0.0, 0
+        for turn in range(-(-len(batches) // self.world_size)):
+            if self.reached_max_steps:
+                break
+            batch = batches[own[turn]] if turn < len(own) else None
+            loss = self.train_batch(batch)
+            if batch is not None and (tokens := batch.num_tokens):
+                loss_sum += tokens * loss
+                num_tokens += tokens
+        return loss_sum / num_tokens if num_tokens else math.nan
+
+    def close(self) -> None:
+        """Leaves the team, and lets the connection go; the model stays usable. Idempotent."""
+        self.trainer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ddp.__exit__(kind, error, traceback)
+
+
+def _check_places(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+    """All ranks say their places, so that all find the same mistake.
+
+    Raises:
+        ConfigError: Names the first rank whose config does not fit its connection.
+    """
+    row = [config.rank, config.world_size]
+    rows = comm.communicator.all_gather_rows(row, what="places of the ranks")
+    for rank, (said, world_size) in enumerate(rows):
+        if int(world_size) != comm.world_size:
+            raise ConfigError(
+                f"rank {rank} has world_size {int(world_size)} in its DistributedTrainConfig, and "
+                f"its DistributedComm joins {comm.world_size} ranks; give all the same world_size"
+            )
+        if int(said) != rank:
+            raise ConfigError(
+                f"the DistributedTrainConfig of rank {rank} says rank {int(said)}; give each rank "
+                "the end of DistributedComm.local with its own number"
+            )

@@ -1,0 +1,264 @@
+"""What a rank trains a causal language model with: model, optimizer, schedule, and the team."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from evener.cadence.policies import ApplyPolicy
+from evener.comm.base import Communicator
+from evener.data.cursor import derive_seed
+from evener.errors import ConfigError, DataError, UsageError
+from evener.run.config.pretrain import OptimizerConfig, load_config
+from evener.run.ddp import Ddp
+from evener.run.settings import DdpConfig
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.windows.results import Progress, WindowResult
+from evener.run.windows.share import Share
+from evener.tasks.blocks import gradient_buckets
+from evener.tasks.language_model import mean_loss, vocabulary_size
+from evener.tasks.lm_batch import LMBatch
+from evener.tasks.optimization import StepSchedule, TokenSchedule, make_optimizer
+
+
+@final
+class TransformerTrainer:
+    """Trains a causal language model batch by batch.
+
+    ``forward_backward_batch`` accumulates, ``apply_gradients`` makes the update: of the mean loss
+    over all tokens since the update before, however they were split into batches. Alone it is a
+    team of one. A ``DistributedTrainer`` makes it a rank of a team: then all ranks call
+    ``apply_gradients`` together, and the mean is over the tokens of all of them. Every rank of
+    ``evener pretrain`` trains with one, too.
+
+    Args:
+        model: Takes ``input_ids`` and returns an object with ``logits``, as causal language models
+            of transformers do.
+        optimizer: Keys of a run's ``optimizer`` section, such as ``{"lr": 3e-4}``; fused AdamW with
+            weight decay on matrices. ``max_grad_norm`` is 1.0 by default and clips the mean
+            gradient; ``None`` does not.
+        max_steps: Optimizer steps of the run; ``None`` for no end.
+        total_tokens: Tokens of the run, over all ranks, by which the learning rate rises and
+            falls. Without it, by steps up to ``max_steps``; without either it is constant.
+        schedule: A function of ``Progress`` that gives the factor of the learning rate, instead.
+        seed: Of dropout.
+
+    Attributes:
+        model: The model.
+        optimizer: Its optimizer.
+        max_steps: As given.
+
+    Raises:
+        ConfigError: An option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+        *,
+        max_steps: int | None = None,
+        total_tokens: float | None = None,
+        schedule: Callable[[Progress], float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check_limits(max_steps, total_tokens)
+        self.model = model
+        self.max_steps = max_steps
+        self.settings = _settings(optimizer)
+        self.optimizer: AdamW = make_optimizer(model, self.settings)
+        self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)
+        self._seed = seed
+        self._ddp: Ddp | None = None
+        self._share: Share | None = None
+        self._num_batches = 0
+
+    def join_team(
+        self,
+        *,
+        environment: DistributedTrainConfig | None = None,
+        communicator: Communicator | None = None,
+        config: DdpConfig | None = None,
+        policy: str = ApplyPolicy.SYNC,
+        **options: Any,
+    ) -> Ddp:
+        """Makes this a rank of a team, once; all its ranks call it together.
+
+        Gradients are exchanged block by block, and clipped as the optimizer's settings say.
+
+        Args:
+            environment: This rank's place.
+            communicator: The ranks, instead of connecting to them.
+            config: Further options of ``Ddp.setup``.
+            policy: See ``ApplyPolicy``; ``apply_gradients`` needs ``"sync"``.
+            **options: ``backend``, ``devices`` and ``precision`` of ``Ddp.setup``.
+
+        Raises:
+            UsageError: It is in a team already.
+            ConfigError: See ``Ddp.setup``.
+            LaunchError: The ranks did not find one another.
+        """
+        if self._ddp is not None:
+            raise UsageError(
+                "this TransformerTrainer is in a team already, or has trained alone; make a new one"
+            )
+        config = config or DdpConfig()
+        self._ddp = Ddp.setup(
+            self.model,
+            self.optimizer,
+            self.schedule,
+            policy=policy,
+            config=replace(
+                config,
+                max_grad_norm=self.settings.max_grad_norm,
+                gradient_buckets=config.gradient_buckets or gradient_buckets(self.model),
+            ),
+            environment=environment,
+            communicator=communicator,
+            **options,
+        )
+        return self._ddp
+
+    @property
+    def ddp(self) -> Ddp:
+        """The team: for evaluation, saving and ``on_commit``. Alone, a team of one."""
+        if self._ddp is None:
+            return self.join_team(
+                environment=DistributedTrainConfig(), config=DdpConfig(quiet=True)
+            )
+        return self._ddp
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far; the same on every rank."""
+        return self._ddp.progress.steps if self._ddp is not None else 0
+
+    @property
+    def reached_max_steps(self) -> bool:
+        """Whether ``max_steps`` updates have been made, or left out as not finite."""
+        turns = self._ddp.assembly.engine.turns if self._ddp is not None else 0
+        return self.max_steps is not None and turns >= self.max_steps
+
+    def backward(self, batch: LMBatch) -> Tensor:
+        """Forward and backward of a micro-batch that a loader of the team has handed out.
+
+        Returns:
+            The mean loss per counted token, in nats; still on the device.
+        """
+        loss = mean_loss(self.model, batch, self.ddp.device)
+        self.ddp.backward(loss, batch.num_tokens)
+        return loss.detach()
+
+    def forward_backward_batch(self, batch: LMBatch) -> float:
+        """Adds a batch's gradient to the next update; exchanges nothing.
+
+        Returns:
+            The mean loss per counted token, in nats; ``nan`` where none counts.
+
+        Raises:
+            DataError: A token is not in the model's vocabulary.
+            UsageError: ``max_steps`` has been reached, or a loader of the team hands out batches.
+        """
+        self._check_tokens(batch)
+        self._check_open()
+        self._start(batch)
+        try:
+            return float(self.backward(batch).item())
+        except BaseException:
+            self._share = None  # part of its gradient may be there
+            self.ddp.assembly.engine.drop_share()
+            raise
+
+    def apply_gradients(self) -> WindowResult | None:
+        """Makes the update; in a team, all ranks call it together.
+
+        A rank that has accumulated nothing takes part with nothing.
+
+        Returns:
+            The update, the same on every rank; ``None`` when no rank had anything.
+
+        Raises:
+            NonFiniteGradientError: On every rank, nothing applied.
+            UsageError: ``max_steps`` has been reached.
+        """
+        self._check_open()
+        share, self._share = self._share, None
+        if share is not None:
+            return self.ddp.step()
+        engine = self.ddp.assembly.engine
+        engine.open_share(0)  # every window has a scale of its own
+        return engine.close_unplanned(idle=True)
+
+    def close(self) -> None:
+        """Leaves the team; the model stays usable. Idempotent."""
+        if self._ddp is not None:
+            self._ddp.close()
+
+    def _start(self, batch: LMBatch) -> None:
+        """Opens a micro-batch of the window that is being accumulated."""
+        engine = self.ddp.assembly.engine
+        if engine.in_epoch:
+            raise UsageError(
+                "forward_backward_batch was called inside a loop over a loader of the team, which "
+                "accounts for its own micro-batches; use TransformerTrainer.backward and ddp.step "
+                "there"
+            )
+        if self._share is None:
+            self._share = engine.open_share(2)  # or more, or less: how many is not known yet
+            self._num_batches = 0
+        elif self._share.in_micro_batch:
+            self._share.end_micro_batch()
+        # Dropout is drawn from what the batch is, as everywhere else.
+        place = (engine.window, engine.team.rank, self._num_batches)
+        torch.default_generator.manual_seed(derive_seed(self._seed, *place))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(derive_seed(self._seed, *place))
+        self._share.start_micro_batch(batch.num_sequences)
+        self._num_batches += 1
+
+    def _check_open(self) -> None:
+        if self.reached_max_steps:
+            raise UsageError(
+                f"max_steps is {self.max_steps}, and as many updates have been made: end the loop "
+                "where reached_max_steps is true, or give more steps"
+            )
+
+    def _check_tokens(self, batch: LMBatch) -> None:
+        if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
+            return  # looking would wait for the device
+        size = vocabulary_size(self.model)
+        least, largest = (int(x) for x in batch.input_ids.aminmax())
+        # What labels lie below 0 are -100, or for torch to refuse.
+        largest = max(largest, int(batch.labels.max()))
+        if least < 0 or largest >= size:
+            raise DataError(
+                f"the batch holds token {least if least < 0 else largest}, and the model has "
+                f"tokens 0 to {size - 1}; use the tokenizer that belongs to the model"
+            )
+
+
+def _settings(given: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerConfig:
+    if isinstance(given, OptimizerConfig):
+        return given
+    return load_config(OptimizerConfig, None, base=given)
+
+
+def _check_limits(max_steps: int | None, total_tokens: float | None) -> None:
+    if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 1):
+        raise ConfigError(f"max_steps is {max_steps}; give 1 or more, or None for no end")
+    if total_tokens is not None and not 0 < total_tokens < math.inf:
+        raise ConfigError(f"total_tokens is {total_tokens}; give a number above 0, or None")
+
+
+def _schedule(
+    settings: OptimizerConfig, max_steps: int | None, total_tokens: float | None
+) -> Callable[[Progress], float] | None:
+    if total_tokens is not None:
+        schedule = TokenSchedule(settings)
+        schedule.total_tokens = float(total_tokens)
+        return schedule
+    return StepSchedule(settings, max_steps) if max_steps is not None else None

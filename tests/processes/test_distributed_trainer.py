@@ -1,0 +1,99 @@
+"""``DistributedTrainer`` over processes: as one process, large buckets, bad places."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from evener import (
+    DdpConfig,
+    DistributedComm,
+    DistributedTrainConfig,
+    DistributedTrainer,
+    LaunchError,
+    LMBatch,
+    TransformerTrainer,
+)
+from helpers.forking import Zygote
+from helpers.language import llama, lm_batch, relative_error, train_plainly, union, vector
+from helpers.ranks import Rank, run_ranks, run_ranks_to_end
+
+LR = 1e-3
+NEEDED = ("evener.tasks.trainers.distributed", "transformers.models.llama.modeling_llama")
+QUIET = DdpConfig(quiet=True)
+
+
+def own_batch(step: int, rank: int) -> LMBatch:
+    return lm_batch(10 * step + rank, 1 + (step + 3 * rank) % 4)
+
+
+def train(rank: Rank, num_steps: int) -> Any:
+    config = DistributedTrainConfig.from_env()
+    model = llama(seed=rank.rank)
+    with (
+        DistributedComm.remote(config, timeout_s=30.0) as comm,
+        DistributedTrainer(
+            TransformerTrainer(model, {"lr": LR}), comm, config, options=QUIET
+        ) as trainer,
+    ):
+        comm.barrier()
+        for step in range(num_steps):
+            trainer.train_batch(own_batch(step, rank.rank))
+    return vector(model).numpy()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_train_as_one_on_the_union_batch(world_size: int) -> None:
+    unions = [union([own_batch(s, r) for r in range(world_size)]) for s in range(3)]
+    true = vector(train_plainly(llama(), unions, lr=LR))
+    Zygote.get().preload(*NEEDED)
+    vectors = [torch.from_numpy(v) for v in run_ranks(train, world_size, 3)]
+    for mine in vectors:
+        assert torch.equal(mine, vectors[0])
+    assert relative_error(vectors[0], true) <= 1e-6
+
+
+def train_large(rank: Rank) -> list[tuple[str, int]]:
+    config = DistributedTrainConfig.from_env()
+    model = llama(1, tied=True, vocab_size=32_768 + 64, hidden_size=1024, initializer_range=0.02)
+    with (
+        DistributedComm.remote(config, timeout_s=50.0) as comm,
+        DistributedTrainer(
+            TransformerTrainer(model, {"lr": LR}), comm, config, options=QUIET
+        ) as trainer,
+    ):
+        before = model.get_input_embeddings().weight[-1].clone()
+        trainer.train_batch(lm_batch(rank.rank, 1, vocabulary=32_832))  # ranks are compared
+        assert not torch.equal(model.get_input_embeddings().weight[-1], before)
+        return [(b.label, 4 * sum(b.sizes.values())) for b in trainer.buckets]
+
+
+def test_a_bucket_of_more_than_134_million_bytes_passes() -> None:
+    Zygote.get().preload(*NEEDED)
+    first, second = run_ranks(train_large, 2)
+    assert first == second
+    assert first[-1] == ("embedding", (32_768 + 64) * 1024 * 4)
+    assert first[-1][1] > 134_217_728
+
+
+def join(rank: Rank) -> None:
+    place = DistributedTrainConfig.from_env()
+    world_size = 3 if rank.rank else 2
+    DistributedComm.remote(
+        DistributedTrainConfig.of_rank(
+            rank.rank,
+            world_size,
+            coordinator_port=place.coordinator_port,
+            store_fd=place.store_fd,
+        ),
+        timeout_s=20.0,
+    )
+
+
+def test_ranks_that_were_started_for_other_world_sizes_are_told_so() -> None:
+    for outcome in run_ranks_to_end(join, 2):
+        assert isinstance(outcome.exception, LaunchError)
+        said = str(outcome.exception)
+        assert "for 2" in said
+        assert "for 3" in said
+        assert "WORLD_SIZE" in said

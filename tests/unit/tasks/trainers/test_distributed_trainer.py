@@ -1,0 +1,344 @@
+"""``DistributedTrainer`` on threads: the mathematics of one process, checked replicas, errors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener import (
+    ConfigError,
+    DdpConfig,
+    DistributedComm,
+    DistributedTrainConfig,
+    DistributedTrainer,
+    LMBatch,
+    NonFiniteGradientError,
+    PeerLostError,
+    ReplicasDifferError,
+    TransformerTrainer,
+    UsageError,
+)
+from evener.comm.base import Communicator
+from helpers.language import (
+    gpt2,
+    llama,
+    lm_batch,
+    plain_loss,
+    relative_error,
+    train_plainly,
+    union,
+    vector,
+)
+from helpers.teams import run_team
+
+LR = 1e-3
+#: A constant learning rate, so that the plain loop needs no schedule.
+OPTIMIZER = {"lr": LR}
+
+
+def on_threads(
+    world_size: int, function: Callable[[DistributedComm, DistributedTrainConfig], Any]
+) -> list[Any]:
+    """By rank, what the function returned or raised."""
+    ends = DistributedComm.local(world_size, timeout_s=20.0)
+
+    def body(comm: Communicator) -> Any:
+        rank = comm.rank
+        try:
+            return function(ends[rank], DistributedTrainConfig.of_rank(rank, world_size))
+        except Exception as error:
+            return error
+        finally:
+            ends[rank].close()
+
+    return run_team(world_size, body)
+
+
+def quiet(**options: Any) -> dict[str, Any]:
+    return {"options": DdpConfig(quiet=True, timeout_s=20.0, **options)}
+
+
+def share(step: int, rank: int) -> LMBatch:
+    """A batch of one to four sequences, another size on every rank and in every step."""
+    return lm_batch(10 * step + rank, 1 + (step + 3 * rank) % 4)
+
+
+# ── the mathematics of one process ───────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("make", "tolerance"), [(llama, 1e-6), (gpt2, 1e-12)])
+def test_ranks_train_as_one_process_on_the_union_batch(
+    world_size: int, make: Callable[..., nn.Module], tolerance: float
+) -> None:
+    # In float32 (llama) and float64 (gpt2).
+    num_steps = 5
+    unions = [union([share(s, r) for r in range(world_size)]) for s in range(num_steps)]
+    true = vector(train_plainly(make(), unions, lr=LR))
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
+        model = make(seed=comm.rank)  # all start from rank 0's
+        trainer = TransformerTrainer(model, OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            for step in range(num_steps):
+                own = share(step, comm.rank)
+                with torch.no_grad():
+                    expected = plain_loss(model, own).item()
+                assert distributed.train_batch(own) == pytest.approx(expected, rel=1e-5)
+                assert distributed.step == step + 1
+        return vector(model)
+
+    vectors = on_threads(world_size, program)
+    for mine in vectors:
+        assert torch.equal(mine, vectors[0])
+    assert relative_error(vectors[0], true) <= tolerance
+
+
+def test_batches_are_accumulated_by_their_tokens_and_a_rank_may_have_none() -> None:
+    parts = {0: [lm_batch(1, 3), lm_batch(2, 1)], 1: [lm_batch(3, 2)], 2: []}
+    true = vector(train_plainly(llama(), [union([b for p in parts.values() for b in p])], lr=LR))
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
+        trainer = TransformerTrainer(llama(), OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()):
+            for batch in parts[comm.rank]:
+                trainer.forward_backward_batch(batch)
+            result = trainer.apply_gradients()
+            assert result is not None
+            assert result.weight == sum(b.num_tokens for p in parts.values() for b in p)
+            assert result.size == 6
+        return vector(trainer.model)
+
+    for mine in on_threads(3, program):
+        assert relative_error(mine, true) <= 1e-6
+
+
+def test_an_epoch_trains_on_every_batch_once_though_they_divide_by_nothing() -> None:
+    batches = [lm_batch(n, 1 + n % 3) for n in range(7)]
+    turns = [union(batches[0:3]), union(batches[3:6]), batches[6]]
+    true = vector(train_plainly(llama(), turns, lr=LR))
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> tuple[Tensor, float]:
+        trainer = TransformerTrainer(llama(), OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            loss = distributed.train_epoch(batches)
+            assert distributed.step == 3
+        return vector(trainer.model), loss
+
+    for mine, loss in on_threads(3, program):
+        assert relative_error(mine, true) <= 1e-6
+        assert 1 < loss < 10
+
+
+def test_a_trainer_alone_is_a_team_of_one_without_being_told() -> None:
+    batches = [lm_batch(1, 2), lm_batch(2, 3)]
+    true = vector(train_plainly(llama(), batches, lr=LR))
+    trainer = TransformerTrainer(llama(), OPTIMIZER, schedule=lambda _: 1.0, max_steps=2)
+    for batch in batches:
+        assert not trainer.reached_max_steps
+        trainer.forward_backward_batch(batch)
+        trainer.apply_gradients()
+    assert trainer.reached_max_steps
+    assert trainer.step == 2
+    with pytest.raises(UsageError, match="max_steps is 2"):
+        trainer.forward_backward_batch(batches[0])
+    trainer.close()
+    assert relative_error(vector(trainer.model), true) <= 1e-6
+
+
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def found_in(record: Tensor, gradients: dict[str, Tensor]) -> list[str]:
+    """Names of the gradients that lie in an exchanged tensor, in their order there."""
+    places = {}
+    for name, gradient in gradients.items():
+        flat = gradient.flatten()
+        for start in range(0, record.numel() - flat.numel() + 1, 16):  # 64 bytes
+            if torch.allclose(record[start : start + flat.numel()], flat, rtol=1e-4, atol=1e-7):
+                places[name] = start
+                break
+    return sorted(places, key=places.__getitem__)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_leave_block_by_block_from_the_last_to_the_first(tied: bool) -> None:
+    own = [lm_batch(1, 2), lm_batch(2, 3)]
+    plain = llama(tied=tied)
+    (own[0].num_tokens * plain_loss(plain, own[0])).backward()
+    gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    records: list[Tensor] = []
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[str]:
+        if comm.rank == 0:
+            exchange = comm.communicator.all_reduce
+
+            def watch(tensor: Tensor, **what: Any) -> None:
+                records.append(tensor.clone())
+                exchange(tensor, **what)
+
+            comm.communicator.all_reduce = watch  # type: ignore[method-assign]
+        trainer = TransformerTrainer(llama(tied=tied), OPTIMIZER)
+        with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+            distributed.train_batch(own[comm.rank])
+            sizes = {n: p.numel() for n, p in trainer.model.named_parameters()}
+            for bucket in distributed.buckets:
+                assert all(size == sizes[name] for name, size in bucket.sizes.items())
+            return [bucket.label for bucket in distributed.buckets]
+
+    labels = on_threads(2, program)[0]
+    seen = [found_in(record, gradients) for record in records]
+    blocks = [
+        {n for n in gradients if n.startswith(f"model.layers.{block}.")} for block in (2, 1, 0)
+    ]
+    head = [] if tied else [{"lm_head.weight"}]
+    rest = [{"model.norm.weight"}, {"model.embed_tokens.weight"}]
+    assert [set(names) for names in seen] == [*blocks, *head, *rest]
+    assert all(len(block) == 9 for block in blocks)
+    heads = [] if tied else ["LM head"]
+    assert labels == ["block 2", "block 1", "block 0", *heads, "final norm", "embedding"]
+
+
+# ── replicas ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_first_parameter_that_differs_is_named_on_every_rank(culprit: int) -> None:
+    spoilt = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        model = llama()
+        with DistributedTrainer(
+            TransformerTrainer(model, {"lr": 1e-9, "weight_decay": 0}), comm, config, **quiet()
+        ) as distributed:
+            distributed.train_batch(lm_batch(comm.rank, 1))
+            if comm.rank == culprit:
+                with torch.no_grad():
+                    for name in spoilt:
+                        value = model.get_parameter(name).view(-1)[3:4]
+                        value.copy_(torch.nextafter(value, torch.tensor(9.0)))
+            distributed.train_batch(lm_batch(comm.rank, 1))
+
+    for error in on_threads(3, program):
+        assert isinstance(error, ReplicasDifferError)
+        assert (error.rank, error.parameter, error.window) == (culprit, spoilt[0], 1)
+        for text in ("after window 1", repr(spoilt[0]), f"rank {culprit}", "Remedy"):
+            assert text in str(error)
+
+
+def test_replicas_are_looked_at_only_when_it_is_due() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> int:
+        model = llama()
+        with DistributedTrainer(
+            TransformerTrainer(model, OPTIMIZER), comm, config, verify_every=3, **quiet()
+        ) as distributed:
+            with torch.no_grad():
+                model.get_parameter("lm_head.weight").view(-1)[0] += comm.rank
+            for number in range(5):
+                try:
+                    distributed.train_batch(lm_batch(comm.rank, 1))
+                except ReplicasDifferError:
+                    return number
+        return -1
+
+    assert on_threads(2, program) == [2, 2]
+
+
+def blow_up(model: nn.Module, inputs: Any, output: Any) -> None:
+    output.logits = output.logits * math.inf
+
+
+def test_a_loss_that_is_not_finite_halts_every_rank_before_anything_is_applied() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> tuple[Any, Tensor]:
+        model = llama()
+        with DistributedTrainer(TransformerTrainer(model, OPTIMIZER), comm, config, **quiet()) as d:
+            before = vector(model)
+            if comm.rank == 1:
+                batch = lm_batch(1, 2)
+                model.register_forward_hook(blow_up)
+            else:
+                batch = lm_batch(2, 2)
+            with pytest.raises(NonFiniteGradientError) as caught:
+                d.train_batch(batch)
+            assert torch.equal(vector(model), before)
+        return caught.value.rank, before
+
+    assert [rank for rank, _ in on_threads(2, program)] == [1, 1]
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_rank_is_told_of_a_world_size_that_differs_on_one() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        if comm.rank == 1:
+            config = DistributedTrainConfig.of_rank(1, 3)
+        DistributedTrainer(TransformerTrainer(nn.Identity()), comm, config, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "rank 1 has world_size 3" in str(error)
+        assert "joins 2 ranks" in str(error)
+
+
+def test_every_rank_is_told_of_ends_that_were_mixed_up() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        other = DistributedTrainConfig.of_rank(1 - comm.rank, 2)
+        DistributedTrainer(TransformerTrainer(nn.Identity()), comm, other, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "of rank 0 says rank 1" in str(error)
+
+
+def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1 + comm.rank), OPTIMIZER)
+        DistributedTrainer(trainer, comm, config, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "rank 1 trains another model" in str(error)
+
+
+def test_a_rank_that_fails_to_begin_does_not_keep_the_others_waiting() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), OPTIMIZER)
+        if comm.rank == 1:
+            trainer.forward_backward_batch(lm_batch(1, 1))  # alone: it cannot join any more
+        DistributedTrainer(trainer, comm, config, **quiet())
+
+    first, second = on_threads(2, program)
+    assert isinstance(first, PeerLostError)
+    assert isinstance(second, UsageError)
+    assert "in a team already" in str(second)
+
+
+def test_a_barrier_waits_for_all_and_names_who_has_gone() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()
+        else:
+            comm.barrier()
+
+    first, second = on_threads(2, program)
+    assert second is None
+    assert isinstance(first, PeerLostError)
+    assert "rank 1 has closed" in str(first)
+
+
+def test_a_team_of_no_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_ranks is 0"):
+        DistributedComm.local(0)
+
+
+def test_a_network_team_needs_an_address_that_is_known_and_a_port() -> None:
+    place = {"launched_by": "alone", "coordinator_addr": "no-such-host.invalid"}
+    with pytest.raises(ConfigError, match="which this host cannot resolve"):
+        DistributedComm.remote(DistributedTrainConfig.of_rank(0, 2, **place))
+    with pytest.raises(ConfigError, match="coordinator_port is 0 for a team of 2"):
+        DistributedComm.remote(DistributedTrainConfig.of_rank(1, 2))

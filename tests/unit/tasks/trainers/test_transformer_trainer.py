@@ -1,0 +1,134 @@
+"""``TransformerTrainer`` and its batches: options, what is refused, the learning rate."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener import ConfigError, DataError, LMBatch, TransformerTrainer, UsageError
+from helpers.language import llama, lm_batch, vector
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"optimizer": {"learning_rate": 1}}, ["learning_rate", "lr"]),
+        ({"optimizer": {"lr": -1}}, ["lr is -1", "more than 0"]),
+        ({"max_steps": 0}, ["max_steps is 0", "1 or more"]),
+        ({"max_steps": True}, ["max_steps is True"]),
+        ({"total_tokens": 0}, ["total_tokens is 0"]),
+        ({"total_tokens": float("inf")}, ["total_tokens is inf"]),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TransformerTrainer(nn.Linear(2, 2), **options)
+    for text in named:
+        assert text in str(caught.value)
+
+
+def rates(**options: Any) -> list[float]:
+    trainer = TransformerTrainer(llama(1), {"lr": 1.0, "warmup": 0.0, "eps": 1.0}, **options)
+    found = []
+    for number in range(3):
+        trainer.forward_backward_batch(lm_batch(number, 2))
+        result = trainer.apply_gradients()
+        assert result is not None
+        found.append(result.lr)
+    trainer.close()
+    return found
+
+
+def test_the_learning_rate_follows_tokens_or_steps_or_nothing() -> None:
+    assert rates() == [1.0, 1.0, 1.0]
+    by_steps = rates(max_steps=4)
+    assert by_steps == pytest.approx([1.0, 0.1 + 0.9 * 0.5 * (1 + 2**-0.5), 0.55])
+    tokens = [lm_batch(number, 2).num_tokens for number in range(3)]
+    (first, second, third) = rates(total_tokens=2.0 * tokens[0])
+    assert (first, second) == pytest.approx((1.0, 0.55))
+    assert third < second
+
+
+def test_a_batch_that_fails_leaves_nothing_behind() -> None:
+    model = llama(1)
+    trainer = TransformerTrainer(model)
+    trainer.forward_backward_batch(lm_batch(1, 2))
+    handle = model.lm_head.register_forward_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.forward_backward_batch(lm_batch(2, 2))
+    handle.remove()
+    before = vector(model)
+    assert trainer.apply_gradients() is None, "what was accumulated has been dropped"
+    assert torch.equal(vector(model), before)
+    trainer.forward_backward_batch(lm_batch(1, 2))
+    assert trainer.apply_gradients() is not None
+    assert not torch.equal(vector(model), before)
+    trainer.close()
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    trainer = TransformerTrainer(llama(1))
+    good = lm_batch(1, 2)
+    for ids, labels, said in (
+        (good.input_ids + 30, good.labels, "tokens 0 to 39"),
+        (good.input_ids - 40, good.labels, "holds token -"),
+        (good.input_ids, good.labels + 100, "tokens 0 to 39"),
+    ):
+        with pytest.raises(DataError, match=said):
+            trainer.forward_backward_batch(LMBatch(ids, labels))
+
+
+def test_a_loop_over_a_loader_uses_backward_instead() -> None:
+    trainer = TransformerTrainer(llama(1))
+    with trainer.ddp as ddp:
+        loader = ddp.loader([lm_batch(1, 1)] * 4, batch_size=2, collate_fn=lambda batches: batches)
+        for batches in loader.epoch(0):
+            with pytest.raises(UsageError, match="use TransformerTrainer"):
+                trainer.forward_backward_batch(batches[0])
+            trainer.backward(batches[0])
+            ddp.step()
+    assert trainer.step == 2
+
+
+def test_a_trainer_joins_one_team_only() -> None:
+    trainer = TransformerTrainer(llama(1))
+    with trainer.ddp, pytest.raises(UsageError, match="make a new one"):
+        trainer.join_team()
+
+
+# ── batches ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_documents_become_sequences_with_their_next_tokens() -> None:
+    batch = LMBatch.of_documents([[5, 6, 7], [8, 9]], pad_id=1)
+    assert batch.input_ids.tolist() == [[5, 6], [8, 1]]
+    assert batch.labels.tolist() == [[6, 7], [9, -100]]
+    assert (batch.num_sequences, batch.num_tokens) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "labels", "said"),
+    [
+        ([[1, 2]], torch.zeros(1, 2).long(), "input_ids is a list"),
+        (torch.zeros(1, 2), torch.zeros(1, 2).long(), "input_ids is torch.float32"),
+        (torch.zeros(1, 2).long(), torch.zeros(2).long(), r"labels is torch.int64 of shape \(2,\)"),
+        (torch.zeros(1, 2).long(), torch.zeros(1, 3).long(), r"\(1, 2\) and labels \(1, 3\)"),
+        (torch.zeros(0, 2).long(), torch.zeros(0, 2).long(), "holds no token"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(input_ids: Any, labels: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        LMBatch(input_ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("documents", "said"), [([], "no document"), ([[1, 2], [3]], "document 1 has 1 tokens")]
+)
+def test_documents_without_a_target_are_refused(documents: list[list[int]], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        LMBatch.of_documents(documents)
