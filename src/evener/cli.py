@@ -18,6 +18,7 @@ import evener
 from evener.errors import ConfigError
 from evener.run.config.options import ClassifyOptions, PretrainOptions
 from evener.run.launching.child import apply_threads, loading_libraries, run_child
+from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.run.team.environment import DistributedTrainConfig, local_devices
 from evener.run.windows.emulate import parse_emulation
 
@@ -29,6 +30,42 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+# Options that several commands have.
+_Config = Annotated[Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")]
+_Nproc = Annotated[
+    int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
+]
+_EmulateSlow = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
+]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
+]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
+]
+_Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")]
+_Name = Annotated[str | None, typer.Option(help="Name of the run.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Print neither the team nor progress.")]
+_Nnodes = Annotated[
+    int | None,
+    typer.Option("--nnodes", metavar="N", help="Machines of the run; start it on each."),
+]
+_NodeRank = Annotated[
+    int | None, typer.Option(metavar="K", help="Number of this machine, 0 to N - 1.")
+]
+_MasterAddr = Annotated[
+    str | None, typer.Option(metavar="HOST", help="Address of machine 0, for all to meet at.")
+]
+_Port = Annotated[
+    int | None,
+    typer.Option(
+        metavar="P", help=f"Port to meet on; a free one, or {DEFAULT_PORT} with --nnodes."
+    ),
+]
 
 # -P: a file in the current folder must not shadow a module of the library.
 _PYTHON = (sys.executable, "-P", "-m")
@@ -72,42 +109,27 @@ def _options(
 @app.command()
 def pretrain(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
-    ] = None,
-    emulate_slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
-    ] = False,
+    config: _Config = None,
+    nproc: _Nproc = None,
+    emulate_slow: _EmulateSlow = None,
+    overrides: _Overrides = None,
+    resume: _Resume = False,
     allow: Annotated[
         list[str] | None,
         typer.Option(
             metavar="WHAT", help="Resume although it differs: data, precision; may be repeated."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
-    ] = None,
+    out: _Out = None,
+    name: _Name = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Train a small model on Python's own sources.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print neither the team nor progress.")
-    ] = False,
+    quiet: _Quiet = False,
 ) -> None:
     """Train a causal language model from scratch or from a checkpoint."""
     options = PretrainOptions(
@@ -123,7 +145,8 @@ def pretrain(
         demo=demo,
         quiet=quiet,
     )
-    raise typer.Exit(run_child(lambda: _pretrain(options, context.obj)))
+    nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
+    raise typer.Exit(run_child(lambda: _pretrain(options, nodes, context.obj)))
 
 
 @app.command()
@@ -141,17 +164,9 @@ def bench(
     rounds: Annotated[
         int, typer.Option(metavar="R", help="Turns in which that time is spent.")
     ] = 2,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
-    ] = None,
-    emulate_slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
-    ] = None,
+    nproc: _Nproc = None,
+    emulate_slow: _EmulateSlow = None,
+    overrides: _Overrides = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder that the results go to.")] = Path(
         "runs"
     ),
@@ -179,37 +194,22 @@ def bench(
 @app.command()
 def classify(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Argument(metavar="RUN.YAML", help="Keys of the run.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
-    ] = None,
-    emulate_slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK:FACTOR", help="Slow a rank on purpose; may be repeated."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key; may be repeated."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")
-    ] = False,
+    config: _Config = None,
+    nproc: _Nproc = None,
+    emulate_slow: _EmulateSlow = None,
+    overrides: _Overrides = None,
+    resume: _Resume = False,
     predict: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Classify its texts with the newest finished run."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder that runs go to; ./runs.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print neither the team nor progress.")
-    ] = False,
+    out: _Out = None,
+    name: _Name = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
+    quiet: _Quiet = False,
 ) -> None:
     """Train a text classifier: a LoRA adapter on a frozen model, and a head for the classes."""
     options = ClassifyOptions(
@@ -224,7 +224,8 @@ def classify(
         port=port,
         quiet=quiet,
     )
-    raise typer.Exit(run_child(lambda: _classify(options, context.obj)))
+    nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
+    raise typer.Exit(run_child(lambda: _classify(options, nodes, context.obj)))
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})
@@ -233,24 +234,24 @@ def launch_script(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script.")
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks to start here; one per GPU, or 1.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="P", help="Port to meet on; a free one.")
-    ] = None,
+    nproc: _Nproc = None,
+    nnodes: _Nnodes = None,
+    node_rank: _NodeRank = None,
+    master_addr: _MasterAddr = None,
+    port: _Port = None,
 ) -> None:
-    """Run a training script as one rank per device of this host."""
+    """Run a training script as one rank per device of this host, or of several."""
     command = (*_PYTHON, "evener.run.launching.script", str(script), *(arguments or ()))
-    raise typer.Exit(run_child(lambda: _launch(script, command, nproc, port)))
+    nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
+    raise typer.Exit(run_child(lambda: _launch(script, command, nproc, nodes, port)))
 
 
-def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
+def _pretrain(options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[str]) -> int:
     place = DistributedTrainConfig.from_env()
     if place.launched_by == "alone":
-        return _launch_pretraining(options, arguments)
+        return _launch_pretraining(options, nodes, arguments)
     if place.launched_by != "evener":
-        _refuse_launch_options(place, options.nproc, options.port)
+        _refuse_launch_options(place, options.nproc, nodes, options.port)
     with loading_libraries():
         apply_threads(place)
     # On its way out Python would look through all of torch for garbage: up to three seconds, of the
@@ -264,7 +265,7 @@ def _pretrain(options: PretrainOptions, arguments: Sequence[str]) -> int:
 def _bench(**values: Any) -> int:
     from evener.run.bench import BenchOptions, run_bench
     from evener.run.config.pretrain_presets import resolve_config
-    from evener.run.launching.launch import check_nproc
+    from evener.run.launching.ranks import check_nproc
 
     options = BenchOptions(**values)
     place = DistributedTrainConfig.from_env()
@@ -286,34 +287,44 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
+def _classify(options: ClassifyOptions, nodes: NodeOptions, arguments: Sequence[str]) -> int:
     from evener.tasks.classification.command import predict_file, run_classification
 
     place = DistributedTrainConfig.from_env()
     if options.predict is not None:
         return predict_file(options) if place.rank == 0 else 0
     if place.launched_by == "alone":
-        return _launch_classification(options, arguments)
+        return _launch_classification(options, nodes, arguments)
     if place.launched_by != "evener":
-        _refuse_launch_options(place, options.nproc, options.port)
+        _refuse_launch_options(place, options.nproc, nodes, options.port)
     apply_threads(place)
     atexit.register(gc.freeze)  # as in _pretrain
     return run_classification(options)
 
 
-def _launch_classification(options: ClassifyOptions, arguments: Sequence[str]) -> int:
+def _launch_classification(
+    options: ClassifyOptions, nodes: NodeOptions, arguments: Sequence[str]
+) -> int:
     from evener.run.config import classify_presets as presets
-    from evener.run.launching.launch import check_nproc, launch
+    from evener.run.launching.launch import launch
+    from evener.run.launching.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
         least = presets.DEFAULT_NPROC if options.config is None else 1
         nproc = max(least, local_devices())
     check_nproc(nproc)
-    parse_emulation(options.emulate_slow, nproc)
     config = presets.resolve_classify(options)
+    node = choose_node(nodes, options.port, config.timeout_s)
+    if node is None:
+        parse_emulation(options.emulate_slow, nproc)
     command = [*_PYTHON, "evener", *arguments]
     if presets.needs_demo_base(config):
+        if node is not None:
+            raise ConfigError(
+                "model.path is empty, for which each machine would train a base model of its own; "
+                "with --nnodes, name the folder of a model that all machines have"
+            )
         parent = presets.classify_parent(options)
         if presets.find_demo_base(parent) is None:
             if not options.quiet:
@@ -326,23 +337,26 @@ def _launch_classification(options: ClassifyOptions, arguments: Sequence[str]) -
             if code != 0:
                 return code
         command += ["--set", presets.model_override(presets.find_demo_base(parent))]
-    return launch(command, nproc=nproc, port=options.port, store_waits=True)
+    return launch(command, nproc=nproc, port=options.port, store_waits=True, node=node)
 
 
-def _launch_pretraining(options: PretrainOptions, arguments: Sequence[str]) -> int:
+def _launch_pretraining(
+    options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[str]
+) -> int:
     from evener.run.config.pretrain_presets import DEMO_NPROC, resolve_config
-    from evener.run.launching.launch import check_nproc, launch
+    from evener.run.launching.launch import launch
+    from evener.run.launching.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
         nproc = DEMO_NPROC if options.demo else max(1, local_devices())
     # What can be known to be wrong is said once, before any rank starts.
     check_nproc(nproc)
-    parse_emulation(options.emulate_slow, nproc)
-    resolve_config(options)
-    return launch(
-        (*_PYTHON, "evener", *arguments), nproc=nproc, port=options.port, store_waits=True
-    )
+    node = choose_node(nodes, options.port, resolve_config(options).timeout_s)
+    if node is None:
+        parse_emulation(options.emulate_slow, nproc)
+    command = (*_PYTHON, "evener", *arguments)
+    return launch(command, nproc=nproc, port=options.port, store_waits=True, node=node)
 
 
 def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOptions:
@@ -354,24 +368,31 @@ def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOption
     return options
 
 
-def _launch(script: Path, command: Sequence[str], nproc: int | None, port: int | None) -> int:
+def _launch(
+    script: Path,
+    command: Sequence[str],
+    nproc: int | None,
+    nodes: NodeOptions,
+    port: int | None,
+) -> int:
     from evener.run.launching.launch import launch
 
     if not script.is_file():
         raise ConfigError(f"{script} is no file; give the path of a Python script")
     place = DistributedTrainConfig.from_env()
     if place.launched_by in ("torchrun", "slurm"):
-        _refuse_launch_options(place, nproc, port)
+        _refuse_launch_options(place, nproc, nodes, port)
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(command[0], list(command))  # a rank already: become the script
-    return launch(command, nproc=max(1, local_devices()) if nproc is None else nproc, port=port)
+    nproc = max(1, local_devices()) if nproc is None else nproc
+    return launch(command, nproc=nproc, port=port, node=choose_node(nodes, port, DEFAULT_TIMEOUT_S))
 
 
 def _refuse_launch_options(
-    place: DistributedTrainConfig, nproc: int | None, port: int | None
+    place: DistributedTrainConfig, nproc: int | None, nodes: NodeOptions, port: int | None
 ) -> None:
-    for option, value in (("--nproc", nproc), ("--port", port)):
+    for option, value in {"--nproc": nproc, **nodes.given, "--port": port}.items():
         if value is not None:
             raise ConfigError(
                 f"{option} is {value}, but {place.launched_by} has started this process as rank "

@@ -98,7 +98,8 @@ class PretrainingRun:
             self.config,
             tokenizer,
             records=self.records,
-            cache=self.folder.parent / ".cache",
+            # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
+            cache=run_parent(self.options).absolute() / ".cache",
             prepares=self.ddp.assembly.environment.local_rank == 0,
             quiet=self.options.quiet,
         )

@@ -12,25 +12,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evener.errors import ConfigError, LaunchError
+from evener.errors import LaunchError
 from evener.run.launching import lifeline
-from evener.run.launching.child import PARENT_PID
-from evener.run.launching.failures import ERROR_FILE, read_report
+from evener.run.launching.failures import read_report
+from evener.run.launching.nodes import Node
+from evener.run.launching.numbering import meet
 from evener.run.launching.output import OutputPump
+from evener.run.launching.ranks import LocalRanks, bind_store, check_nproc, rank_environment
 from evener.run.launching.signals import SignalQueue
 from evener.run.launching.verdict import Outcome, exit_code, explain
-from evener.run.team.environment import LAUNCHED, STORE_FD, threads_per_rank
+from evener.run.team.environment import STORE_FD
 
-#: More ranks than this on one host are taken for a typing error.
-MAX_NPROC = 256
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0
 
-_LOOPBACK = "127.0.0.1"
 # Ends of ranks wake the launcher; this is only how often it looks for reports of ranks that have
 # failed but hang on their way out.
 _LOOK_S = 0.5
@@ -41,11 +40,6 @@ _SETTLE_S = 2.0
 _DEATH_S = 10.0
 # Output that is on its way gets so long, unless a reader such as a pager holds it up.
 _DRAIN_S = 2.0
-# What another launcher may have left in our environment, and would mislead the ranks.
-_FOREIGN_PREFIX = "TORCHELASTIC_"
-_FOREIGN = frozenset(
-    {STORE_FD, "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
-)
 
 
 def launch(
@@ -55,10 +49,12 @@ def launch(
     port: int | None = None,
     grace_s: float = GRACE_S,
     store_waits: bool = False,
+    node: Node | None = None,
 ) -> int:
     """Runs ``nproc`` copies of a command as the ranks of a team on this host.
 
-    Rank 0 writes straight to the terminal; each line of the others is marked with its rank. The
+    Where several hosts take part, each runs this, and ranks start once all are here. The first rank
+    of a host writes straight to the terminal; each line of the others is marked with its rank. The
     first rank that fails ends the run, and what it raised is printed. SIGINT, SIGTERM, SIGHUP and
     SIGUSR1 are passed on once; ranks that then take longer than ``grace_s``, or that a second
     Ctrl-C finds still running, are killed. Nothing that the ranks have started outlives this call,
@@ -67,11 +63,12 @@ def launch(
     Args:
         command: Program and arguments, the same for every rank.
         nproc: Number of ranks.
-        port: Port for the store; ``None`` takes a free one.
+        port: Port for the store of a team on this host alone; ``None`` takes a free one.
         grace_s: Seconds that ranks get to end by themselves.
         store_waits: Connections to the store may wait for rank 0 to open it, which is quicker. Only
             for commands that open it on the socket handed over: a plain torch script opens the port
             itself, and can do so only while nobody listens there.
+        node: This host among several; ``None`` for a team on this host alone.
 
     Returns:
         The first failing rank's exit code (1 if it was killed); 128 + the signal's number after a
@@ -79,18 +76,20 @@ def launch(
 
     Raises:
         ConfigError: ``nproc`` or ``port`` is impossible.
-        LaunchError: The port is in use or a rank could not be started.
+        LaunchError: The port is in use, another host did not come, or a rank could not be started.
     """
     check_nproc(nproc)
+    ranks, store = _find_place(nproc, port, node, store_waits=store_waits)
     with (
-        bind_store(port, listen=store_waits) as store,
+        store or nullcontext(),
         tempfile.TemporaryDirectory(prefix="evener-") as folder,
         SignalQueue() as signals,
     ):
         team = _Team(grace_s=grace_s, signals=signals)
         try:
-            team.start(command, nproc, store, Path(folder))
-            store.close()  # rank 0's alone now: if it dies, others see that nobody answers
+            team.start(command, ranks, store, Path(folder))
+            if store is not None:
+                store.close()  # rank 0's alone now: if it dies, others see that nobody answers
             outcomes = team.watch()
         finally:
             team.end_all()
@@ -99,79 +98,15 @@ def launch(
         return exit_code(outcomes, team.stop_signal)
 
 
-def check_nproc(nproc: int) -> None:
-    """Refuses an impossible number of ranks.
-
-    Raises:
-        ConfigError: It is below 1 or above ``MAX_NPROC``.
-    """
-    if not 1 <= nproc <= MAX_NPROC:
-        raise ConfigError(
-            f"--nproc is {nproc}; give the number of ranks to start on this host, from 1 to "
-            f"{MAX_NPROC} (usually one per device)"
-        )
-
-
-def rank_environment(
-    base: Mapping[str, str], *, rank: int, nproc: int, port: int, error_file: Path
-) -> dict[str, str]:
-    """The environment of one rank: torchrun's variables, and evener's own.
-
-    Args:
-        base: Environment of the launcher.
-        rank: Which rank.
-        nproc: Ranks in the team, all on this host.
-        port: Port of the store.
-        error_file: Where the rank writes what made it fail.
-    """
-    environ = {
-        name: value
-        for name, value in base.items()
-        if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
-    }
-    environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(None, nproc)))
-    # A store that goes away is reported by evener; torch would add its C++ stack.
-    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": _LOOPBACK,
-        "MASTER_PORT": str(port),
-        LAUNCHED: "1",
-        PARENT_PID: str(os.getpid()),
-        ERROR_FILE: str(error_file),
-    }
-
-
-def bind_store(port: int | None, *, listen: bool) -> socket.socket:
-    """Opens the port of the store, on loopback; the first rank inherits it.
-
-    Args:
-        port: Which; ``None`` takes a free one.
-        listen: Connections may wait for rank 0; see ``launch``.
-
-    Raises:
-        ConfigError: The port is impossible.
-        LaunchError: It is in use.
-    """
-    if port is not None and not 1 <= port <= 65_535:
-        raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
-    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Lets a plain torch script open the port itself while we keep others from being given it.
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        store.bind((_LOOPBACK, port or 0))
-        if listen:
-            store.listen(MAX_NPROC)
-    except OSError as error:
-        store.close()
-        raise LaunchError(
-            f"port {port} cannot be opened on {_LOOPBACK} ({error.strerror}); choose another with "
-            "--port, or leave --port out to get a free one"
-        ) from error
-    return store
+def _find_place(
+    nproc: int, port: int | None, node: Node | None, *, store_waits: bool
+) -> tuple[LocalRanks, socket.socket | None]:
+    """Which ranks this host starts; and, where rank 0 is one of them, the socket of the store."""
+    if node is not None:
+        return meet(node, nproc, store_waits=store_waits)
+    store = bind_store(port, listen=store_waits)
+    port = store.getsockname()[1]
+    return LocalRanks(count=nproc, world_size=nproc, port=port), store
 
 
 @dataclass(slots=True)
@@ -195,18 +130,19 @@ class _Team:
     _settles_at: float | None = None  # likewise; None while no rank says that it lost another
     _killed: bool = False
 
-    def start(self, command: Sequence[str], nproc: int, store: socket.socket, folder: Path) -> None:
+    def start(
+        self, command: Sequence[str], ranks: LocalRanks, store: socket.socket | None, folder: Path
+    ) -> None:
         """Starts the ranks and what looks after them; raises LaunchError if one cannot start."""
         sys.stdout.flush()
         sys.stderr.flush()
-        port = store.getsockname()[1]
         self._lifeline = start_lifeline()
-        for number in range(nproc):
+        for local_rank in range(ranks.count):
+            number = ranks.first + local_rank
             error_file = folder / f"rank-{number}.json"
-            environ = rank_environment(
-                os.environ, rank=number, nproc=nproc, port=port, error_file=error_file
-            )
-            process = _spawn(command, environ, number, store.fileno())
+            environ = rank_environment(os.environ, ranks, local_rank, error_file=error_file)
+            store_fd = store.fileno() if store is not None and number == 0 else None
+            process = _spawn(command, environ, local_rank, store_fd)
             self._ranks.append(_Rank(number, process, error_file))
             self._tell_lifeline("+", process.pid)
         self._pump = OutputPump(
@@ -362,23 +298,24 @@ def tell_lifeline(process: subprocess.Popen[bytes], sign: str, pid: int) -> None
 
 
 def _spawn(
-    command: Sequence[str], environ: Mapping[str, str], number: int, store_fd: int
+    command: Sequence[str], environ: Mapping[str, str], local_rank: int, store_fd: int | None
 ) -> subprocess.Popen[bytes]:
-    first = number == 0
+    first = local_rank == 0
+    handed = [] if store_fd is None else [store_fd]
     try:
         return subprocess.Popen(
             command,
-            env={**environ, STORE_FD: str(store_fd)} if first else environ,
+            env={**environ, STORE_FD: str(store_fd)} if handed else environ,
             stdin=None if first else subprocess.DEVNULL,
             stdout=None if first else subprocess.PIPE,
             stderr=None if first else subprocess.PIPE,
-            pass_fds=[store_fd] if first else [],
+            pass_fds=handed,
             start_new_session=True,
         )
     except OSError as error:
         raise LaunchError(
-            f"rank {number} could not be started ({command[0]}: {error.strerror}); check that the "
-            "program exists and that the machine has memory and processes left"
+            f"rank {environ['RANK']} could not be started ({command[0]}: {error.strerror}); check "
+            "that the program exists and that the machine has memory and processes left"
         ) from error
 
 

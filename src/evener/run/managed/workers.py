@@ -15,14 +15,9 @@ from typing import IO
 from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, WorkerError
 from evener.run.launching.failures import ERROR_FILE, FailureReport
-from evener.run.launching.launch import (
-    bind_store,
-    kill_group,
-    rank_environment,
-    start_lifeline,
-    tell_lifeline,
-)
+from evener.run.launching.launch import kill_group, start_lifeline, tell_lifeline
 from evener.run.launching.output import OutputPump
+from evener.run.launching.ranks import LocalRanks, bind_store, rank_environment
 from evener.run.launching.verdict import Outcome, first_failure, silent_end
 from evener.run.managed.channel import Message
 from evener.run.managed.metrics import EpochMetrics
@@ -143,12 +138,10 @@ class WorkerTeam:
         sys.stdout.flush()
         sys.stderr.flush()
         with self._job, bind_store(None, listen=True) as store:
-            port = store.getsockname()[1]
+            ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
             self._lifeline = start_lifeline()
             for rank, device in enumerate(self._devices):
-                environ = rank_environment(
-                    os.environ, rank=rank, nproc=nproc, port=port, error_file=Path(os.devnull)
-                )
+                environ = rank_environment(os.environ, ranks, rank, error_file=Path(os.devnull))
                 del environ[ERROR_FILE]  # failures come over the channel
                 # What is importable here has to be importable there.
                 environ["PYTHONPATH"] = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)

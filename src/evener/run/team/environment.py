@@ -250,8 +250,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
         rank=task.rank,
         local_rank=task.local_rank,
         role=_role(task.rank),
+        coordinator_addr=task.host,
         # A batch script may choose host and port itself.
-        coordinator_addr=environ.get("MASTER_ADDR") or task.host,
         coordinator_port=_port(environ) if environ.get("MASTER_PORT") else task.port,
         local_world_size=task.local_world_size,
         launched_by="slurm",

@@ -1,7 +1,12 @@
-"""Reads what srun tells a task: its number, its team and the host of task 0."""
+"""Reads what srun tells a task: its number, its team and the host of task 0.
+
+A step that spans components of a heterogeneous job is one team. Its tasks are numbered component by
+component, and its counts are those of all components, but its list of nodes is sorted by name: the
+host of task 0 is the first one of the first component that takes part.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from evener.errors import ConfigError
@@ -22,7 +27,7 @@ class SlurmTask:
         world_size: Tasks in the step, over all components of a heterogeneous job.
         local_rank: Number of the task on its node.
         local_world_size: Tasks on this node.
-        host: Host of task 0.
+        host: Host of task 0, or what a batch script has put into ``MASTER_ADDR``.
         port: Derived from job and step, so that every task comes to the same one.
     """
 
@@ -49,49 +54,61 @@ def read_task(environ: Mapping[str, str]) -> SlurmTask:
     """This process's place in its step.
 
     Raises:
-        ConfigError: A variable that ``srun`` sets is missing or makes no sense.
+        ConfigError: A variable that ``srun`` sets is missing or makes no sense; or this is task 0,
+            and the others would look for it elsewhere.
     """
-    spans = _spans_components(environ)
-    # SLURM_NTASKS counts all components of a heterogeneous step; otherwise the step's own count is
-    # the safer one, as `srun --preserve-env` leaves the job's in SLURM_NTASKS.
-    counts = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"]
-    world_size = _integer(environ, *(counts[1:] if spans else counts))
+    # The step's own count first: `srun --preserve-env` leaves the job's in SLURM_NTASKS.
+    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    rank = _integer(environ, "SLURM_PROCID")
     local_rank = _integer(environ, "SLURM_LOCALID")
     job, step = _integer(environ, "SLURM_JOB_ID"), int(_step_text(environ))
     return SlurmTask(
-        rank=_integer(environ, "SLURM_PROCID"),
+        rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=max(_tasks_on_this_node(environ), local_rank + 1),
-        host=_first_host(environ, spans),
+        host=environ.get("MASTER_ADDR") or _host_of_task_0(environ, rank),
         # Steps of one job may run at once: a prime stride keeps them and neighbouring jobs apart.
         port=PORTS[(job + 1009 * step) % len(PORTS)],
     )
 
 
-def first_host(compact: str) -> str:
-    """First host of a SLURM host list.
+def hosts_of(compact: str) -> Iterator[str]:
+    """Hosts of a SLURM host list, in its order.
 
     Args:
-        compact: Such as ``"node[01-03,7],gpu2"``, whose first host is ``node01``.
+        compact: Such as ``"node[01-03,7],gpu2"``.
 
     Raises:
         ConfigError: Brackets do not match, or there is no host.
     """
-    host = ""
-    rest = compact.strip()
-    while rest and rest[0] not in ", \t":
-        if rest[0] != "[":
-            host, rest = host + rest[0], rest[1:]
-            continue
-        inside, closed, rest = rest[1:].partition("]")
-        number = re.match(r"\w+", inside)
-        if not closed or number is None:
-            raise ConfigError(_bad_list(compact))
-        host += number.group()
-    if not host or "]" in host or host == "(null)":
+    entry = re.compile(r"(?:[^\[\],\s]|\[[\w,-]+\])+")
+    entries = entry.findall(compact)
+    if not entries or entries == ["(null)"] or re.search(r"[\[\]]", entry.sub("", compact)):
         raise ConfigError(_bad_list(compact))
-    return host
+    for one in entries:
+        yield from _expand(one)
+
+
+def first_host(compact: str) -> str:
+    """First host of a SLURM host list; see ``hosts_of``."""
+    return next(hosts_of(compact))
+
+
+def _expand(entry: str) -> Iterator[str]:
+    start, bracket, rest = entry.partition("[")
+    if not bracket:
+        yield entry
+        return
+    inside, _, rest = rest.partition("]")
+    for part in inside.split(","):
+        low, dash, high = part.partition("-")
+        numbers = [low]
+        if dash and low.isdecimal() and high.isdecimal():
+            numbers = [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
+        for number in numbers:
+            for end in _expand(rest):
+                yield start + number + end
 
 
 def _bad_list(compact: str) -> str:
@@ -101,33 +118,39 @@ def _bad_list(compact: str) -> str:
     )
 
 
-def _first_host(environ: Mapping[str, str], spans: bool) -> str:
-    # The step's own list covers one component; srun merges all into the job's list for the tasks of
-    # a step that spans several, component 0 first.
-    merged = [
-        "SLURM_JOB_NODELIST",
-        "SLURM_JOB_NODELIST_HET_GROUP_0",
-        "SLURM_JOB_NODELIST_PACK_GROUP_0",
-    ]
-    plain = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"]
-    names = [*merged, *plain] if spans else [*plain, *merged]
-    for name in names:
-        if environ.get(name):
-            return first_host(environ[name])
-    raise ConfigError(
-        "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the host of task 0 is not "
-        "known; start with srun, or set MASTER_ADDR"
-    )
+def _host_of_task_0(environ: Mapping[str, str], rank: int) -> str:
+    names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"]
+    own = next((environ[name] for name in names if environ.get(name)), None)
+    if own is None:
+        raise ConfigError(
+            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the host of task 0 is not "
+            "known; start with srun, or set MASTER_ADDR"
+        )
+    host = _first_of_components(environ, own) or first_host(own)
+    here = environ.get("SLURMD_NODENAME")
+    if rank == 0 and here and here != host:
+        raise ConfigError(
+            f"task 0 runs on {here}, but the step's hosts are {own!r}, so the other tasks would "
+            f"look for it on {host}; set MASTER_ADDR={here} before srun, or give srun the "
+            "component of task 0 first"
+        )
+    return host
 
 
-def _spans_components(environ: Mapping[str, str]) -> bool:
+def _first_of_components(environ: Mapping[str, str], own: str) -> str | None:
+    """The step's first host in the order of the job's components; ``None`` for a plain job."""
     # Older releases call a heterogeneous job a pack.
     components = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_PACK_SIZE") or "1"
     if not components.isdecimal() or int(components) < 2:
-        return False
-    # A step in one component of such a job has all its tasks there.
-    own = environ.get("SLURM_STEP_NUM_TASKS", "")
-    return own != environ.get("SLURM_NTASKS", "") or not own
+        return None
+    taking_part = set(hosts_of(own))
+    for number in range(int(components)):
+        for kind in ("HET", "PACK"):
+            listed = environ.get(f"SLURM_JOB_NODELIST_{kind}_GROUP_{number}")
+            for host in hosts_of(listed) if listed else ():
+                if host in taking_part:
+                    return host
+    return None
 
 
 def _tasks_on_this_node(environ: Mapping[str, str]) -> int:

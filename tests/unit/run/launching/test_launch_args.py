@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError, LaunchError
-from evener.run.launching.launch import MAX_NPROC, check_nproc, launch, rank_environment
+from evener.run.launching.launch import launch
 from evener.run.launching.lifeline import watch
+from evener.run.launching.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
 from evener.run.team.environment import DistributedTrainConfig, threads_per_rank
 
 
 def environment_of(rank, base=None):
     base = {} if base is None else base
-    return rank_environment(base, rank=rank, nproc=3, port=1234, error_file=Path("/t/rank.json"))
+    ranks = LocalRanks(count=3, world_size=3, port=1234)
+    return rank_environment(base, ranks, rank, error_file=Path("/t/rank.json"))
 
 
 @pytest.mark.parametrize("nproc", [0, -1, MAX_NPROC + 1])

@@ -13,7 +13,7 @@ from evener.run.team.environment import (
     local_devices,
     threads_per_rank,
 )
-from evener.run.team.slurm import first_host
+from evener.run.team.slurm import first_host, hosts_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -224,43 +224,62 @@ def test_tasks_on_the_node(changes, expected):
     assert place(SLURM, **changes).local_world_size == expected
 
 
+# As srun sets it for a step over both components: counts are of all, nodes sorted by name. Task 0 is
+# on the first node of component 0, which is not the first of the list.
 HETEROGENEOUS = {
     **SLURM,
     "SLURM_HET_SIZE": "2",
-    "SLURM_PROCID": "1",
-    "SLURM_NTASKS": "3",  # of the whole step
-    "SLURM_STEP_NUM_TASKS": "2",  # of this component
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NPROCS": "2",  # of this component
     "SLURM_LOCALID": "0",
-    "SLURM_GTIDS": "1",
-    "SLURM_STEP_NODELIST": "small[1-2]",  # of this component
-    "SLURM_JOB_NODELIST": "big1,small[1-2]",  # merged by srun
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "big1",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "small[1-2]",
+    "SLURM_NODEID": "2",
+    "SLURM_GTIDS": "2",
+    "SLURM_STEP_NODELIST": "big1,small[1-2]",
+    "SLURM_JOB_NODELIST": "big1,small[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "small[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "big1",
+    "SLURM_JOB_NODELIST_PACK_GROUP_0": "small[1-2]",
+    "SLURM_JOB_NODELIST_PACK_GROUP_1": "big1",
+    "SLURMD_NODENAME": "big1",
 }
 
 
 def test_a_heterogeneous_step_is_one_team():
     config = place(HETEROGENEOUS)
-    assert (config.rank, config.world_size) == (1, 3)
-    assert config.coordinator_addr == "big1"
+    assert (config.rank, config.world_size) == (2, 3)
+    assert config.coordinator_addr == "small1"
     assert (config.local_rank, config.local_world_size) == (0, 1)
+    task_0 = place(HETEROGENEOUS, SLURM_PROCID="0", SLURM_GTIDS="0", SLURMD_NODENAME="small1")
+    assert task_0.coordinator_addr == "small1"
+    assert task_0.hosts_store
 
 
 def test_heterogeneous_jobs_of_older_releases():
-    environ = {
-        **HETEROGENEOUS,
-        "SLURM_HET_SIZE": None,
-        "SLURM_PACK_SIZE": "2",
-        "SLURM_JOB_NODELIST": None,
-        "SLURM_JOB_NODELIST_HET_GROUP_0": None,
-        "SLURM_JOB_NODELIST_PACK_GROUP_0": "pack[07-09]",
-    }
-    assert place(environ).coordinator_addr == "pack07"
+    changes = {name: None for name in HETEROGENEOUS if "_HET_" in name}
+    assert place(HETEROGENEOUS, **changes, SLURM_PACK_SIZE="2").coordinator_addr == "small1"
 
 
 def test_a_step_in_one_component_of_a_heterogeneous_job_stays_there():
-    config = place(HETEROGENEOUS, SLURM_NTASKS="2", SLURM_PROCID="0")
-    assert (config.world_size, config.coordinator_addr) == (2, "small1")
+    step = {"SLURM_STEP_NODELIST": "big1", "SLURM_JOB_NODELIST": "big1"}
+    counts = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    config = place(HETEROGENEOUS, **step, **counts, SLURM_GTIDS="0")
+    assert (config.world_size, config.coordinator_addr) == (1, "big1")
+
+
+def test_a_step_on_part_of_its_component():
+    config = place(HETEROGENEOUS, SLURM_STEP_NODELIST="big1,small2")
+    assert config.coordinator_addr == "small2"
+
+
+def test_components_in_another_order_are_noticed_by_task_0():
+    """Such as `srun --het-group=1 ... : --het-group=0 ...`, which no variable tells."""
+    with pytest.raises(ConfigError, match=r"task 0 runs on big1, .*MASTER_ADDR=big1"):
+        place(HETEROGENEOUS, SLURM_PROCID="0", SLURM_GTIDS="0")
+    config = place(HETEROGENEOUS, SLURM_PROCID="0", SLURM_GTIDS="0", MASTER_ADDR="big1")
+    assert config.coordinator_addr == "big1"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +320,18 @@ def test_a_bad_slurm_variable_is_named(changes, named):
 )
 def test_first_host_of_a_list(compact, host):
     assert first_host(compact) == host
+
+
+@pytest.mark.parametrize(
+    ("compact", "hosts"),
+    [
+        ("node[08-10,7],gpu2", ["node08", "node09", "node10", "node7", "gpu2"]),
+        ("r[1-2]n[3-4].x", ["r1n3.x", "r1n4.x", "r2n3.x", "r2n4.x"]),
+        ("torus[000x001]", ["torus000x001"]),  # not written out: only its first is ever needed
+    ],
+)
+def test_all_hosts_of_a_list(compact, hosts):
+    assert list(hosts_of(compact)) == hosts
 
 
 @pytest.mark.parametrize("compact", ["", ",", "node[", "node[]", "node[1", "node]", "(null)"])

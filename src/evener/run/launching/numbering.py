@@ -1,0 +1,389 @@
+"""How the launchers of several machines meet, before any rank starts, and number the ranks.
+
+The launcher of node 0 listens where the team's store will be. The others connect, say who they are,
+and learn which ranks are theirs; then the listening socket is handed on to rank 0. Messages are
+lines of JSON of limited length. As with torch's own store, nothing authenticates them: use a
+private network.
+"""
+
+import json
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any
+
+from evener.errors import LaunchError
+from evener.run.launching.nodes import Node
+from evener.run.launching.ranks import MAX_NPROC, LocalRanks
+from evener.version import __version__
+
+_LONGEST_LINE_BYTES = 4096
+_BACKLOG = 512
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_CONNECT_S = 5.0
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+
+def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, socket.socket | None]:
+    """Waits for the launchers of all nodes, and learns which ranks are this one's.
+
+    Call it before any rank starts; Ctrl-C ends it.
+
+    Args:
+        node: This machine.
+        nproc: Ranks that it will start.
+        store_waits: Whether the socket shall go on listening; see ``launch``.
+
+    Returns:
+        The ranks of this node, and on node 0 the socket on which rank 0 opens the store.
+
+    Raises:
+        LaunchError: A node did not come or was started otherwise, node 0 cannot be reached, or its
+            port is in use.
+    """
+    if node.number > 0:
+        return _join(node, nproc), None
+    listener = _listen(node, listen=True)
+    try:
+        ranks = _Host(node, nproc, listener).gather()
+        if not store_waits:  # a torch script opens the port itself
+            listener.close()
+            listener = _listen(node, listen=False)
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(True)
+    return ranks, listener
+
+
+def number_ranks(node: Node, counts: Mapping[int, int]) -> list[LocalRanks]:
+    """Numbers the ranks of all nodes, node after node.
+
+    Args:
+        node: Any of them.
+        counts: Ranks of each.
+    """
+    world_size, first, places = sum(counts.values()), 0, []
+    for number in range(node.nnodes):
+        places.append(
+            LocalRanks(
+                first=first,
+                count=counts[number],
+                world_size=world_size,
+                host=node.host,
+                port=node.port,
+            )
+        )
+        first += counts[number]
+    return places
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """What a launcher says of itself."""
+
+    version: str
+    node: int
+    nnodes: int
+    nproc: int
+
+
+def _encode(**values: object) -> bytes:
+    return json.dumps(values).encode() + b"\n"
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    """A message; ``None`` for what none of our launchers has sent."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _parse_hello(message: Mapping[str, Any]) -> _Hello | None:
+    numbers = [message.get(name) for name in ("node", "nnodes", "nproc")]
+    version = message.get("evener")
+    if not isinstance(version, str) or not all(type(n) is int for n in numbers):
+        return None
+    return _Hello(version[:64], *numbers)  # type: ignore[arg-type]
+
+
+def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
+    """What is wrong with a launcher that has come; empty if nothing is.
+
+    Args:
+        node: Node 0.
+        hello: What the launcher says of itself.
+        known: Ranks of the nodes that are here already.
+    """
+    if hello.version != __version__:
+        return (
+            f"node 0 runs evener {__version__}, node {hello.node} runs {hello.version}; install "
+            "the same version on every machine"
+        )
+    if hello.nnodes != node.nnodes:
+        return (
+            f"node 0 was started with --nnodes {node.nnodes}, node {hello.node} with --nnodes "
+            f"{hello.nnodes}; give every machine the same number"
+        )
+    if not 0 <= hello.node < node.nnodes or not 1 <= hello.nproc <= MAX_NPROC:
+        return f"node {hello.node} of {node.nnodes} with {hello.nproc} ranks is impossible"
+    if hello.node in known:
+        return (
+            f"two machines were started with --node-rank {hello.node}; number them from 0 to "
+            f"{node.nnodes - 1}, each differently"
+        )
+    return ""
+
+
+# ── node 0 ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _listen(node: Node, *, listen: bool) -> socket.socket:
+    try:
+        if _is_loopback(node.host):
+            family = socket.AF_INET6 if ":" in node.host else socket.AF_INET
+            address = "127.0.0.1" if node.host == "localhost" else node.host
+        else:
+            # Which of its addresses the others can reach is not for this host to say.
+            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+            address = ""
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if family == socket.AF_INET6 and not address:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, node.port))
+            if listen:
+                listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise LaunchError(
+            f"node 0 cannot listen on port {node.port} ({error.strerror}): end the program that "
+            "uses it (perhaps an earlier run), or give every machine another with --port; "
+            "--master-addr must be an address of node 0"
+        ) from None
+    return listener
+
+
+@dataclass(slots=True)
+class _Host:
+    """Node 0 while it waits for the others."""
+
+    node: Node
+    nproc: int
+    listener: socket.socket
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _lines: dict[socket.socket, bytearray] = field(default_factory=dict)
+    _nodes: dict[socket.socket, _Hello] = field(default_factory=dict)
+    _is_reached: bool = False
+
+    def gather(self) -> LocalRanks:
+        """Waits until all are here, and tells each which ranks are its own."""
+        token = f"{time.monotonic_ns():x}"
+        self.listener.setblocking(False)
+        self._selector.register(self.listener, selectors.EVENT_READ)
+        try:
+            with self._call_oneself(token):
+                self._wait(token)
+            places = number_ranks(self.node, self._counts)
+            for connection, hello in self._nodes.items():
+                place = places[hello.node]
+                self._tell(connection, first_rank=place.first, world_size=place.world_size)
+            return places[0]
+        except LaunchError as error:
+            for connection in self._nodes:
+                self._tell(connection, error=str(error))
+            raise
+        finally:
+            for connection in [*self._lines]:
+                self._drop(connection)
+            self._selector.close()
+
+    @property
+    def _counts(self) -> dict[int, int]:
+        return {0: self.nproc, **{hello.node: hello.nproc for hello in self._nodes.values()}}
+
+    def _call_oneself(self, token: str) -> socket.socket:
+        # Rank 0 is going to meet its own store under this address: a wrong one is noticed here.
+        try:
+            own = socket.create_connection((self.node.host, self.node.port), _CONNECT_S)
+        except OSError as error:
+            raise LaunchError(self._is_no_address(error.strerror or "no answer")) from None
+        own.sendall(_encode(token=token))
+        return own
+
+    def _is_no_address(self, why: str) -> str:
+        return (
+            f"node 0 does not reach itself at {self.node.where} ({why}): --master-addr must be an "
+            "address of node 0 that every machine can reach (`ip address` lists them)"
+        )
+
+    def _wait(self, token: str) -> None:
+        started = time.monotonic()
+        said = False
+        while not self._is_reached or len(self._nodes) < self.node.nnodes - 1:
+            waited_s = time.monotonic() - started
+            if not self._is_reached and waited_s > _CONNECT_S:
+                raise LaunchError(self._is_no_address("another machine has this address"))
+            if waited_s >= self.node.timeout_s:
+                raise LaunchError(
+                    f"node 0 waited {self.node.timeout_s:.0f} s at {self.node.where} for "
+                    f"{self._missing}: start the same command there with its --node-rank, or look "
+                    "at its output"
+                )
+            if waited_s > 1.0 and not said:
+                said = True
+                _say(f"node 0 waits at {self.node.where} for {self._missing}")
+            left_s = min(_LONGEST_PAUSE_S, self.node.timeout_s - waited_s)
+            for key, _ in self._selector.select(left_s):
+                if key.fileobj is self.listener:
+                    self._welcome()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj, token)
+
+    @property
+    def _missing(self) -> str:
+        absent = [str(n) for n in range(self.node.nnodes) if n not in self._counts]
+        return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.node.nnodes}"
+
+    def _welcome(self) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError:  # it has gone again
+            return
+        connection.setblocking(False)
+        self._lines[connection] = bytearray()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket, token: str) -> None:
+        try:
+            chunk = connection.recv(_LONGEST_LINE_BYTES)
+        except OSError:
+            chunk = b""
+        line = self._lines[connection]
+        line += chunk
+        if not chunk or len(line) > _LONGEST_LINE_BYTES or connection in self._nodes:
+            self._drop(connection)  # ended before all were here, or none of ours
+            return
+        if not line.endswith(b"\n"):
+            return
+        message = _decode(bytes(line)) or {}
+        hello = _parse_hello(message)
+        if message.get("token") == token:
+            self._is_reached = True
+        elif hello is None:
+            self._drop(connection)
+        elif wrong := check_hello(self.node, hello, self._counts):
+            self._tell(connection, error=wrong)
+            raise LaunchError(wrong)
+        else:
+            self._nodes[connection] = hello
+
+    def _tell(self, connection: socket.socket, **values: object) -> None:
+        with suppress(OSError):  # it is missed where its ranks should be
+            connection.sendall(_encode(**values))
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._nodes.pop(connection, None)
+        del self._lines[connection]
+        connection.close()
+
+
+# ── the other nodes ──────────────────────────────────────────────────────────────────────────────
+
+
+def _join(node: Node, nproc: int) -> LocalRanks:
+    deadline = time.monotonic() + node.timeout_s
+    pause_s, said = _FIRST_PAUSE_S, False
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            address = (node.host, node.port)
+            with socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s))) as connection:
+                return _ask(node, nproc, connection, deadline)
+        except socket.gaierror as error:
+            if error.errno in _NO_SUCH_NAME:
+                raise LaunchError(
+                    f"the address {node.host!r} of node 0 is unknown here: give a name or number "
+                    "that this machine can resolve (--master-addr)"
+                ) from None
+            why = error.strerror
+        except OSError as error:
+            why = error.strerror or "no answer"
+        if time.monotonic() >= deadline:
+            raise LaunchError(
+                f"node {node.number} waited {node.timeout_s:.0f} s for node 0, but nothing listens "
+                f"on {node.where} ({why}): start node 0 there, and check the address, the port and "
+                "the firewall between the machines"
+            )
+        if pause_s > 0.5 and not said:
+            said = True
+            _say(f"node {node.number} waits for node 0 at {node.where} ({why})")
+        time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _ask(node: Node, nproc: int, connection: socket.socket, deadline: float) -> LocalRanks:
+    hello = {"evener": __version__, "node": node.number, "nnodes": node.nnodes, "nproc": nproc}
+    try:
+        connection.sendall(_encode(**hello))
+        line = _read_line(connection, deadline)
+    except TimeoutError:
+        raise LaunchError(
+            f"node {node.number} waited {node.timeout_s:.0f} s at {node.where} for node 0 to name "
+            "its ranks: another node is missing (node 0 says which), or what listens there is "
+            "something else"
+        ) from None
+    except OSError:
+        line = b""
+    answer = _decode(line) or {}
+    if isinstance(answer.get("error"), str):
+        raise LaunchError(answer["error"])
+    first, world_size = answer.get("first_rank"), answer.get("world_size")
+    if type(first) is not int or type(world_size) is not int:
+        what = "answered something else" if line else "closed the connection"
+        raise LaunchError(
+            f"{node.where} {what} when node {node.number} asked for its ranks: node 0 has ended "
+            f"(its output says why), its team is complete already (is --node-rank {node.number} "
+            "started twice?), or another program uses that port"
+        )
+    return LocalRanks(
+        first=first, count=nproc, world_size=world_size, host=node.host, port=node.port
+    )
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= _LONGEST_LINE_BYTES:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        chunk = connection.recv(_LONGEST_LINE_BYTES)
+        if not chunk:
+            break
+        line += chunk
+    return line
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"evener: {text}\n")
+    sys.stderr.flush()
