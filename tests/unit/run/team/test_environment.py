@@ -224,8 +224,8 @@ def test_tasks_on_the_node(changes, expected):
     assert place(SLURM, **changes).local_world_size == expected
 
 
-# As srun sets it for a step over both components: counts are of all, nodes sorted by name. Task 0 is
-# on the first node of component 0, which is not the first of the list.
+# As srun sets it for a step over both components: counts are of all, nodes sorted by name. Task 0
+# is on the first node of component 0, which is not the first of the list.
 HETEROGENEOUS = {
     **SLURM,
     "SLURM_HET_SIZE": "2",

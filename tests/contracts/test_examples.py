@@ -1,0 +1,69 @@
+"""Every file in examples/ is what the command line takes."""
+
+import re
+import subprocess
+
+import pytest
+
+from evener import cli
+from evener.run.config.classify import ClassifyRunConfig
+from evener.run.config.pretrain import RunConfig, load_config
+from evener.run.launching import launch
+from helpers.source import ROOT, tracked_files
+
+EXAMPLES = [path for path in tracked_files() if path.parent == ROOT / "examples"]
+CONFIGURATIONS = [path for path in EXAMPLES if path.suffix == ".yaml"]
+SCRIPTS = [path for path in EXAMPLES if path.suffix == ".sbatch"]
+
+
+def name(path):
+    return path.name
+
+
+def schema_of(path):
+    return ClassifyRunConfig if path.stem.startswith("classify") else RunConfig
+
+
+def test_there_is_nothing_else():
+    assert {*CONFIGURATIONS, *SCRIPTS} == set(EXAMPLES)
+    assert len(CONFIGURATIONS) >= 4
+    assert len(SCRIPTS) >= 2
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=name)
+def test_a_configuration_is_valid(path):
+    load_config(schema_of(path), path)
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=name)
+def test_its_own_words_say_how_to_start_it(path, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda command, **rest: started.append(command) or 0)
+    monkeypatch.chdir(ROOT)
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "EVENER_LAUNCHED"):
+        monkeypatch.delenv(variable, raising=False)
+    lines = re.findall(r"^#     evener (.+)$", path.read_text(), re.MULTILINE)
+    assert lines
+    for line in lines:
+        assert f"examples/{path.name}" in line
+        started.clear()
+        assert cli.main(line.split()) == 0
+        assert started[-1][-len(line.split()) :] == line.split() or "--set" in started[-1]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_a_batch_script_is_bash_and_names_files_that_exist(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text()
+    assert text.startswith("#!/bin/bash\n")
+    for named in re.findall(r"examples/[\w.]+", text):
+        assert (ROOT / named.rstrip(".")).is_file(), named
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_directives_come_before_the_first_command(path):
+    """SLURM reads no further."""
+    lines = path.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first:])
+    assert sum(line.startswith("#SBATCH --nodes") for line in lines) >= 1

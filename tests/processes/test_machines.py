@@ -1,0 +1,185 @@
+"""One run on several machines, each with a launcher of its own."""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from evener.observe.lineage import check_exactly_once
+from helpers.machines import ADDRESSES, NOBODY, TwoMachines
+from helpers.pretraining import (
+    LAYER,
+    NUM_SAMPLES,
+    RUN_TIMEOUT_S,
+    Lab,
+    relative_difference,
+    wait_for_events,
+)
+
+pytestmark = pytest.mark.timeout(400)
+
+#: 0.9 MB of gradients a window: a tenth of a second at 100 Mbit/s.
+LARGER = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+#: Ranks of the two machines.
+COUNTS = (2, 1)
+
+#: Every rank leaves a hash of its weights behind.
+TELL_HASH = """
+import os
+if "RANK" in os.environ:
+    from evener.run.assembly.assembly import Assembly
+    from pathlib import Path
+    def close(assembly, close=Assembly.close):
+        folder = Path(os.environ["TEST_HASHES"])
+        (folder / os.environ["RANK"]).write_text(str(assembly.flat.state_hash()))
+        close(assembly)
+    Assembly.close = close
+"""
+
+
+@pytest.fixture
+def labs(tmp_path):
+    """A folder for each machine: they share no files, but have the same text and configuration."""
+    labs = []
+    for number in range(2):
+        folder = tmp_path / f"machine-{number}"
+        folder.mkdir()
+        lab = Lab(folder)
+        lab.configure(
+            model={"config": {**LAYER, **LARGER}}, timeout_s=60.0, checkpoint={"every": 9}
+        )
+        lab.install(TELL_HASH)
+        (tmp_path / "hashes").mkdir(exist_ok=True)
+        lab.sandbox.environ |= {"TEST_HASHES": str(tmp_path / "hashes"), "OMP_NUM_THREADS": "1"}
+        labs.append(lab)
+    yield labs
+    for lab in labs:
+        lab.close()
+
+
+def check(labs, name, hashes):
+    """The run equals that of one process on the same samples."""
+    labs[0].run("run.yaml", "--name", "alone")
+    run, alone = labs[0].path_of(name), labs[0].path_of("alone")
+    assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=2) == []
+    assert run.summary["world_size"] == sum(COUNTS)
+    # float32 sums in another order, over 18 steps of AdamW
+    assert relative_difference(run.checkpoints[-1], alone.checkpoints[-1]) <= 1e-5
+    told = {path.name: path.read_text() for path in hashes.iterdir()}
+    assert sorted(told) == ["0", "1", "2"]
+    assert len(set(told.values())) == 1
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def plainly(node, address, port, *further):
+    """``evener pretrain`` on one of two machines."""
+    nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", address, "--port", port)
+    evener = (sys.executable, "-P", "-m", "evener", "pretrain")
+    return (*evener, "run.yaml", "--nproc", COUNTS[node], *nodes, *further)
+
+
+def by_torchrun(node, address, port, *further):
+    """The same by torchrun."""
+    nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", address, "--master-port", port)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", COUNTS[node])
+    return (*torchrun, *nodes, "-m", "evener", "pretrain", "run.yaml", *further)
+
+
+# ── launchers on one host, in folders of their own ───────────────────────────────────────────────
+
+
+def test_launchers_of_unlike_sizes_are_one_team(labs, tmp_path):
+    port = free_port()
+    # The second comes first, and waits.
+    running = [
+        labs[node].sandbox.start(*plainly(node, "127.0.0.1", port, "--name", "both"))
+        for node in (1, 0)
+    ]
+    for ended in [each.end(RUN_TIMEOUT_S) for each in running]:
+        assert ended.code == 0, ended.err
+    check(labs, "both", tmp_path / "hashes")
+    # Rank 0 alone writes; the other machine has its own tokenised text.
+    written = {path.name for path in (labs[1].folder / "runs").iterdir()}
+    assert written == {".cache"}
+
+
+def test_a_signal_on_one_machine_stops_all_of_them(labs):
+    port = free_port()
+    options = ("--name", "stopped", "--set", "epochs=10000")
+    second, first = [
+        labs[node].sandbox.start(*plainly(node, "127.0.0.1", port, *options)) for node in (1, 0)
+    ]
+    run = labs[0].path_of("stopped")
+    wait_for_events(first, run, lambda events: any(e["type"] == "window" for e in events))
+    second.signal(signal.SIGTERM)
+    assert second.end(RUN_TIMEOUT_S).code == 128 + signal.SIGTERM
+    assert first.end(RUN_TIMEOUT_S).code == 0
+    assert run.checkpoints
+    assert run.of_type("run_finished")[-1]["reason"] == "stopped"
+
+
+# ── network namespaces, over 100 Mbit/s ──────────────────────────────────────────────────────────
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("started", [plainly, by_torchrun])
+def test_two_machines_over_a_slow_cable(labs, tmp_path, started):
+    with TwoMachines(rate="100mbit") as machines:
+        running = [
+            lab.sandbox.start(
+                *machines.command(node, *started(node, ADDRESSES[0], 29_500, "--name", "two"))
+            )
+            for node, lab in enumerate(labs)
+        ]
+        for ended in [each.end(RUN_TIMEOUT_S) for each in running]:
+            assert ended.code == 0, ended.err
+        sent = [machines.sent_bytes(node) for node in range(2)]
+    check(labs, "two", tmp_path / "hashes")
+    run = labs[0].path_of("two")
+    hosts = [event["host"] for event in run.of_type("worker_started")]
+    assert hosts == ["machine-0", "machine-0", "machine-1"]
+    # Whatever the algorithm: what the others have must reach a machine, and what it has the others.
+    weights = load_file(run.checkpoints[-1] / "model.safetensors").values()
+    gradients = 4 * sum(array.size for array in weights)
+    assert min(sent) >= gradients * run.summary["steps"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("node", "address", "said"),
+    [
+        (1, NOBODY, f"node 1 waited 4 s for node 0, but nothing listens on {NOBODY}:29500"),
+        (0, ADDRESSES[1], f"node 0 does not reach itself at {ADDRESSES[1]}:29500"),
+        (0, NOBODY, f"node 0 does not reach itself at {NOBODY}:29500"),
+        (0, ADDRESSES[0], f"node 0 waited 4 s at {ADDRESSES[0]}:29500 for node 1 of 2"),
+    ],
+)
+def test_a_bad_address_is_said_in_time(labs, node, address, said):
+    lab = labs[node]
+    with TwoMachines() as machines:
+        command = plainly(node, address, 29_500, "--set", "timeout_s=4")
+        ended = lab.sandbox.start(*machines.command(node, *command)).end()
+    assert (ended.code, ended.out) == (1, "")
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.root
+def test_namespaces_leave_the_host_alone():
+    def devices():
+        return sorted(path.name for path in Path("/sys/class/net").iterdir())
+
+    before, host = devices(), os.uname().nodename
+    with TwoMachines(rate="100mbit") as machines:
+        assert devices() == before
+        assert machines.run(0, "hostname") == "machine-0\n"
+        assert "rate 100Mbit" in machines.run(1, "tc", "qdisc", "show", "dev", "eth0")
+    assert (devices(), os.uname().nodename) == (before, host)
