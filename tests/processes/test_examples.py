@@ -97,8 +97,9 @@ def test_a_job_on_two_nodes_and_the_same_script_again(lab):
 def test_a_heterogeneous_job_is_one_team(lab):
     """Task 0 is on the node of component 0, which comes last by name."""
     layout = [{"127.0.0.2": 1}, {"127.0.0.1": 2}]
+    lab.sandbox.environ["NAME"] = "het"
     said = submit(lab, "pretrain_hetjob.sbatch", layout, *settings(max_steps=3, anchor=1))
-    run = lab.path_of("machines")
+    run = lab.path_of("het")
     assert run.summary["world_size"] == 3
     assert run.summary["steps"] == 3
     assert "team of 3: 3 CPU ranks" in said

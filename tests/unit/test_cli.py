@@ -9,6 +9,7 @@ from evener import cli
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain_presets import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.run.launching import launch
+from evener.run.launching.nodes import Node
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -60,6 +61,7 @@ def test_alone_pretrain_starts_ranks_with_the_same_command_line(launched):
             "nproc": 3,
             "port": 1234,
             "store_waits": True,
+            "node": None,
         }
     ]
 
@@ -122,11 +124,38 @@ def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42
     program = [sys.executable, "-P", "-m", "evener.run.launching.script"]
     command = [*program, "train.py", "--port", "1", "-x"]
-    assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None}]
+    assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None, "node": None}]
+
+
+NODES = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "timeout_s"),
+    [
+        # The rank that is made slow may well be on the other machine.
+        (["pretrain", *NODES, "--set", "timeout_s=7", "--emulate-slow", "5:3"], 7.0),
+        (["classify", "run.yaml", *NODES, "--emulate-slow", "5:3"], 600.0),
+        (["launch", *NODES, "train.py"], 600.0),
+    ],
+)
+def test_one_machine_of_several(launched, arguments, timeout_s):
+    Path("train.py").touch()
+    Path("base").mkdir()
+    Path("run.yaml").write_text("model: {path: base}\n")
+    assert cli.main(arguments) == 42
+    node = Node(number=1, nnodes=2, host="10.0.0.1", port=29_500, timeout_s=timeout_s)
+    assert launched[0]["node"] == node
+
+
+def test_each_machine_would_train_a_base_model_of_its_own(launched, capsys):
+    assert cli.main(["classify", *NODES]) == 2
+    assert "name the folder of a model that all machines have" in capsys.readouterr().err
+    assert launched == []
 
 
 @pytest.mark.parametrize("arguments", [["launch", "train.py"], ["pretrain"]])
-@pytest.mark.parametrize("option", ["--nproc", "--port"])
+@pytest.mark.parametrize("option", ["--nproc", "--port", "--nnodes", "--node-rank"])
 def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, option):
     for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)
@@ -145,6 +174,8 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
         (["launch", "--nproc", "9999", "train.py"], "--nproc is 9999"),
         (["launch", "missing.py"], "missing.py is no file"),
         (["launch", "--port", "70000", "train.py"], "--port is 70000"),
+        (["launch", "--node-rank", "0", "train.py"], "--nnodes is missing"),
+        (["pretrain", "--nnodes", "2", "--node-rank", "0"], "--master-addr is missing"),
         (["pretrain", "--nproc", "-2"], "--nproc is -2"),
         (["pretrain", "--nproc", "2", "--emulate-slow", "2:3"], "there is no rank 2"),
         (["pretrain", "--emulate-slow", "1:3"], "this team has rank 0 only"),
