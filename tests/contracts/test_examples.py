@@ -48,7 +48,7 @@ def test_its_own_words_say_how_to_start_it(path, monkeypatch):
         assert f"examples/{path.name}" in line
         started.clear()
         assert cli.main(line.split()) == 0
-        assert started[-1][-len(line.split()) :] == line.split() or "--set" in started[-1]
+        assert f"examples/{path.name}" in started[-1]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name)

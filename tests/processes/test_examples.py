@@ -69,10 +69,11 @@ def test_a_configuration_trains(lab, example, changes):
 # ── batch scripts ────────────────────────────────────────────────────────────────────────────────
 
 
-def submit(lab, script, layout, *arguments):
+def submit(lab, script, name, layout, *arguments):
     """Runs a batch script as SLURM would; what it printed."""
     before = dict(lab.sandbox.environ)
     lab.sandbox.environ |= slurm.batch_environment(layout, 4000 + os.getpid() % 5000)
+    lab.sandbox.environ["NAME"] = name
     try:
         ended = lab.sandbox.start("bash", f"examples/{script}", *arguments).end(RUN_TIMEOUT_S)
     finally:
@@ -84,10 +85,10 @@ def submit(lab, script, layout, *arguments):
 def test_a_job_on_two_nodes_and_the_same_script_again(lab):
     """The second time it goes on from the checkpoint."""
     layout = [{"127.0.0.1": 1, "127.0.0.2": 1}]
-    submit(lab, "pretrain.sbatch", layout, *settings(max_steps=2, policy="sync"))
-    run = lab.path_of("pretrain_machines")
+    submit(lab, "pretrain.sbatch", "job", layout, *settings(max_steps=2, policy="sync"))
+    run = lab.path_of("job")
     assert run.summary["steps"] == 2
-    submit(lab, "pretrain.sbatch", layout, *settings(max_steps=3, policy="sync"))
+    submit(lab, "pretrain.sbatch", "job", layout, *settings(max_steps=3, policy="sync"))
     assert run.summary["steps"] == 3
     assert run.summary["world_size"] == 2
     assert len(run.of_type("worker_started")) == 2 * 2
@@ -97,8 +98,7 @@ def test_a_job_on_two_nodes_and_the_same_script_again(lab):
 def test_a_heterogeneous_job_is_one_team(lab):
     """Task 0 is on the node of component 0, which comes last by name."""
     layout = [{"127.0.0.2": 1}, {"127.0.0.1": 2}]
-    lab.sandbox.environ["NAME"] = "het"
-    said = submit(lab, "pretrain_hetjob.sbatch", layout, *settings(max_steps=3, anchor=1))
+    said = submit(lab, "pretrain_hetjob.sbatch", "het", layout, *settings(max_steps=3, anchor=1))
     run = lab.path_of("het")
     assert run.summary["world_size"] == 3
     assert run.summary["steps"] == 3
