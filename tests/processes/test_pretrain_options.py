@@ -10,8 +10,8 @@ import pytest
 
 from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
-from helpers.pretraining import NEEDED, NUM_SAMPLES, TINY, Lab, relative_difference
-from helpers.ranks import Rank, run_ranks
+from helpers.pretraining import NEEDED, NUM_SAMPLES, TINY, Lab, be_evener, relative_difference
+from helpers.ranks import Rank, RankTeam, run_ranks
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -216,6 +216,43 @@ def test_windows_that_are_not_finite_can_be_left_out(lab):
     applied = [e for e in run.of_type("window") if not e["skipped"]]
     tokens = sum(row["weight"] for event in applied for row in event["ranks"])
     assert run.summary["committed_tokens"] == tokens
+
+
+def with_a_spoilt_weight(rank, folder, command):
+    """Pretrains; rank 1 changes a weight on its own in the first window, which has all ranks."""
+    from evener.averaging.gradients import GradientAverager
+    from evener.comm.base import Communicator
+
+    exchanged = []
+    all_reduce, average = Communicator.all_reduce, GradientAverager.average
+
+    def watch(comm, tensor, *, what, timeout_s=None):
+        exchanged.append(what)
+        all_reduce(comm, tensor, what=what, timeout_s=timeout_s)
+
+    def spoil(averager, *args, **options):
+        norm = average(averager, *args, **options)
+        if rank.rank == 1:
+            flat = averager._flat
+            flat.parameters[flat.index_of("model.norm.weight")].data[3] += 1.0
+        return norm
+
+    Communicator.all_reduce, GradientAverager.average = watch, spoil
+    return be_evener(rank, folder, command), exchanged
+
+
+def test_gradients_leave_by_blocks_and_weights_that_come_apart_halt_the_run(lab):
+    Zygote.get().preload(*NEEDED)
+    command = ["pretrain", "run.yaml", "--name", "spoilt", "--set", "verify_every=1"]
+    command += ["--set", "model.config.num_hidden_layers=2"]
+    with RankTeam(with_a_spoilt_weight, 2, str(lab.folder), command) as team:
+        outcomes = team.wait(100.0)
+    for outcome in outcomes:
+        code, exchanged = outcome.value
+        assert code == 1
+        assert "after window 0, parameter 'model.norm.weight' of rank 1 is not" in outcome.output
+        gradients = [w.partition(": ")[2] for w in exchanged if w.startswith("gradients of ")]
+        assert gradients == ["block 1", "block 0", "LM head", "final norm", "embedding"]
 
 
 def test_quiet_prints_nothing(lab):
