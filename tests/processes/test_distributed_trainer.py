@@ -1,5 +1,6 @@
 """``DistributedTrainer`` over processes: as one process, large buckets, bad places."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,22 @@ LR = 1e-3
 NEEDED = ("evener.tasks.trainers.distributed", "transformers.models.llama.modeling_llama")
 QUIET = DdpConfig(quiet=True)
 
+pytestmark = pytest.mark.timeout(200)
+
 
 def own_batch(step: int, rank: int) -> LMBatch:
     return lm_batch(10 * step + rank, 1 + (step + 3 * rank) % 4)
 
 
-def train(rank: Rank, num_steps: int) -> Any:
+def train(rank: Rank, num_steps: int, folder: str) -> Any:
     config = DistributedTrainConfig.from_env()
+    if rank.world_size == 2:  # as started by hand, with one file for all
+        config = DistributedTrainConfig.from_yaml(
+            Path(folder) / "team.yaml",
+            rank=rank.rank,
+            coordinator_port=rank.port,
+            store_fd=config.store_fd,
+        )
     model = llama(seed=rank.rank)
     with (
         DistributedComm.remote(config, timeout_s=30.0) as comm,
@@ -43,11 +53,12 @@ def train(rank: Rank, num_steps: int) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_train_as_one_on_the_union_batch(world_size: int) -> None:
+def test_processes_train_as_one_on_the_union_batch(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "team.yaml").write_text("{world_size: 2, coordinator_addr: localhost}")
     unions = [union([own_batch(s, r) for r in range(world_size)]) for s in range(3)]
     true = vector(train_plainly(llama(), unions, lr=LR))
     Zygote.get().preload(*NEEDED)
-    vectors = [torch.from_numpy(v) for v in run_ranks(train, world_size, 3)]
+    vectors = [torch.from_numpy(v) for v in run_ranks(train, world_size, 3, str(tmp_path))]
     for mine in vectors:
         assert torch.equal(mine, vectors[0])
     assert relative_error(vectors[0], true) <= 1e-6

@@ -66,7 +66,8 @@ class DistributedTrainConfig:
         hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
             torchrun's agent has opened it.
         store_fd: Socket, bound by the launcher, on which this process shall open the store.
-        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"`` or ``"slurm"``.
+        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
+            a file says who is where.
 
     Raises:
         ConfigError: A value is impossible.
@@ -132,7 +133,8 @@ class DistributedTrainConfig:
         The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
         ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
         ``comm_backend``, alone in the file or under ``training: distributed:``. The role follows
-        the rank where none is given.
+        the rank where none is given. Without local numbers, a loopback address means one host for
+        all ranks, any other one rank per host.
 
         Args:
             path: YAML.
@@ -144,7 +146,10 @@ class DistributedTrainConfig:
         from evener.run.team.place_file import read_place  # YAML is seldom needed
 
         place = read_place(Path(path), changes)
-        return cls(**{"role": _role(place["rank"]), **place})
+        known = {"role": _role(place["rank"]), "launched_by": "the user"}
+        if _is_loopback(place.get("coordinator_addr", "")):
+            known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
+        return cls(**{**known, **place})
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
@@ -307,6 +312,8 @@ def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
 
 
 def _checked_host(host: str) -> str:
+    if not isinstance(host, str):
+        raise ConfigError(f"coordinator_addr is {host!r}; give a name or an IP address as text")
     if with_port := re.fullmatch(r"(?:\[.*\]|[^:]+):(\d+)", host):
         raise ConfigError(
             f"coordinator_addr is {host!r}, which holds a port; pass the host alone and "

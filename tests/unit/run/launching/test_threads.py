@@ -16,6 +16,8 @@ from evener.run.team.environment import DistributedTrainConfig
         ("torchrun", "3", 2, None),
         ("slurm", None, 2, 4),
         ("slurm", "1", 2, None),
+        ("the user", None, 2, 4),
+        ("the user", "1", 2, None),
         ("evener", "4", 2, None),
         ("evener", None, 2, None),
         ("alone", None, 1, None),

@@ -429,6 +429,14 @@ def test_a_place_is_read_from_a_file(tmp_path):
     assert not config.hosts_store
 
 
+@pytest.mark.parametrize(("address", "place"), [("localhost", (2, 3)), ("node7", (0, 1))])
+def test_without_local_numbers_a_loopback_address_means_one_host(tmp_path, address, place):
+    text = f"world_size: 3\nrank: 2\ncoordinator_addr: {address}\ncoordinator_port: 29500"
+    config = in_file(tmp_path, text)
+    assert (config.local_rank, config.local_world_size) == place
+    assert config.launched_by == "the user"
+
+
 def test_ranks_may_share_a_file_and_say_who_they_are(tmp_path):
     config = in_file(tmp_path, FILE, rank=0)
     assert (config.rank, config.role, config.hosts_store) == (0, DistributedRole.COORDINATOR, True)
