@@ -1,5 +1,6 @@
 """The seam through which ranks exchange tensors, rows and bytes, and its leaf for one rank."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Communicator(ABC):
       and small tensors notice at once, large tensors at the deadline at the latest.
 
     An error ends the communicator: later calls raise at once, and what it held is let go. One
-    thread at a time may use it; a second thread needs its own (``split`` with all ranks).
+    thread at a time may use it; a second thread needs its own (``split`` with all ranks). Only
+    ``hurry`` and ``close`` may be called while another thread is in a call.
 
     Attributes:
         rank: This rank, ``0 .. world_size - 1``.
@@ -234,10 +236,20 @@ class Communicator(ABC):
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 
+    def hurry(self, timeout_s: float) -> None:
+        """Shorten the deadlines of later calls, and of one that another thread is in.
+
+        Args:
+            timeout_s: Seconds, counted from now for the call under way.
+        """
+        self.timeout_s = min(self.timeout_s, _check_timeout(timeout_s))
+        self._hurry(time.monotonic() + timeout_s)
+
     def close(self) -> None:
         """Let the connections go; not collective, and calling it again does nothing.
 
-        Peers that still need this rank get ``PeerLostError``.
+        Peers that still need this rank get ``PeerLostError``. A call that another thread is in ends
+        with a ``CollectiveError``, which does not wait for any peer.
         """
         if not self._closed:
             self._closed = True
@@ -308,6 +320,10 @@ class Communicator(ABC):
         )
 
     @abstractmethod
+    def _hurry(self, deadline: float) -> None:
+        """Let the call under way, if any, fail by ``deadline``, on ``time.monotonic``'s clock."""
+
+    @abstractmethod
     def _release(self) -> None:
         """Let connections go, after a failure or a close; called once."""
 
@@ -338,51 +354,14 @@ class SingleCommunicator(Communicator):
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         raise AssertionError("one rank has no split of two or more members")
 
+    def _hurry(self, deadline: float) -> None:
+        pass
+
     def _release(self) -> None:
         pass
 
     def _forget(self) -> None:
         pass
-
-
-# ── messages that every leaf words alike ─────────────────────────────────────────────────────────
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``(1,)`` as ``"rank 1"``, ``(0, 2, 3)`` as ``"ranks 0, 2 and 3"``."""
-    words = [str(r) for r in sorted(ranks)]
-    if len(words) == 1:
-        return f"rank {words[0]}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
-
-
-def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int]) -> str:
-    """Say who waited in what for whom, and what can be done."""
-    whom = name_ranks(missing) if missing else "the others (which of them is not known)"
-    return (
-        f"rank {rank} waited {waited_s:.1f} s in {what!r} for {whom}: stopped, hung or slower than "
-        "the deadline; look at its output, or raise the timeout"
-    )
-
-
-def lost_message(rank: int, what: str, detail: str) -> str:
-    """Say in which operation a peer was lost."""
-    return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
-
-
-def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -> str:
-    """Say who is in which operation.
-
-    Args:
-        rank: This rank.
-        words: The operation that it is in.
-        others: ``(rank, words)`` of those in another one.
-    """
-    theirs = ", ".join(f"rank {r} in {text}" for r, text in others)
-    return (
-        f"ranks are in different operations: rank {rank} in {words}, {theirs}. All must make the "
-        "same calls in the same order: branch on ddp.window, never on a local counter"
-    )
 
 
 def _flat(tensor: Tensor, what: str) -> Tensor:

@@ -1,5 +1,6 @@
 """Runs one operation of a process group at a time, to its end or to its deadline."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, final
 
-from evener.comm.base import Call, lost_message, mismatch_message, timeout_message
+from evener.comm.base import Call
 from evener.comm.c10d import PrefixStore, ProcessGroupGloo, Work, form_gloo, form_nccl
+from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
 from evener.comm.notices import NoticeBoard
 from evener.comm.rendezvous import MeetingPoint, first_line
+from evener.comm.wires import Wires
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -69,13 +72,15 @@ class Engine:
         self._world_size = world_size
         self._store = store = PrefixStore(key, meeting.store)
         self._board = NoticeBoard(PrefixStore("notices", store), world_size, meeting.host)
-        self._gloo: ProcessGroupGloo | None = form_gloo(
-            PrefixStore("gloo", store), rank, world_size, meeting.devices, form_timeout_s
-        )
+        with Wires.of_group() as self._wires:
+            self._gloo: ProcessGroupGloo | None = form_gloo(
+                PrefixStore("gloo", store), rank, world_size, meeting.devices, form_timeout_s
+            )
         self._nccl: Any = None
         if backend == "nccl":
             self.add_nccl(timeout_s)
         self._busy = False
+        self._deadline = math.inf
 
     @property
     def has_nccl(self) -> bool:
@@ -107,13 +112,13 @@ class Engine:
             CollectiveError: One of its kinds. The engine has ended then.
         """
         started = time.monotonic()
-        deadline = started + call.timeout_s
+        self._deadline = started + call.timeout_s
         self._busy = True
         work: Work | None = None
         failure: str | None = None
         try:
             work = start(self._nccl if nccl else self._gloo)
-            if _poll(work, deadline) if nccl else _wait(work, deadline):
+            if self._poll(work) if nccl else self._wait(work):
                 self._busy = False
                 return
         except RuntimeError as error:
@@ -127,15 +132,20 @@ class Engine:
             del work
         raise self._explain(call, failure, time.monotonic() - started)
 
+    def hurry(self, deadline: float) -> None:
+        """Let the operation under way, if any, fail at ``deadline`` at the latest."""
+        self._deadline = min(self._deadline, deadline)
+
     def release(self) -> None:
-        """Let the groups go; calling it again does nothing."""
+        """Let the groups go, also under another thread's operation; again it does nothing."""
         groups = [group for group in (self._gloo, self._nccl) if group is not None]
         self._gloo = self._nccl = None
         if self._busy:
-            # Ending a group waits for the operation that it is still in: until that one's timeout,
-            # or until its peers have gone. Not a daemon thread: one that comes out of C++ while the
-            # interpreter shuts down aborts the process.
+            # Ending a group waits for the operation that it is still in: until its connections are
+            # cut, its peers have gone, or its own timeout. Not a daemon thread: one that comes out
+            # of C++ while the interpreter shuts down aborts the process.
             self._busy = False
+            self._wires.cut()
             threading.Thread(target=groups.clear, name="evener-release").start()
 
     def forget_store(self) -> None:
@@ -154,6 +164,8 @@ class Engine:
             failure: What the process group said; ``None`` when the deadline passed.
             waited_s: Seconds since it was started.
         """
+        if self._gloo is None:  # another thread has let it go
+            return CollectiveError(closed_message(self._rank, call.what))
         note = f"{call.number} {waited_s:.3f} {call.what}"
         if failure is None or any(word in failure for word in _TIMEOUT_WORDS):
             self._board.post(self._rank, note)
@@ -214,30 +226,33 @@ class Engine:
                 return {rank: _Notice.parse(text) for rank, text in texts.items()}
             time.sleep(0.02)
 
+    @property
+    def _left_s(self) -> float:
+        """Seconds that are left to the operation under way; none once the groups are let go."""
+        return 0.0 if self._gloo is None else self._deadline - time.monotonic()
 
-def _wait(work: Work, deadline: float) -> bool:
-    """Whether ``work`` succeeded before the deadline; raises ``RuntimeError`` where it failed."""
-    try:
-        while True:
-            left_s = deadline - time.monotonic()
-            if left_s < _SHORTEST_S:
-                return work.is_completed() and bool(work.wait())
-            try:
-                return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))
-            except RuntimeError:
-                if work.is_completed():
-                    return bool(work.wait())  # raises why it failed
-    finally:
-        del work
+    def _wait(self, work: Work) -> bool:
+        """Whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
+        try:
+            while True:
+                left_s = self._left_s
+                if left_s < _SHORTEST_S:
+                    return work.is_completed() and bool(work.wait())
+                try:
+                    return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))
+                except RuntimeError:
+                    if work.is_completed():
+                        return bool(work.wait())  # raises why it failed
+        finally:
+            del work
 
-
-def _poll(work: Work, deadline: float) -> bool:
-    """The same for NCCL, whose ``wait`` returns before the device is done."""
-    try:
-        while not work.is_completed():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(20e-6)
-        return bool(work.wait())
-    finally:
-        del work
+    def _poll(self, work: Work) -> bool:
+        """The same for NCCL, whose ``wait`` returns before the device is done."""
+        try:
+            while not work.is_completed():
+                if self._left_s <= 0:
+                    return False
+                time.sleep(20e-6)
+            return bool(work.wait())
+        finally:
+            del work

@@ -15,11 +15,10 @@ from evener.comm.base import (
     Call,
     Communicator,
     SingleCommunicator,
-    lost_message,
-    mismatch_message,
 )
 from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
 from evener.comm.engine import GRACE_S, Engine
+from evener.comm.messages import lost_message, mismatch_message
 from evener.comm.rendezvous import (
     MeetingPoint,
     call_roll,
@@ -260,6 +259,9 @@ class GroupCommunicator(Communicator):
 
     def _add_nccl(self, call: Call) -> None:
         self._engine.add_nccl(call.timeout_s)
+
+    def _hurry(self, deadline: float) -> None:
+        self._engine.hurry(deadline)
 
     def _release(self) -> None:
         self._long_rows.clear()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakValueDictionary
 
-from evener.comm.base import name_ranks
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
+from evener.comm.messages import name_ranks
 from evener.errors import LaunchError
 
 _FIRST_PAUSE_S = 0.002

@@ -1,5 +1,6 @@
 """Ranks as threads of one process, with the same errors as ranks in processes."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +14,8 @@ from evener.comm.base import (
     DEFAULT_TIMEOUT_S,
     Call,
     Communicator,
-    lost_message,
-    mismatch_message,
-    timeout_message,
 )
+from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -67,6 +66,7 @@ class ThreadTeam:
         self._exchanges: dict[int, _Exchange] = {}
         self._dead: set[int] = set()
         self._closed: set[int] = set()
+        self._latest: dict[int, float] = {}
         self._children: list[tuple[ThreadTeam, tuple[int, ...]]] = []
 
     def communicator(self, rank: int) -> "ThreadCommunicator":
@@ -90,6 +90,11 @@ class ThreadTeam:
             self._closed.add(rank)
             self._condition.notify_all()
 
+    def _hurry(self, rank: int, deadline: float) -> None:
+        with self._condition:
+            self._latest[rank] = deadline
+            self._condition.notify_all()
+
     def _child(self, members: tuple[int, ...]) -> "ThreadTeam":
         child = ThreadTeam(len(members), timeout_s=self.timeout_s)
         self._children.append((child, members))
@@ -109,9 +114,12 @@ class ThreadTeam:
                 error = self._obstacle(rank, call, exchange, started)
                 if error is not None:
                     raise error
-                left_s = started + call.timeout_s - time.monotonic()
+                left_s = self._deadline(rank, call, started) - time.monotonic()
                 self._condition.wait(max(0.0, left_s))
             return exchange.result
+
+    def _deadline(self, rank: int, call: Call, started: float) -> float:
+        return min(started + call.timeout_s, self._latest.get(rank, math.inf))
 
     def _complete(self, exchange: _Exchange, finish: Callable[[list[Any]], Any]) -> None:
         texts = {r: words for r, (words, _) in exchange.offers.items()}
@@ -136,14 +144,16 @@ class ThreadTeam:
             return exchange.error(rank)
         if rank in self._dead:
             return PeerLostError(f"rank {rank} has died in {call.what!r}")
+        if rank in self._closed:
+            return CollectiveError(closed_message(rank, call.what))
         closed = self._closed - self._dead - exchange.offers.keys()
         gone = {**dict.fromkeys(self._dead, "has died"), **dict.fromkeys(closed, "has closed")}
         if gone:
             how = ", ".join(f"rank {r} {text}" for r, text in sorted(gone.items()))
             return PeerLostError(lost_message(rank, call.what, how))
-        waited_s = time.monotonic() - started
-        if waited_s < call.timeout_s:
+        if time.monotonic() < self._deadline(rank, call, started):
             return None
+        waited_s = time.monotonic() - started
         missing = tuple(r for r in range(self.world_size) if r not in exchange.offers)
 
         def too_late(other: int) -> CollectiveError:
@@ -211,6 +221,9 @@ class ThreadCommunicator(Communicator):
             return self._team._meet(self.rank, call, f"{call.what!r} ({words})", offer, finish)
         except CollectiveError as error:
             raise self._end(error) from None
+
+    def _hurry(self, deadline: float) -> None:
+        self._team._hurry(self.rank, deadline)
 
     def _release(self) -> None:
         self._team._leave(self.rank)

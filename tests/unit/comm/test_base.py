@@ -7,11 +7,8 @@ import torch
 
 from evener.comm.base import (
     SingleCommunicator,
-    lost_message,
-    mismatch_message,
-    name_ranks,
-    timeout_message,
 )
+from evener.comm.messages import lost_message, mismatch_message, name_ranks, timeout_message
 from evener.errors import CollectiveError, ConfigError
 
 

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from evener.cadence.policies import ApplyPolicy
-from evener.comm.base import Communicator, name_ranks
+from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
+from evener.comm.messages import name_ranks
 from evener.errors import ConfigError
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import join

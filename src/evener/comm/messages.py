@@ -1,0 +1,45 @@
+"""What errors of an exchange say, worded alike on every leaf."""
+
+from collections.abc import Sequence
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``(1,)`` as ``"rank 1"``, ``(0, 2, 3)`` as ``"ranks 0, 2 and 3"``."""
+    words = [str(r) for r in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int]) -> str:
+    """Say who waited in what for whom, and what can be done."""
+    whom = name_ranks(missing) if missing else "the others (which of them is not known)"
+    return (
+        f"rank {rank} waited {waited_s:.1f} s in {what!r} for {whom}: stopped, hung or slower than "
+        "the deadline; look at its output, or raise the timeout"
+    )
+
+
+def closed_message(rank: int, what: str) -> str:
+    """Say in which operation a rank was when another of its threads closed the communicator."""
+    return f"rank {rank} closed this communicator while it was in {what!r}"
+
+
+def lost_message(rank: int, what: str, detail: str) -> str:
+    """Say in which operation a peer was lost."""
+    return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
+
+
+def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -> str:
+    """Say who is in which operation.
+
+    Args:
+        rank: This rank.
+        words: The operation that it is in.
+        others: ``(rank, words)`` of those in another one.
+    """
+    theirs = ", ".join(f"rank {r} in {text}" for r, text in others)
+    return (
+        f"ranks are in different operations: rank {rank} in {words}, {theirs}. All must make the "
+        "same calls in the same order: branch on ddp.window, never on a local counter"
+    )
