@@ -1,5 +1,7 @@
 """Peers that die, stop, leave, come late or do something else, on every leaf with several ranks."""
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 
 from conformance.stage import TIMEOUT_S, Line, Processes, Seen, Stage, Threads, watch
 from evener.comm.base import Communicator
+from evener.errors import CollectiveError
 
 LEAVES = {"threads": Threads, "gloo": Processes}
 SOON_S = 8.0  # far below the deadline of 20 s, far above what a busy machine needs
@@ -140,6 +143,50 @@ def test_who_comes_late_learns_that_the_others_gave_up(leaf: str) -> None:
     assert late.missing == ()
     assert "rank 1 came to 'exchange 5' after the others had given up" in late.message
     assert late.took_s < SOON_S
+
+
+def give_up(comm: Communicator, line: Line, way: str) -> tuple[str, str, float] | None:
+    comm.barrier(what="start")
+    if comm.rank == 1:
+        line.send("ready")
+        line.receive()
+        return None
+    ends: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            comm.all_gather_rows([1.0], what="exchange 7")
+        except CollectiveError as error:
+            ends.append(error)
+
+    line.receive()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    started = time.monotonic()
+    if way == "close":
+        comm.close()
+    else:
+        comm.hurry(DEADLINE_S)
+    thread.join(TIMEOUT_S)
+    return type(ends[0]).__name__, str(ends[0]), time.monotonic() - started
+
+
+@leaves
+@pytest.mark.parametrize("way", ["close", "hurry"])
+def test_a_wait_for_a_hung_peer_can_be_ended_from_outside(leaf: str, way: str) -> None:
+    """Also the process ends then, though the peer still holds its connections."""
+    with LEAVES[leaf](give_up, 2, way) as stage:
+        assert stage.receive(1) == "ready"
+        stage.stop(1)
+        stage.send(0, "go")
+        ((kind, message, took_s),) = stage.end([0])
+    assert took_s < SOON_S
+    if way == "hurry":
+        assert kind == "CollectiveTimeoutError"
+        assert "in 'exchange 7' for rank 1" in message
+    else:
+        assert kind == "CollectiveError"
+        assert "closed" in message
 
 
 # ── misunderstanding ─────────────────────────────────────────────────────────────────────────────

@@ -33,6 +33,9 @@ class BufferAverager:
         self._consensus = [b.detach().clone() for b in self._seen]
         self._versions = [b._version for b in self._seen]
         self._snapshots: list[torch.Tensor] = []
+        # As they were at the last ``keep``; what was never written is in the consensus.
+        self._kept: dict[int, torch.Tensor] = {}
+        self._kept_marks = [(b, b._version) for b in self._seen]
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -44,6 +47,43 @@ class BufferAverager:
             b is not seen or b._version != version
             for b, seen, version in zip(self._buffers, self._seen, self._versions, strict=True)
         )
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remembers the buffers as they are, for ``rewind``; copies only what has been written."""
+        for number, buffer in self._written():
+            if number in self._kept:
+                self._kept[number].copy_(buffer)
+            else:
+                self._kept[number] = buffer.detach().clone()
+            self._kept_marks[number] = (buffer, buffer._version)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Puts the buffers back as they were at the last ``keep``: a batch is left out."""
+        for number, buffer in self._written():
+            buffer.copy_(self._kept.get(number, self._consensus[number]))
+            self._kept_marks[number] = (buffer, buffer._version)
+
+    def _written(self) -> list[tuple[int, torch.Tensor]]:
+        """The buffers of modules that have written to one since the last mark.
+
+        Those of a module go together: batch normalisation raises the version of its counter, but
+        not of its statistics.
+        """
+        buffers = self._buffers
+        modules = {
+            id(module)
+            for (module, _), buffer, (seen, version) in zip(
+                self._places, buffers, self._kept_marks, strict=True
+            )
+            if buffer is not seen or buffer._version != version
+        }
+        return [
+            (number, buffers[number])
+            for number, (module, _) in enumerate(self._places)
+            if id(module) in modules
+        ]
 
     @torch.no_grad()
     def average(self, weight: float, total_weight: float, *, what: str) -> None:

@@ -129,11 +129,16 @@ class LocalReport:
         non_finite: 0 if everything is finite; k > 0 if the gradient of trainable parameter k - 1 is
             not; -1 if the loss is not; -2 if the parameters are not.
         leaving: 1 when it wants the team to stop after this window.
+        left: 1 when its loop over the epoch was left by ``break``.
         buffers_changed: 1 when a buffer of its model was written.
         divergence: How far it was from the average of the window before, relative to that.
         wait_s: Seconds in which it waited for others in the window before.
         sync_s: Seconds that averaging then took of its time.
         stale_steps: Local steps that it had done in the meantime.
+        overflows: How many steps it left out because fp16 overflowed.
+        loss_scale: Its own loss scale at the end of the window; 0 where it computes in no fp16.
+        limit: Largest micro-batch that fits into its memory; 0 while there was enough.
+        rates: Sum of its learning rates after the window before, the same on every rank.
     """
 
     weight: float = 0.0
@@ -146,11 +151,16 @@ class LocalReport:
     skipped: int = 0
     non_finite: int = 0
     leaving: int = 0
+    left: int = 0
     buffers_changed: int = 0
     divergence: float = 0.0
     wait_s: float = 0.0
     sync_s: float = 0.0
     stale_steps: int = 0
+    overflows: int = 0
+    loss_scale: float = 0.0
+    limit: int = 0
+    rates: float = 0.0
 
 
 _FIELDS = tuple((f.name, f.type in (int, "int")) for f in fields(LocalReport))

@@ -217,13 +217,17 @@ class Engine:
 
     def _gather_notices(self) -> dict[int, _Notice] | None:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
-        deadline = time.monotonic() + _LOOK_S
+        # Who serves the store looks for longer: others ask it until their own look is over.
+        serves = self.meeting.host_rank == self._rank
+        deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
+        known: dict[int, str] | None = None
         while True:
             texts = self._board.read()
-            if texts is None:
-                return None
+            if texts is None:  # its host may have ended since, having found out what there was
+                return None if known is None else _parsed(known)
+            known = texts
             if len(texts) == self._world_size or time.monotonic() >= deadline:
-                return {rank: _Notice.parse(text) for rank, text in texts.items()}
+                return _parsed(texts)
             time.sleep(0.02)
 
     @property
@@ -256,3 +260,7 @@ class Engine:
             return bool(work.wait())
         finally:
             del work
+
+
+def _parsed(texts: dict[int, str]) -> dict[int, _Notice]:
+    return {rank: _Notice.parse(text) for rank, text in texts.items()}

@@ -10,6 +10,7 @@ from evener.comm.c10d import Store
 
 PROBE_TIMEOUT_S = 0.2
 ANSWER_TIMEOUT_S = 0.5
+DYING_S = 0.03
 
 T = TypeVar("T")
 
@@ -77,7 +78,11 @@ class NoticeBoard:
         if self._host is None:
             return True
         try:
-            socket.create_connection(self._host, PROBE_TIMEOUT_S).close()
+            with socket.create_connection(self._host, PROBE_TIMEOUT_S) as probe:
+                # A process that is being killed takes connections for a moment, and drops them.
+                probe.settimeout(DYING_S)
+                return probe.recv(1) != b""
+        except TimeoutError:  # silence: a store answers only what it is asked
+            return True
         except OSError:
             return False
-        return True

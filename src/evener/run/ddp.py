@@ -28,6 +28,9 @@ from evener.run.windows.memory import explain
 from evener.run.windows.results import Progress, WindowResult
 from evener.run.windows.share import Share
 
+#: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
+CLOSING_S = 60.0
+
 
 class Ddp(DataSide):
     """A rank's place in the team; made by ``Ddp.setup``.
@@ -301,15 +304,23 @@ class Ddp(DataSide):
     def close(self) -> None:
         """Leaves the team: ends loaders and connections; idempotent.
 
-        Where nothing has gone wrong, what has been applied is committed first, which all ranks do
-        together.
+        Where nothing has gone wrong, what has been applied is committed first, and what a loop that
+        was left by ``break`` has done in CADENCE and ASYNC is averaged. All ranks do that together;
+        one that does not come is waited for no longer than 60 s (``DdpConfig.timeout_s`` where that
+        is less). After an error nobody is waited for.
+
+        Raises:
+            CollectiveError: A rank was lost, or did not come.
         """
-        if not self._closed and sys.exception() is None:
-            self._engine.settle()
-        self._closed = True
-        for loader in [*self._loaders, *self._eval_loaders]:
-            loader.close()
-        self.assembly.close()
+        settled, self._closed = self._closed or sys.exception() is not None, True
+        try:
+            if not settled:
+                self._engine.hurry(min(CLOSING_S, self.assembly.comm.timeout_s))
+                self._engine.settle()
+        finally:
+            for loader in [*self._loaders, *self._eval_loaders]:
+                loader.close()
+            self.assembly.close()
 
     def __enter__(self) -> Self:
         return self

@@ -132,14 +132,14 @@ def assemble(
     whole, models = combine_models(model)
     refuse_second_team(models)
     device = choose_device(devices, environment)
-    resolved = choose_precision(precision, device, scaled=chosen is ApplyPolicy.SYNC)
+    resolved = choose_precision(precision, device)
     apply_threads(environment)
     _move(whole, optimizers, device)
     wait_s = config.timeout_s
     comm, reason = connect_team(environment, backend, chosen, device, wait_s, communicator)
     try:
         team = Team(comm, payload_length=longest_payload(comm.world_size))
-        training = describe_training(whole, optimizers, chosen, config)
+        training = describe_training(whole, optimizers, scheduler, chosen, config)
         members = _introduce(team, training, environment, device, config, resolved)
         flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers), config)
         check_parameters(optimizers, flat)

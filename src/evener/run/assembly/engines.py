@@ -22,6 +22,7 @@ from evener.run.assembly.models import check_identity
 from evener.run.assembly.registry import Registry
 from evener.run.assembly.transfer import transfer_state
 from evener.run.local.engine import LocalEngine
+from evener.run.local.replica import Replica
 from evener.run.local.update import LocalUpdate
 from evener.run.local.window import local_payload_length
 from evener.run.settings import DdpConfig
@@ -133,9 +134,9 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
         cadence.with_speeds(config.speed_hint)
     return LocalEngine(
         team=team,
-        flat=parts.flat,
-        parameters=ParameterAverager(parts.flat),
-        buffers=BufferAverager(parts.model, team.comm),
+        replica=Replica(
+            parts.flat, ParameterAverager(parts.flat), BufferAverager(parts.model, team.comm)
+        ),
         update=LocalUpdate(
             parts.flat,
             parts.optimizers,

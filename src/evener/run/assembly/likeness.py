@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
+from evener.run.assembly.models import Schedulers
 from evener.run.settings import DdpConfig
 
 #: Options of ``DdpConfig`` that are a rank's own business.
@@ -21,9 +23,16 @@ _OWN_ENTRIES = frozenset(
 
 
 def describe_training(
-    model: nn.Module, optimizers: Sequence[Optimizer], policy: ApplyPolicy, config: DdpConfig
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    scheduler: Schedulers,
+    policy: ApplyPolicy,
+    config: DdpConfig,
 ) -> dict[str, Any]:
-    """This rank's model, options and optimizers as plain JSON types, for ``check_training``."""
+    """This rank's model, options, optimizers and schedulers as plain JSON types.
+
+    They are for ``check_training``.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         "parameters": [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()],
@@ -37,6 +46,7 @@ def describe_training(
             },
         },
         "optimizers": [_describe_optimizer(optimizer, names) for optimizer in optimizers],
+        "schedulers": [_describe_scheduler(one) for one in _each(scheduler)],
     }
 
 
@@ -69,7 +79,23 @@ def check_training(trainings: Sequence[Mapping[str, Any]]) -> None:
     for rank, other in enumerate(trainings):
         _check_model(rank, first, other)
         _check_options(rank, first["options"], other["options"])
+        # Kinds of schedulers first: they leave traces in optimizers, which would be named instead.
+        _check_kinds(rank, first["schedulers"], other["schedulers"])
         _check_optimizers(rank, first["optimizers"], other["optimizers"])
+        _check_schedulers(rank, first["schedulers"], other["schedulers"])
+
+
+def _each(scheduler: Schedulers) -> Sequence[object]:
+    if scheduler is None:
+        return ()
+    return scheduler if isinstance(scheduler, Sequence) else (scheduler,)
+
+
+def _describe_scheduler(scheduler: object) -> dict[str, Any]:
+    """Its kind and settings; of a function, its name."""
+    if isinstance(scheduler, LRScheduler):
+        return {"what": type(scheduler).__name__, "settings": _plain(scheduler.state_dict())}
+    return {"what": getattr(scheduler, "__qualname__", type(scheduler).__name__), "settings": {}}
 
 
 def _describe_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -93,6 +119,8 @@ def _plain(value: object) -> Any:
         return float(value)
     if isinstance(value, Tensor):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return type(value).__name__
@@ -142,6 +170,34 @@ def _check_optimizers(
             )
         for g, (a, b) in enumerate(zip(mine["groups"], theirs["groups"], strict=True)):
             _check_group(f"{where}, parameter group {g}:", a, b, remedy)
+
+
+_SAME_SCHEDULERS = "make the same schedulers on every rank"
+
+
+def _check_kinds(
+    rank: int, first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
+) -> None:
+    names = [[one["what"] for one in those] for those in (first, other)]
+    if names[0] != names[1]:
+        by = [", ".join(kinds) or "nothing" for kinds in names]
+        raise ConfigError(
+            f"rank {rank} schedules learning rates by {by[1]}, rank 0 by {by[0]}; "
+            f"{_SAME_SCHEDULERS}"
+        )
+
+
+def _check_schedulers(
+    rank: int, first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
+) -> None:
+    for mine, theirs in zip(first, other, strict=True):
+        for key in sorted({*mine["settings"], *theirs["settings"]}):
+            a, b = (s["settings"].get(key, "not set") for s in (mine, theirs))
+            if a != b:
+                raise ConfigError(
+                    f"{theirs['what']} of rank {rank}: {key} is {b!r} where rank 0 has {a!r}; "
+                    f"{_SAME_SCHEDULERS}"
+                )
 
 
 def _check_group(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], do: str) -> None:

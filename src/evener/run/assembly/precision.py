@@ -25,15 +25,15 @@ def choose_precision(precision: str, device: torch.device, *, scaled: bool = Tru
     Args:
         precision: What the user asked for.
         device: This rank's device.
-        scaled: Whether losses can be scaled, without which fp16 loses small gradients.
+        scaled: Whether losses are scaled, without which fp16 loses small gradients.
 
     Raises:
         ConfigError: The name is unknown, or fp16 is asked for where losses are not scaled.
     """
     if precision == "fp16" and not scaled:
         raise ConfigError(
-            "precision is 'fp16', which needs policy='sync': elsewhere losses are not scaled; use "
-            "'bf16' or 'fp32'"
+            "precision is 'fp16', but losses are not scaled here, and small gradients would be "
+            "lost; use 'bf16' or 'fp32'"
         )
     if precision in ("fp32", "bf16", "fp16"):
         return precision  # type: ignore[return-value]  # narrowed by the test above

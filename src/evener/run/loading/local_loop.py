@@ -9,6 +9,7 @@ from evener.data.loader import Fetcher, Pending
 from evener.run.loading.intake import Indices, Order
 from evener.run.loading.team_loop import TeamLoader
 from evener.run.local.engine import LocalEngine
+from evener.run.windows.memory import MicroBatchTooLarge
 
 _AHEAD = 3
 """Batches of the queue that are being fetched while one is computed."""
@@ -73,10 +74,24 @@ class LocalLoader(TeamLoader):
         }
         micro_batches = self._queued.pop(piece)
         share = engine.open_share(len(micro_batches))
-        for first, samples, pending in micro_batches:
+        while micro_batches:
+            first, samples, pending = micro_batches.popleft()
             batch = self._received(pending)
             self._seed(engine.window, first)
             share.start_micro_batch(samples)
-            yield batch
+            try:
+                yield batch
+            except MicroBatchTooLarge:
+                if samples == 1:
+                    raise MicroBatchTooLarge(samples) from None
+                # The whole batch again, which is one step whatever it is cut into.
+                engine.limits.shrink(samples)
+                engine.drop_share()
+                self._queued.clear()
+                micro_batches = self._submit(
+                    piece.epoch, range(piece.start, piece.stop), permutation
+                )
+                share = engine.open_share(len(micro_batches))
+                continue
             if share.in_micro_batch:
                 raise share.not_ended()

@@ -84,6 +84,8 @@ class TeamLoader(ABC):
         """
         self._next = epoch + 1
         engine = self._team_engine
+        if engine.left:  # by `break`, perhaps in the last window of this very epoch
+            engine.settle()
         if self._finished or self.cursor.is_committed(epoch):
             return
         if engine.in_epoch:

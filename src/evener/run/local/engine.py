@@ -3,13 +3,12 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import islice
 from typing import final
 
-from evener.averaging.buffers import BufferAverager
-from evener.averaging.parameters import ParameterAverager
 from evener.averaging.weights import power_of_two_near
 from evener.cadence.cadence import CadencePolicy
 from evener.cadence.local import (
@@ -19,19 +18,27 @@ from evener.cadence.local import (
     decode_local_report,
     encode_local_report,
 )
-from evener.comm.flat import FlatBuffers
-from evener.data.cursor import Cursor, Slice, derive_seed
+from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
-from evener.errors import UsageError
-from evener.run.local.exchanging import BackgroundExchanger, Exchanger, InlineExchanger
-from evener.run.local.results import AppliedWindow, completed, progress_after, result_of
+from evener.run.local.flight import Flight
+from evener.run.local.moments import RecentMoments
+from evener.run.local.replica import Replica
+from evener.run.local.results import (
+    AppliedWindow,
+    applied_of,
+    completed,
+    progress_after,
+    report_of,
+    result_of,
+)
 from evener.run.local.steps import LocalSteps, Work
 from evener.run.local.update import LocalUpdate
-from evener.run.local.window import Outcome, WindowExchange
+from evener.run.local.window import Outcome
 from evener.run.team.team import Meeting, Team
 from evener.run.windows.base import Engine, EngineOptions
 from evener.run.windows.finite import PARAMETERS, find_local_non_finite, overflow
-from evener.run.windows.moments import SavedState, mean_states
+from evener.run.windows.loss_scale import LocalLossScale
+from evener.run.windows.moments import SavedState
 from evener.run.windows.results import WindowResult
 from evener.run.windows.schedule import Schedule
 from evener.run.windows.share import Share
@@ -49,9 +56,7 @@ class LocalEngine(Engine):
 
     Args:
         team: The ranks.
-        flat: The trainable parameters, made for one rank.
-        parameters: Keeps their consensus.
-        buffers: Keeps that of buffers.
+        replica: The model's working copy, and the consensus.
         update: Makes local steps.
         schedule: Sets learning rates.
         policy: Plans; rank 0's word counts.
@@ -67,9 +72,7 @@ class LocalEngine(Engine):
         self,
         *,
         team: Team,
-        flat: FlatBuffers,
-        parameters: ParameterAverager,
-        buffers: BufferAverager,
+        replica: Replica,
         update: LocalUpdate,
         schedule: Schedule,
         policy: CadencePolicy,
@@ -77,31 +80,25 @@ class LocalEngine(Engine):
         background: Team | None = None,
         avoid_ones: bool = False,
     ) -> None:
-        super().__init__(team, flat, buffers, options)
+        super().__init__(team, replica.flat, replica.buffers, options)
         self.limit: int | None = None
         self._policy = policy
         self._avoid_ones = avoid_ones
-        self._parameters = parameters
+        self._replica = replica
         self._update = update
         self._schedule = schedule
-        self._background = background
-        self._plans = WindowExchange(self.team, parameters, buffers, policy)
-        self._windows = self._plans
-        self._exchanger: Exchanger[Outcome] = InlineExchanger()
-        if background is not None:
-            self._windows = WindowExchange(background, parameters, buffers, policy)
-            self._exchanger = BackgroundExchanger(f"average-{team.rank}")
-        skip = options.non_finite == "skip"
-        self._steps = LocalSteps(team.rank, update, schedule, options.slowdown, skip=skip)
+        self._flight = Flight(self.team, background, replica, policy)
+        self._scale = LocalLossScale(options.loss_scale, team.rank)
+        skip, slowdown = options.non_finite == "skip", options.slowdown
+        self._steps = LocalSteps(team.rank, update, schedule, slowdown, self._scale, skip=skip)
         self._book: LeaseBook | None = None
         self._own: deque[Slice] = deque()
         self._plan: LocalPlan | None = None
-        self._in_flight: LocalPlan | None = None
         self._applied: AppliedWindow | None = None
         self._spent_s = 0.0
-        self._epoch_done = self._winding_down = self._stopped = False
-        self._recent_weight = 0.0
-        self._saved: tuple[int, list[SavedState]] | None = None
+        self._epoch_done = self._winding_down = self._at_rest = self._stopped = False
+        self._in_batch = self._leaving = False
+        self._moments = RecentMoments(team.comm, update.optimizers, schedule)
 
     @property
     def policy(self) -> CadencePolicy:
@@ -116,7 +113,7 @@ class LocalEngine(Engine):
     @property
     def finished(self) -> bool:
         """Whether the epoch, or the run, has nothing left to do."""
-        return self._epoch_done or self._stopped or self._steps_left == 0
+        return self._epoch_done or self._at_rest or self._stopped or self._steps_left == 0
 
     def wants_stop(self) -> bool:
         """Whether this rank was told to stop, or the team has agreed to outside of a window."""
@@ -125,39 +122,39 @@ class LocalEngine(Engine):
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int) -> None:
-        """Starts or goes on with the cursor's epoch; all ranks call it together.
-
-        Local steps of a loop that was left before its window closed are dropped.
-        """
+        """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
-        self.drop_unaveraged()
+        if self._steps.next_window(0).steps:  # an error has kept them from being averaged
+            self._replica.restore()
+        self.flat.zero_()
+        self._schedule.agree(self.progress, 0)
+        self._plan = None
         self._book = LeaseBook(
             cursor, batch_size, self.team.world_size, avoid_ones=self._avoid_ones
         )
-        self._epoch_done = False
+        self._epoch_done = self._at_rest = False
 
-    def drop_unaveraged(self) -> None:
-        """Goes back to the consensus if this rank has made steps that no window has closed."""
-        if self._steps.next_window(0).steps:
-            self._parameters.restore()
-            self.buffers.restore()
-            self._schedule.agree(self.progress, 0)
+    def leave(self) -> None:
+        """Leaves an epoch in its middle; the others learn of it in ``settle``.
+
+        A batch that has not come to its step is dropped, and will be handed out again.
+        """
+        self.left = self._plan is not None
+        if self._in_batch:
+            self.drop_share()
+
+    def drop_share(self) -> None:
+        """Throws away what the open batch has accumulated, in gradients and buffers."""
+        self._in_batch = False
         self.flat.zero_()
+        self.buffers.rewind()
+        self._steps.resume_clock()
 
     def exchange_plan(self) -> None:
         """Agrees on the first window of the epoch; all ranks call it together."""
-        book, cursor = self._leases, self._leases.cursor
-        own = float(derive_seed(cursor.seed, cursor.num_samples, book.batch_size) % 2**53)
-        plan, others, leaving = self._plans.first_plan(
-            book, self.window, self._steps_left, own, int(self.wants_stop())
+        plan, leaving = self._flight.before.first_plan(
+            self._leases, self.window, self._steps_left, int(self.wants_stop())
         )
-        for rank, other in enumerate(others):
-            if other != own:
-                raise UsageError(
-                    f"rank {rank} has another seed, data set size or batch_size than rank "
-                    f"{self.team.rank} (seed {cursor.seed}, {cursor.num_samples} samples, "
-                    f"batch_size {book.batch_size}); give every rank the same"
-                )
         self._stop_if(leaving)
         self._follow(plan)
 
@@ -167,7 +164,7 @@ class LocalEngine(Engine):
 
     def upcoming(self, count: int) -> list[Slice]:
         """The batches after it, to be fetched ahead."""
-        return [self._own[i] for i in range(min(count, len(self._own)))]
+        return list(islice(self._own, count))
 
     def advance(self) -> WindowResult | None:
         """Lands what has landed, and closes the window when it is over.
@@ -177,8 +174,8 @@ class LocalEngine(Engine):
         """
         result = None
         while True:
-            if self._in_flight is not None:
-                if self._may_go_on() and not self._exchanger.ready:
+            if self._flight.plan is not None:
+                if self._may_go_on() and not self._flight.ready:
                     return result
                 result = self._land() or result
             elif self.finished or self._may_go_on():
@@ -187,43 +184,60 @@ class LocalEngine(Engine):
                 self._start()
 
     def settle(self) -> None:
-        """Commits what has been applied and not yet committed; all ranks call it together."""
-        if self._in_flight is not None:
+        """Commits what has been applied and not yet committed; all ranks call it together.
+
+        Steps of a loop that was left by ``break`` are averaged first. The ranks need not have left
+        it at the same window: who has goes along until all have, and who has not is led out of the
+        epoch. Then all are at one consensus.
+        """
+        while self.left and not self.finished:
+            if self._flight.plan is None:
+                self._start()
             self._land()
-        if self._applied is not None:
+        if self._flight.plan is not None:
+            self._land()
+        if self.left or self._applied is not None:
             self.flush()
+        self.left = False
 
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""
+        if self._plan is None:  # all have met an error, and nothing is left to commit
+            return
         payload = encode_local_report(self._report(Work(), 0, changed=False))
         rows, leaving = self.team.meet(
             Meeting.FLUSH, window=self.window, leaving=int(self.wants_stop()), payload=payload
         )
         self._stop_if(leaving > 0)
         self._commit([decode_local_report(r[:LOCAL_REPORT_LENGTH]) for r in rows])
-        if self.finished:
-            self.drop_unaveraged()
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
-        """Starts a local step."""
+        """Starts a local step; no rank is timed beforehand."""
         weight = self._steps.batch_weight or float(self._book.batch_size if self._book else 1)
-        scale = None if num_micro_batches == 1 else power_of_two_near(weight)
-        self.share = Share(
-            num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
-        )
+        scale = None
+        if num_micro_batches > 1 or self._scale.is_used:
+            scale = power_of_two_near(weight) / (self._scale.value or 1.0)
+        self.buffers.keep()
+        self._in_batch = True
+        self.share = Share(num_micro_batches, scale=scale, slowdown=self.options.slowdown)
         return self.share
 
     def end_micro_batch(self) -> WindowResult | None:
         """Ends a micro-batch; with the last one of a batch, steps, and closes the window if due."""
-        if not self.share.end_micro_batch() or self.share.timing:
+        if self._plan is None or not self.in_epoch:
+            raise self._needs_plans()
+        if not self.share.end_micro_batch():
             return None
-        assert self._plan is not None
-        self._parameters.adopt()
-        self._steps.finish(
-            self.share, self._plan, self._in_flight, self.progress, self._leases.batch_size
-        )
+        self._in_batch = False
+        self._replica.parameters.adopt()
+        if not self._steps.finish(
+            self.share, self._plan, self._flight.plan, self.progress, self._leases.batch_size
+        ):
+            self.buffers.rewind()
+            for tell in self.options.on_left_out:
+                tell(self.share.micro_batches)
         return self.advance()
 
     # ── closing a window ─────────────────────────────────────────────────────────────────────
@@ -232,7 +246,8 @@ class LocalEngine(Engine):
         """Whether this rank may start a local step now."""
         if not self._own or self._winding_down or self.wants_stop():
             return False
-        if self._steps.work.non_finite or (self._in_flight and self._in_flight.blocking):
+        in_flight = self._flight.plan
+        if self._steps.work.non_finite or (in_flight is not None and in_flight.blocking):
             return False
         return self._steps.clock.wants_another(time.perf_counter())
 
@@ -240,32 +255,29 @@ class LocalEngine(Engine):
         """Takes the snapshot of a window that is over, and begins its exchange."""
         assert self._plan is not None
         started_s, plan = time.perf_counter(), self._plan
-        self.flat.attach_grads()  # parameters thawed on this rank, which had no step since
-        self._parameters.adopt()
-        drift = self._parameters.snapshot()
-        changed, packed = self.buffers.changed(), self.buffers.snapshot()
+        taken = self._replica.snapshot()
         work = self._steps.next_window(plan.most[self.team.rank])
-        code = work.non_finite or (0 if math.isfinite(drift) else PARAMETERS)
-        report = self._report(work, code, changed=changed)
-        self._exchanger.start(
-            partial(self._windows.run, plan, report, packed, self._leases, self._steps_left)
-        )
-        self._in_flight = plan
+        code = work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS)
+        report = self._report(work, code, changed=taken.changed)
+        self._flight.start(plan, report, taken, self._leases, self._steps_left)
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
     def _land(self) -> WindowResult | None:
         """Takes over what the exchange came to; waits for it where it has not ended."""
-        started_s = time.perf_counter()
-        self._in_flight = None  # whatever comes of it
-        outcome = self._exchanger.wait()
-        waited_s = time.perf_counter() - started_s
-        plan = outcome.plan
+        try:
+            outcome, took_s, wait_s = self._flight.land()
+        except BaseException:
+            self._plan, self.left = None, False  # nothing can be agreed on any more
+            raise
         self._commit(outcome.reports)
-        bad = find_local_non_finite(outcome.reports, plan, self.flat.names)
+        bad = find_local_non_finite(outcome.reports, outcome.plan, self.flat.names)
+        self.limits.learn([report.limit for report in outcome.reports])
+        self._scale.agree(outcome.reports)
         if bad is not None or outcome.next_plan is None:
-            self.flat.zero_()
-            raise bad or AssertionError("a window without a plan after it")
+            self._give_up()
+            assert bad is not None, "a window without a plan after it"
+            raise self.options.loss_scale.exhausted(bad, outcome.reports[bad.rank].loss_scale)
         applying_s = time.perf_counter()
         result = None
         if outcome.num_steps:
@@ -273,40 +285,43 @@ class LocalEngine(Engine):
             self.progress = progress_after(self.progress, outcome)
             self._schedule.agree(self.progress, outcome.num_steps - outcome.num_skipped)
             result = result_of(outcome, self.progress, self._update.lr)
-            spent_s = self._spent_s + waited_s + time.perf_counter() - applying_s
-            wait_s = outcome.wait_s if self._background is None else waited_s
-            self._applied = AppliedWindow(
-                result,
-                tuple(piece for queue in outcome.retired for piece in queue),
-                wait_s=wait_s,
-                sync_s=max(0.0, spent_s - wait_s),
-                divergence=divergence,
-                stale_steps=self._steps.work.steps,
-            )
-        if outcome.leaving or self._winding_down:
-            # Steps that were made meanwhile are averaged by one more window, at which all wait.
-            self._winding_down = not plan.blocking
-            self._stop_if(plan.blocking)
+            spent_s = self._spent_s + took_s + time.perf_counter() - applying_s
+            stale = self._steps.work.steps
+            self._applied = applied_of(outcome, result, wait_s, spent_s, divergence, stale)
         self._follow(outcome.next_plan)
+        self._leaving = self._leaving or outcome.leaving
+        if self._leaving or outcome.left or self._winding_down:
+            self._wind_down(blocking=outcome.plan.blocking)
         return result
+
+    def _wind_down(self, *, blocking: bool) -> None:
+        """Ends the epoch early: somebody stops, or has left it."""
+        # Steps that were made meanwhile are averaged by one more window, at which all wait.
+        self._winding_down = not blocking
+        if not blocking:
+            return
+        self._stop_if(self._leaving)
+        if not self.finished and not self.left:
+            self.left = self.others_left = True
+        self._at_rest = True
+
+    def _give_up(self) -> None:
+        """Drops the epoch, and what this rank has done since the consensus."""
+        self._steps.next_window(0)
+        self._replica.restore()
+        self._plan, self._winding_down, self._at_rest = None, False, True
 
     def _apply(self, outcome: Outcome) -> float:
         """Moves the consensus on, and this rank with it; returns how far it was from it."""
         moved_on = self._steps.work.steps > 0
-        if outcome.weight == 0:
-            if not moved_on:
-                self.buffers.restore()
-            return 0.0
-        divergence = self._parameters.agree(moved_on=moved_on)
+        divergence = self._replica.agree(outcome.weight, outcome.differences, moved_on=moved_on)
         if not math.isfinite(divergence):
             raise overflow(outcome.plan, self.progress.steps + 1)
-        if outcome.differences is not None:
-            self.buffers.agree(outcome.differences, moved_on=moved_on)
+        if outcome.weight == 0:
+            return divergence
         if made := outcome.num_steps - outcome.num_skipped:
             self._steps.mean_weight = outcome.weight / made
-        # Recent work counts, as it does in the moments; one window alone may have had none.
-        self._recent_weight *= 0.5
-        self._recent_weight += outcome.reports[self.team.rank].weight
+        self._moments.add(outcome.reports[self.team.rank].weight)
         return divergence
 
     def _follow(self, plan: LocalPlan) -> None:
@@ -332,23 +347,15 @@ class LocalEngine(Engine):
 
     def _report(self, work: Work, code: int, *, changed: bool) -> LocalReport:
         """This rank's row about its window, and about the one before, which it now knows."""
-        last = self._applied
-        return LocalReport(
-            weight=work.weight,
-            loss_sum=work.loss_sum,
-            compute_s=work.compute_s,
-            busy_s=work.busy_s,
-            micro_batches=work.micro_batches,
-            samples=work.samples,
-            steps=work.steps,
-            skipped=work.skipped,
+        return replace(
+            report_of(work, self._applied),
             non_finite=code,
             leaving=int(self.wants_stop()),
+            left=int(self.left),
             buffers_changed=int(changed),
-            divergence=last.divergence if last else 0.0,
-            wait_s=last.wait_s if last else 0.0,
-            sync_s=last.sync_s if last else 0.0,
-            stale_steps=last.stale_steps if last else 0,
+            loss_scale=self._scale.snapshot(),
+            limit=self.limits.own,
+            rates=self._schedule.agreed_rates,
         )
 
     def _stop_if(self, agreed: bool) -> None:
@@ -368,32 +375,26 @@ class LocalEngine(Engine):
 
     def consensus(self) -> AbstractContextManager[None]:
         """Shows the consensus in the model, parameters and buffers."""
-        return self._shown()
-
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        with self._parameters.shown(), self.buffers.consensus():
-            yield
+        return self._replica.shown()
 
     def restored(self) -> None:
         """Takes the model as it is for the consensus."""
-        self._parameters.reset()
-        self.buffers.reset()
+        self._replica.reset()
+        self._scale.reset()
 
     def prepare_save(self) -> None:
         """Forms the weighted mean of optimizer states; all ranks call it together."""
-        if self._saved is None or self._saved[0] != self.window:
-            with self._schedule.as_agreed():
-                states = mean_states(self.team.comm, self._update.optimizers, self._recent_weight)
-            self._saved = (self.window, states)
+        self._moments.form(self.window)
 
     def saved_states(self) -> list[SavedState]:
         """Rank 0's means, of the last ``prepare_save``."""
-        assert self._saved is not None, "prepare_save comes first"
-        return self._saved[1]
+        return self._moments.states
+
+    def hurry(self, timeout_s: float) -> None:
+        """Shortens the deadlines of exchanges, also of one that is under way."""
+        super().hurry(timeout_s)
+        self._flight.hurry(timeout_s)
 
     def close_down(self) -> None:
-        """Lets an exchange that is under way end; idempotent."""
-        self._exchanger.close()
-        if self._background is not None:
-            self._background.comm.close()
+        """Ends an exchange that is under way, without waiting for anybody; idempotent."""
+        self._flight.close()

@@ -26,28 +26,28 @@ class Exchanger(ABC, Generic[T]):
 
     @abstractmethod
     def close(self) -> None:
-        """Lets a job that is under way come to its end; idempotent."""
+        """Waits for a job that is under way, which has been told to end; idempotent."""
 
 
 @final
 class InlineExchanger(Exchanger[T]):
-    """Runs the job inside ``start``."""
+    """Runs the job inside ``wait``."""
 
     def __init__(self) -> None:
-        self._results: list[T] = []
+        self._jobs: list[Callable[[], T]] = []
 
     def start(self, job: Callable[[], T]) -> None:
-        """Runs the job to its end."""
-        self._results.append(job())
+        """Takes the job in."""
+        self._jobs.append(job)
 
     @property
     def ready(self) -> bool:
-        """Always."""
+        """Always: nothing goes on beside it, so there is nothing to wait for."""
         return True
 
     def wait(self) -> T:
-        """The result of the last job."""
-        return self._results.pop()
+        """Runs the job to its end; its result."""
+        return self._jobs.pop()()
 
     def close(self) -> None:
         """Does nothing."""

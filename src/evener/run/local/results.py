@@ -3,10 +3,11 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from evener.cadence.local import LocalReport
 from evener.data.cursor import Slice
+from evener.run.local.steps import Work
 from evener.run.local.window import Outcome
 from evener.run.windows.results import CadenceRecord, Progress, RankRecord, WindowResult
 
@@ -30,6 +31,43 @@ class AppliedWindow:
     sync_s: float
     divergence: float
     stale_steps: int
+
+
+def report_of(work: Work, before: AppliedWindow | None) -> LocalReport:
+    """A rank's row about its window, and about the one before, of which it now knows all."""
+    done = LocalReport(**asdict(work))
+    if before is None:
+        return done
+    return replace(
+        done,
+        divergence=before.divergence,
+        wait_s=before.wait_s,
+        sync_s=before.sync_s,
+        stale_steps=before.stale_steps,
+    )
+
+
+def applied_of(
+    outcome: Outcome,
+    result: WindowResult,
+    wait_s: float,
+    spent_s: float,
+    divergence: float,
+    stale_steps: int,
+) -> AppliedWindow:
+    """A window that has just landed on this rank.
+
+    Args:
+        outcome: What ranks have exchanged.
+        result: What it came to.
+        wait_s: Seconds that this rank waited for others.
+        spent_s: Seconds that averaging took of its time, the wait included.
+        divergence: How far this rank was from the average.
+        stale_steps: Local steps that it had made when the average landed.
+    """
+    leases = tuple(piece for queue in outcome.retired for piece in queue)
+    sync_s = max(0.0, spent_s - wait_s)
+    return AppliedWindow(result, leases, wait_s, sync_s, divergence, stale_steps)
 
 
 def progress_after(progress: Progress, outcome: Outcome) -> Progress:

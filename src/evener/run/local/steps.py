@@ -8,6 +8,7 @@ from evener.cadence.clock import WindowClock
 from evener.cadence.local import LocalPlan
 from evener.run.local.update import LocalUpdate
 from evener.run.windows.emulate import Slowdown
+from evener.run.windows.loss_scale import LocalLossScale
 from evener.run.windows.results import Progress
 from evener.run.windows.schedule import Schedule
 from evener.run.windows.share import Share
@@ -25,6 +26,7 @@ class Work:
     samples: int = 0
     steps: int = 0
     skipped: int = 0
+    overflows: int = 0
     non_finite: int = 0
 
 
@@ -37,6 +39,7 @@ class LocalSteps:
         update: Applies gradients.
         schedule: Sets learning rates.
         slowdown: Stretches compute on a rank that is emulated slower.
+        scale: The loss scale of fp16.
         skip: Leave out steps that are not finite, instead of reporting them.
 
     Attributes:
@@ -47,7 +50,14 @@ class LocalSteps:
     """
 
     def __init__(
-        self, rank: int, update: LocalUpdate, schedule: Schedule, slowdown: Slowdown, *, skip: bool
+        self,
+        rank: int,
+        update: LocalUpdate,
+        schedule: Schedule,
+        slowdown: Slowdown,
+        scale: LocalLossScale,
+        *,
+        skip: bool,
     ) -> None:
         self.work = Work()
         self.clock = WindowClock()
@@ -57,6 +67,7 @@ class LocalSteps:
         self._update = update
         self._schedule = schedule
         self._slowdown = slowdown
+        self._scale = scale
         self._skip = skip
         self._since_s = 0.0
 
@@ -77,7 +88,7 @@ class LocalSteps:
         in_flight: LocalPlan | None,
         progress: Progress,
         batch_size: int,
-    ) -> None:
+    ) -> bool:
         """Makes the step of a batch whose last micro-batch has been computed.
 
         Args:
@@ -86,6 +97,9 @@ class LocalSteps:
             in_flight: That of a window whose average has not landed.
             progress: What the team has applied.
             batch_size: Samples of a usual batch.
+
+        Returns:
+            Whether it was made. A step that is not finite, or has no weight, is left out.
         """
         started_s, slow_start = time.perf_counter(), self._slowdown.start()
 
@@ -99,9 +113,12 @@ class LocalSteps:
         work.steps += 1
         work.samples += share.samples
         work.micro_batches += share.micro_batches
-        if code or not share.weight:
+        made = not code and share.weight > 0
+        if not made:
+            overflowed = bool(code) and self._scale.shrink()
             work.skipped += 1
-            work.non_finite = 0 if self._skip else code
+            work.overflows += overflowed
+            work.non_finite = 0 if self._skip or overflowed else code
         else:
             work.weight += share.weight
             work.loss_sum += loss_sum
@@ -112,6 +129,7 @@ class LocalSteps:
         work.busy_s += now_s - self._since_s
         self.clock.count_step(now_s - self._since_s)
         self._since_s = now_s
+        return made
 
     def _ahead(
         self,

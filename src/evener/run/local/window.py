@@ -7,8 +7,6 @@ from typing import final
 
 from torch import Tensor
 
-from evener.averaging.buffers import BufferAverager
-from evener.averaging.parameters import ParameterAverager
 from evener.averaging.weights import combine
 from evener.cadence.cadence import CadencePolicy
 from evener.cadence.local import (
@@ -21,10 +19,13 @@ from evener.cadence.local import (
     encode_local_report,
     local_plan_length,
 )
-from evener.data.cursor import Slice
+from evener.data.cursor import Slice, derive_seed
 from evener.data.leases import LeaseBook
+from evener.errors import UsageError
+from evener.run.local.replica import Replica
 from evener.run.team.active import ActiveTeam
 from evener.run.team.team import Meeting, Team
+from evener.run.windows.schedule import refuse_other_rates
 
 
 def local_payload_length(world_size: int) -> int:
@@ -40,6 +41,7 @@ class Outcome:
         plan: The plan of the window.
         reports: By rank.
         leaving: Whether somebody wants to stop.
+        left: Whether somebody has left the loop over the epoch.
         next_plan: The plan of the next window; ``None`` when something was not finite.
         retired: What each rank has done, in the order of its queue.
         weight: Of the whole window.
@@ -51,6 +53,7 @@ class Outcome:
     plan: LocalPlan
     reports: tuple[LocalReport, ...]
     leaving: bool
+    left: bool
     next_plan: LocalPlan | None
     retired: tuple[tuple[Slice, ...], ...]
     weight: float
@@ -86,31 +89,48 @@ class WindowExchange:
     def __init__(
         self,
         wire: ActiveTeam | Team,
-        parameters: ParameterAverager,
-        buffers: BufferAverager,
+        replica: Replica,
         policy: CadencePolicy,
     ) -> None:
         self._wire = wire
-        self._parameters = parameters
-        self._buffers = buffers
+        self._parameters = replica.parameters
+        self._buffers = replica.buffers
         self._policy = policy
 
     def first_plan(
-        self, book: LeaseBook, window: int, limit: int | None, fingerprint: float, leaving: int
-    ) -> tuple[LocalPlan, list[float], bool]:
+        self, book: LeaseBook, window: int, limit: int | None, leaving: int
+    ) -> tuple[LocalPlan, bool]:
         """Agrees on the first plan of an epoch; all ranks call it together.
 
+        Args:
+            book: Who holds which batches.
+            window: Number of the window.
+            limit: Local steps that the run may do; ``None`` for any number.
+            leaving: Whether this rank wants to stop.
+
         Returns:
-            The plan, every rank's fingerprint, and whether somebody wants to stop.
+            The plan, and whether somebody wants to stop.
+
+        Raises:
+            UsageError: Ranks train on different data.
         """
         draft = self._policy.plan(window, book.cursor.epoch, left=book.num_left, limit=limit)
         row = encode_local_plan(draft)
+        cursor = book.cursor
+        own = float(derive_seed(cursor.seed, cursor.num_samples, book.batch_size) % 2**53)
         rows, anyone = self._wire.meet(
-            Meeting.PLAN, window=window, leaving=leaving, payload=[*row, fingerprint]
+            Meeting.PLAN, window=window, leaving=leaving, payload=[*row, own]
         )
         plan = decode_local_plan(rows[0][: len(row)], self._wire.world_size)
+        for rank, other in enumerate(rows):
+            if other[len(row)] != own:
+                raise UsageError(
+                    f"rank {rank} has another seed, data set size or batch_size than rank "
+                    f"{self._wire.rank} (seed {cursor.seed}, {cursor.num_samples} "
+                    f"samples, batch_size {book.batch_size}); give every rank the same"
+                )
         book.fill(plan.queues)
-        return plan, [r[len(row)] for r in rows], anyone > 0
+        return plan, anyone > 0
 
     def run(
         self,
@@ -128,6 +148,9 @@ class WindowExchange:
             packed: Its snapshot of buffers.
             book: Who holds which batches.
             limit: Local steps that the run may do, this window included; ``None`` for any number.
+
+        Raises:
+            UsageError: Learning rates differ between ranks.
         """
         started_s = time.perf_counter()
         rows, anyone = self._wire.meet(
@@ -138,7 +161,9 @@ class WindowExchange:
         )
         wait_s = time.perf_counter() - started_s
         reports = tuple(decode_local_report(r[:LOCAL_REPORT_LENGTH]) for r in rows)
+        refuse_other_rates({rank: report.rates for rank, report in enumerate(reports)})
         weight, loss = combine(reports) or (0.0, float("nan"))
+        left = any(report.left for report in reports)
         retired: tuple[tuple[Slice, ...], ...] = ()
         next_plan = differences = None
         if not any(r.non_finite for r in reports):
@@ -146,11 +171,12 @@ class WindowExchange:
             retired = tuple(
                 tuple(book.retire(rank, r.steps, r.samples)) for rank, r in enumerate(reports)
             )
-            next_plan = self._plan_next(plan, reports, book, limit, stop=anyone > 0)
+            next_plan = self._plan_next(plan, reports, book, limit, stop=left or anyone > 0)
         return Outcome(
             plan=plan,
             reports=reports,
             leaving=anyone > 0,
+            left=left,
             next_plan=next_plan,
             retired=retired,
             weight=weight,

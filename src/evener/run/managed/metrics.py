@@ -68,8 +68,8 @@ def record_scalar(name: str, value: float | Tensor) -> None:
     """Records a number of the micro-batch that is being computed; call it inside ``train_fn``.
 
     At the end of each epoch the mean over all micro-batches of all ranks, by their weights, appears
-    as ``EpochMetrics.scalars[name]``. Micro-batches of windows that were not applied do not count.
-    A tensor is kept on its device until then, so that nothing waits for it.
+    as ``EpochMetrics.scalars[name]``. Micro-batches of windows, or of local steps, that were left
+    out do not count. A tensor is kept on its device until then, so that nothing waits for it.
 
     Args:
         name: Its name; a second value of one micro-batch under one name replaces the first.
@@ -148,6 +148,11 @@ class ScalarRecorder:
             weight, values = self._pending.popleft()
             for name, value in values.items() if applied and weight else ():
                 self._epoch.setdefault(name, _Sum()).add(value * weight, weight)
+
+    def leave_out(self, num_micro_batches: int) -> None:
+        """Empties the newest micro-batches: their step was left out, and they count for nothing."""
+        for number in range(num_micro_batches):
+            self._pending[-1 - number] = (0.0, {})
 
     def drop(self, num_micro_batches: int) -> None:
         """Forgets the newest micro-batches: they are computed once more."""

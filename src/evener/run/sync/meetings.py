@@ -13,12 +13,12 @@ from evener.run.sync.row import (
     decode_row,
     encode_row,
     refuse_other_parameters,
-    refuse_other_rates,
     seconds_of_exchange,
 )
 from evener.run.sync.updates import Updater
 from evener.run.team.team import Meeting
 from evener.run.windows.base import Engine
+from evener.run.windows.schedule import refuse_other_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,9 @@ class WindowMeetings:
             engine.policy.set_micro_batch_sizes(engine.limits.sizes)
         engine.stopping |= leaving > 0
         refuse_other_parameters(rows, self._engine.team.parked)
-        refuse_other_rates(rows, self._engine.team.parked)
+        refuse_other_rates(
+            {r: row.note.rates for r, row in enumerate(rows) if r not in engine.team.parked}
+        )
         return Met(rows, leaving == 2, wait_s, exchange_s)
 
     def report(

@@ -1,6 +1,5 @@
 """What a rank says in the meeting that closes a window, as one row of numbers."""
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -109,25 +108,6 @@ def refuse_other_parameters(rows: Sequence[Row], absent: Collection[int]) -> Non
             "was called on some of them only. Call it on every rank, at the beginning of an epoch "
             "or when ddp.window, which is the same everywhere, reaches a number"
         )
-
-
-def refuse_other_rates(rows: Sequence[Row], absent: Collection[int]) -> None:
-    """Checks that every rank is about to step with the same learning rates.
-
-    Raises:
-        UsageError: On every rank; names two that differ, and the usual cause.
-    """
-    present = [rank for rank in range(len(rows)) if rank not in absent]
-    first = rows[present[0]].note.rates
-    for rank in present:
-        other = rows[rank].note.rates
-        if not math.isclose(other, first, rel_tol=1e-6):
-            raise UsageError(
-                f"learning rates differ: they sum to {first:.6g} on rank {present[0]} and to "
-                f"{other:.6g} on rank {rank}. Ranks go round the loop a different number of times, "
-                "so scheduler.step() must not be called there; give the scheduler to Ddp.setup, or "
-                "step it once an epoch"
-            )
 
 
 def agree_on_part(

@@ -37,6 +37,8 @@ class EngineOptions:
     check_model: Callable[[], None]
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
+    #: Told of the micro-batches of a local step that was left out on this rank.
+    on_left_out: list[Callable[[int], None]] = field(default_factory=list)
     before_update: Callable[[Progress], None]
     after_update: Callable[[Optimizer | None], None]
     transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
@@ -167,6 +169,11 @@ class Engine(ABC):
     @abstractmethod
     def saved_states(self) -> list[SavedState]:
         """The state of each optimizer as a checkpoint holds it; on rank 0."""
+
+    def hurry(self, timeout_s: float) -> None:
+        """Shortens the deadlines of exchanges, to ``timeout_s`` seconds at most."""
+        self.team.comm.hurry(timeout_s)
+        self.team.whole.comm.hurry(timeout_s)
 
     def close_down(self) -> None:
         """Ends whatever runs beside the training loop; idempotent."""

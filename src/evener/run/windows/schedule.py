@@ -1,7 +1,8 @@
 """Learning rates that follow the team's global progress, never a rank's own step count."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,26 @@ from evener.run.windows.results import Progress
 
 #: A factor of the base learning rate, from what the team has applied so far.
 ProgressSchedule = Callable[[Progress], float]
+
+
+def refuse_other_rates(rates: Mapping[int, float]) -> None:
+    """Checks that every rank has the same learning rates.
+
+    Args:
+        rates: Sum of them by rank.
+
+    Raises:
+        UsageError: On every rank; names two that differ, and the usual cause.
+    """
+    (first, mine), *others = rates.items()
+    for rank, theirs in others:
+        if not math.isclose(theirs, mine, rel_tol=1e-6):
+            raise UsageError(
+                f"learning rates differ: they sum to {mine:.6g} on rank {first} and to "
+                f"{theirs:.6g} on rank {rank}. Ranks go round the loop a different number of "
+                "times, so scheduler.step() must not be called there; give the scheduler to "
+                "Ddp.setup, or step it once an epoch"
+            )
 
 
 class Schedule:
@@ -41,6 +62,8 @@ class Schedule:
             for group in self._groups():
                 group.setdefault("initial_lr", group["lr"])
         self._places = [_place(s) for s in self._schedulers]
+        #: Sum of all learning rates at the last ``agree``.
+        self.agreed_rates = 0.0
 
     def before_update(self, progress: Progress) -> None:
         """Sets the rates for the update that follows ``progress``.
@@ -98,6 +121,7 @@ class Schedule:
         for _ in range(num_steps):
             self._step_all()
         self.before_update(progress)
+        self.agreed_rates = sum(float(group["lr"]) for group in self._groups())
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import ConfigError
+from evener.run.windows.results import Progress
 from helpers.teams import run_team, setup
 
 
@@ -83,6 +84,37 @@ def test_another_optimizer_is_refused(other: Callable[[nn.Module], Any], said: s
         return model, other(model) if rank else torch.optim.AdamW(model.parameters(), lr=0.1), {}
 
     with pytest.raises(ConfigError, match=f"rank 1.*{said}.*same optimizers on every rank"):
+        start(of_rank)()
+
+
+def halve(progress: Progress) -> float:
+    return 0.5**progress.steps
+
+
+SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda o: None, "rank 1 schedules learning rates by nothing, rank 0 by StepLR"),
+    (lambda o: halve, "rank 1 schedules learning rates by halve, rank 0 by StepLR"),
+    (
+        lambda o: [torch.optim.lr_scheduler.StepLR(o, 5)] * 2,
+        "rank 1 schedules learning rates by StepLR, StepLR, rank 0 by StepLR",
+    ),
+    (
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 5, gamma=0.5),
+        "StepLR of rank 1: gamma is 0.5 where rank 0 has 0.1",
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(("other", "said"), SCHEDULERS)
+def test_another_scheduler_is_refused(policy: str, other: Callable[[Any], Any], said: str) -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = other(optimizer) if rank else torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return model, optimizer, {"scheduler": scheduler, "policy": policy}
+
+    with pytest.raises(ConfigError, match=f"{said}; make the same schedulers on every rank"):
         start(of_rank)()
 
 

@@ -132,7 +132,9 @@ def test_steps_end_a_run_inside_an_epoch():
     assert_same(state.state_dict(), train_plainly(5)[0])
 
 
-def test_timing_and_windows_that_were_left_out_record_nothing():
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_timing_and_what_was_left_out_record_nothing(policy):
+    """A window of local steps counts without the step that was left out."""
     calls: list[int] = []
 
     def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -142,7 +144,7 @@ def test_timing_and_windows_that_were_left_out_record_nothing():
         loss = loss_of(model, batch)
         return loss * math.nan if len(calls) == 2 else loss
 
-    ((metrics, _),) = run_job(1, train_fn=train, non_finite="skip", num_epochs=1)
+    ((metrics, _),) = run_job(1, train_fn=train, policy=policy, non_finite="skip", num_epochs=1)
     assert calls == [16, 16, 14]
     assert metrics[0].steps == 2
     assert metrics[0].weight == 30

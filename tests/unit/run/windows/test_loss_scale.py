@@ -76,7 +76,7 @@ def test_an_overflow_on_one_rank_leaves_the_window_out_on_all_identically() -> N
     (skipped, end, progress, scale, seen), *others = run_team(2, body)
     assert skipped == [False, False, True, True, False, False, False, False]
     assert (progress.window, progress.steps, progress.samples) == (8, 6, 64)
-    assert scale == {"value": FIRST_SCALE / 4, "good_windows": 4}
+    assert scale == {"value": FIRST_SCALE / 4, "good_steps": 4}
     assert torch.equal(seen[1], seen[2])
     assert torch.equal(seen[1], seen[3])
     assert not torch.equal(seen[3], seen[4])
@@ -109,7 +109,7 @@ def test_the_average_is_right_for_any_mixture(precisions: tuple[str, ...]) -> No
         ddp, model = setup(comm, precisions[comm.rank], (5, 2, 3)[: len(precisions)])
         with ddp:
             ddp.assembly.engine.options.loss_scale.load_state_dict(
-                {"value": 256.0, "good_windows": 0}
+                {"value": 256.0, "good_steps": 0}
             )
             results = train(ddp, model)
             assert not any(r.skipped for r in results)
@@ -166,17 +166,17 @@ def test_the_scale_is_saved_and_restored(tmp_path: Path) -> None:
             return scale.state_dict()
 
     saved = run_team(2, lambda comm: body(comm, False))
-    assert saved[0] == {"value": 512.0, "good_windows": 8}
+    assert saved[0] == {"value": 512.0, "good_steps": 8}
     assert run_team(1, lambda comm: body(comm, True)) == saved[:1]
 
 
-def test_the_scale_grows_after_many_good_windows_and_has_an_end() -> None:
+def test_the_scale_grows_after_many_good_steps_and_has_an_end() -> None:
     scale = LossScale([1])
     for _ in range(GROWTH_INTERVAL - 1):
         scale.update(overflowed=False)
     assert scale.value == FIRST_SCALE
     scale.update(overflowed=False)
-    assert (scale.value, scale.good_windows) == (2 * FIRST_SCALE, 0)
+    assert (scale.value, scale.good_steps) == (2 * FIRST_SCALE, 0)
     for _ in range(20 * GROWTH_INTERVAL):
         scale.update(overflowed=False)
     assert scale.value == LARGEST_SCALE
@@ -190,7 +190,7 @@ def test_the_scale_grows_after_many_good_windows_and_has_an_end() -> None:
 def test_without_fp16_there_is_no_scale() -> None:
     scale = LossScale([])
     scale.update(overflowed=True)
-    scale.load_state_dict({"value": 512.0, "good_windows": 1})
+    scale.load_state_dict({"value": 512.0, "good_steps": 1})
     assert scale.value == 1.0
     assert not scale.explains([])
 
@@ -208,7 +208,7 @@ def test_auto_is_the_fast_precision_of_the_device(
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
     unscaled = choose_precision("auto", torch.device("cuda", 0), scaled=False)
     assert unscaled == ("fp32" if expected == "fp16" else expected)
-    with pytest.raises(ConfigError, match=r"precision is 'fp16', which needs policy='sync'"):
+    with pytest.raises(ConfigError, match=r"precision is 'fp16', but losses are not scaled here"):
         choose_precision("fp16", torch.device("cpu"), scaled=False)
     with pytest.raises(ConfigError, match=r"fp8.*choose one of auto, fp32, bf16, fp16"):
         choose_precision("fp8", torch.device("cpu"))

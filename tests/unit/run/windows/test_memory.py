@@ -101,6 +101,27 @@ def test_the_result_is_that_of_enough_memory_and_each_rank_finds_its_own_size(
         assert bool(failed) == (rank in capacities)
 
 
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("policy", "capacities", "found"),
+    [("cadence", {1: 3}, [16, 2]), ("cadence", {0: 5, 1: 1}, [4, 1]), ("async", {0: 5}, [4])],
+)
+def test_a_local_step_in_smaller_micro_batches_is_the_same_step(
+    policy: str, capacities: dict[int, int], found: list[int], when: str
+) -> None:
+    """In lockstep, where timing decides nothing: a batch that does not fit is one step all the
+    same, its gradient the mean over all its samples."""
+    options = {"policy": policy, "anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+    expected = run_team(len(found), lambda comm: train(comm, {}, **options))[0][0]
+    results = run_team(len(found), lambda comm: train(comm, capacities, when, **options))
+    for rank, (weights, sizes, known) in enumerate(results):
+        assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
+        assert known == found
+        failed = [size for size in sizes if size > capacities.get(rank, PLENTY)]
+        assert failed == sorted(set(failed), reverse=True)  # none twice: it is remembered
+        assert bool(failed) == (rank in capacities)
+
+
 def test_the_planner_learns_what_a_share_costs_in_small_micro_batches() -> None:
     def body(comm: Communicator) -> tuple[Any, int]:
         rank = Rank(comm, 2 if comm.rank else PLENTY, "forward")

@@ -1,0 +1,300 @@
+"""Ranks of CADENCE and ASYNC that are killed, stopped, cut off or slow, at points of a window.
+
+Every other member is looked at: what it was told, how soon, and where it stands. A survivor that
+waits for its deadline where it need not is found by the time limits, which are far below it.
+"""
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.errors import CollectiveError, CollectiveTimeoutError
+from evener.run import ddp as ddp_module
+from evener.run.ddp import Ddp
+from helpers.forking import is_stopped
+from helpers.ranks import Outcome, Rank, RankTeam
+from helpers.teams import setup
+
+FAR_S = 600.0  # a deadline that no test reaches
+SOON_S = 25.0  # far below it, far above what a busy machine needs
+DEADLINE_S = 2.0
+WINDOW = 3  # in which harm is done
+
+#: Where a rank is when harm is done to it: the object, its method, and whether that comes first.
+POINTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
+    "before the snapshot": (lambda engine: engine, "_start", False),
+    "before the exchange": (lambda engine: engine._flight._windows, "run", False),
+    "before the reduce": (lambda engine: engine._replica.parameters, "exchange", False),
+    "after the reduce": (lambda engine: engine._replica.parameters, "exchange", True),
+    "before it lands": (lambda engine: engine, "_apply", False),
+}
+
+
+def arm(ddp: Ddp, point: str, harm: Callable[[], None]) -> None:
+    """Calls ``harm`` once, at a point of window ``WINDOW``."""
+    engine: Any = ddp.assembly.engine
+    find, name, after = POINTS[point]
+    owner = find(engine)
+    method = getattr(owner, name)
+    armed = [True]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if after:
+            result = method(*args, **kwargs)
+        if armed and engine.window == WINDOW:
+            armed.clear()
+            harm()
+        return result if after else method(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def harm_of(rank: Rank, ddp: Ddp, kind: str) -> Callable[[], None]:
+    engine: Any = ddp.assembly.engine
+
+    def cut() -> None:
+        for comm in {engine.team.comm, engine._flight._windows._wire.comm}:
+            comm._engine._wires.cut()
+
+    def harm() -> None:
+        rank.send("harm")
+        if kind == "cut":
+            cut()
+        elif kind == "slow":
+            rank.receive()
+        else:
+            os.kill(os.getpid(), getattr(signal, kind))
+
+    return harm
+
+
+def start(rank: Rank, policy: str, timeout_s: float) -> tuple[Ddp, nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    comm = rank.connect(timeout_s=timeout_s)
+    short = {"anchor": 2, "max_anchor": 2, "max_batch_diff": 1}
+    ddp = setup(comm, model, optimizer, policy=policy, **short)
+    x = torch.randn(8000, 4, generator=torch.Generator().manual_seed(1))
+    return ddp, model, ddp.loader(torch.utils.data.TensorDataset(x), batch_size=4, max_steps=60)
+
+
+def digest(model: nn.Module) -> str:
+    together = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        assert bool(tensor.isfinite().all())
+        together.update(tensor.numpy().tobytes())
+    return together.hexdigest()
+
+
+def state(ddp: Ddp, loader: Any) -> dict[str, Any]:
+    """Where a member stands: what it would save, and from where it would go on."""
+    engine = ddp.assembly.engine
+    with engine.consensus():
+        return {
+            "consensus": digest(ddp.assembly.model),
+            "progress": ddp.progress,
+            "position": loader.state_dict(),
+        }
+
+
+def play(
+    rank: Rank, policy: str, point: str, kind: str, victim: int, timeout_s: float
+) -> dict[str, Any]:
+    """Trains until something is wrong, or to the end."""
+    ddp, model, loader = start(rank, policy, timeout_s)
+    seen: dict[str, Any] = {"commits": []}
+    with ddp:
+        ddp.on_commit(lambda result: seen["commits"].append((result.window, digest(model))))
+        if rank.rank == victim:
+            arm(ddp, point, harm_of(rank, ddp, kind))
+        elif kind == "slow":
+            arm(ddp, "before the exchange", lambda: rank.send("here"))
+        try:
+            for (x,) in loader.epoch(0):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+        except CollectiveError as error:
+            seen |= {"error": type(error).__name__, "message": str(error)}
+            seen["missing"] = getattr(error, "missing", ())
+        return seen | state(ddp, loader)
+
+
+def survivors(outcomes: list[Outcome], victim: int) -> list[dict[str, Any]]:
+    for outcome in outcomes:
+        assert outcome.rank == victim or outcome.returned, outcome.story()
+        assert "frame #" not in outcome.output, "a C++ stack trace"
+    return [outcome.value for outcome in outcomes if outcome.rank != victim]
+
+
+def assert_one_state(members: list[dict[str, Any]], *, applied: bool) -> None:
+    """Nobody has half a window: all stand at one consensus, that of the last window that landed."""
+    for member in members:
+        assert member["commits"] == members[0]["commits"]
+        assert (member["consensus"], member["progress"]) == (
+            members[0]["consensus"],
+            members[0]["progress"],
+        )
+        assert member["position"] == members[0]["position"]
+        assert member["progress"].window == WINDOW + applied
+        assert member["commits"][-1][0] == member["progress"].window - 2, "the last is in doubt"
+
+
+@pytest.mark.parametrize(
+    ("policy", "point", "victim"),
+    [
+        ("cadence", "before the reduce", 1),
+        ("cadence", "before it lands", 0),
+        ("async", "before the snapshot", 1),
+        ("async", "before the exchange", 0),  # which serves the store
+        ("async", "before the reduce", 2),
+        ("async", "after the reduce", 1),
+        ("async", "before it lands", 2),
+    ],
+)
+def test_a_killed_rank(policy: str, point: str, victim: int) -> None:
+    with RankTeam(play, 3, policy, point, "SIGKILL", victim, FAR_S) as team:
+        outcomes = team.wait(SOON_S)
+    assert outcomes[victim].died_of == signal.SIGKILL
+    members = survivors(outcomes, victim)
+    for member in members:
+        assert member["error"] == "PeerLostError", member
+        assert "lost a peer in" in member["message"]
+    assert_one_state(members, applied=point == "before it lands")
+
+
+@pytest.mark.parametrize(
+    ("policy", "point"),
+    [
+        ("cadence", "before the exchange"),
+        ("async", "before the exchange"),
+        ("async", "before the reduce"),
+    ],
+)
+def test_a_stopped_rank(policy: str, point: str) -> None:
+    """It hangs and holds its connections: the deadline passes, and the error says whose fault."""
+    victim = 1
+    with RankTeam(play, 3, policy, point, "SIGSTOP", victim, DEADLINE_S) as team:
+        outcomes = team.wait(SOON_S)
+    assert outcomes[victim].stopped
+    members = survivors(outcomes, victim)
+    for member, rank in zip(members, (0, 2), strict=True):
+        assert member["error"] == "CollectiveTimeoutError", member
+        assert member["missing"] == (victim,)
+        assert f"rank {rank} waited" in member["message"]
+        assert "for rank 1" in member["message"]
+        if point == "before the exchange":
+            assert f"(rank {rank} was closing a window" in member["message"]
+    assert_one_state(members, applied=False)
+
+
+@pytest.mark.parametrize("policy", ["async"])
+def test_a_rank_that_is_cut_off(policy: str) -> None:
+    """Its network fails: it loses its peers as they lose it, and nobody waits for a deadline."""
+    with RankTeam(play, 3, policy, "before the exchange", "cut", 1, FAR_S) as team:
+        outcomes = team.wait(SOON_S)
+    members = survivors(outcomes, -1)
+    for member in members:
+        assert member["error"] == "PeerLostError", member
+    assert_one_state(members, applied=False)
+
+
+@pytest.mark.parametrize("policy", ["async"])
+def test_a_slow_rank_is_waited_for(policy: str) -> None:
+    """All others have come to the exchange, and in ASYNC may have gone on, before it comes."""
+    victim = 1
+    with RankTeam(play, 3, policy, "before the exchange", "slow", victim, FAR_S) as team:
+        assert team.receive(victim) == "harm"
+        for rank in (0, 2):
+            assert team.receive(rank) == "here"
+        team.send(victim, "go")
+        members = [outcome.value for outcome in team.wait(SOON_S)]
+    for member in members:
+        assert "error" not in member
+        assert member["progress"].steps == 60
+        assert (member["consensus"], member["commits"]) == (
+            members[0]["consensus"],
+            members[0]["commits"],
+        )
+
+
+def end_badly(rank: Rank, policy: str, way: str) -> str:
+    """Rank 1 hangs in its exchange; rank 0 ends in one of several ways. Nothing may keep it."""
+    ddp, model, loader = start(rank, policy, FAR_S)
+    hung = threading.Event()
+    if rank.rank == 1:
+        arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
+    ddp_module.CLOSING_S = DEADLINE_S
+    with ddp:
+        for (x,) in loader.epoch(0):
+            ddp.backward(model(x).square().mean())
+            ddp.step()
+            if rank.rank == 0 and ddp.window == WINDOW and not hung.is_set():
+                rank.send("there")
+                rank.receive()  # rank 1 has been stopped
+                hung.set()
+            if hung.is_set() and (way != "an error" or is_in_flight(ddp)):
+                break
+        if way == "an error":
+            raise KeyError("mine")
+        with pytest.raises(CollectiveTimeoutError, match=r"waited .* for rank 1") as caught:
+            ddp.close()
+        return str(caught.value)
+
+
+def is_in_flight(ddp: Ddp) -> bool:
+    return ddp.assembly.engine._flight.plan is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"), [("cadence", "close"), ("async", "close"), ("async", "an error")]
+)
+def test_the_end_does_not_wait_for_a_hung_peer(policy: str, way: str) -> None:
+    with RankTeam(end_badly, 2, policy, way) as team:
+        assert team.receive(1) == "harm"
+        assert team.receive(0) == "there"
+        wait_until_stopped(team.pids[1])
+        team.send(0, "go")
+        outcome = team.wait(SOON_S, [0])[0]
+        if way == "an error":
+            assert isinstance(outcome.exception, KeyError), outcome.story()
+        else:
+            assert outcome.returned, outcome.story()
+
+
+def wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_in_an_exchange(rank: Rank, policy: str) -> None:
+    ddp, model, loader = start(rank, policy, FAR_S)
+    if rank.rank == 1:
+        arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
+    else:
+        arm(ddp, "before the exchange", lambda: rank.send("there"))
+    with ddp:
+        for (x,) in loader.epoch(0):
+            ddp.backward(model(x).square().mean())
+            ddp.step()
+
+
+@pytest.mark.parametrize("policy", ["cadence"])
+def test_an_interrupt_ends_a_rank_that_waits_for_a_hung_peer(policy: str) -> None:
+    with RankTeam(wait_in_an_exchange, 2, policy) as team:
+        assert team.receive(1) == "harm"
+        assert team.receive(0) == "there"
+        wait_until_stopped(team.pids[1])
+        team.send_signal(0, signal.SIGINT)
+        outcome = team.wait(SOON_S, [0])[0]
+    assert isinstance(outcome.exception, KeyboardInterrupt), outcome.story()
