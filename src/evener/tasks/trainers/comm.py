@@ -21,11 +21,13 @@ class DistributedComm:
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
+        shares_process: Whether the other ranks are threads of this process.
         communicator: What exchanges; not part of the public interface.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, shares_process: bool = False) -> None:
         self.communicator = communicator
+        self.shares_process = shares_process
         self.rank = communicator.rank
         self.world_size = communicator.world_size
 
@@ -45,7 +47,7 @@ class DistributedComm:
         if num_ranks == 1:
             return [cls(SingleCommunicator(timeout_s=timeout_s))]
         team = ThreadTeam(num_ranks, timeout_s=timeout_s)
-        return [cls(team.communicator(rank)) for rank in range(num_ranks)]
+        return [cls(team.communicator(rank), shares_process=True) for rank in range(num_ranks)]
 
     @classmethod
     def remote(cls, config: DistributedTrainConfig, *, timeout_s: float = _TIMEOUT_S) -> Self:

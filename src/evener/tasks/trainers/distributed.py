@@ -1,16 +1,19 @@
 """``DistributedTrainer``: a causal language model on all ranks, where the caller owns the loop."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, final
 
+import torch
+
 from evener.comm.layout import Bucket
 from evener.data.sharding import shard_batches
 from evener.errors import ConfigError
 from evener.run.settings import DdpConfig
-from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.environment import DistributedTrainConfig, threads_per_rank
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.trainers.comm import DistributedComm
 from evener.tasks.trainers.transformer import TransformerTrainer
@@ -25,7 +28,8 @@ class DistributedTrainer:
     exchanged in buckets, transformer blocks from the last to the first, then LM head, final norm
     and embedding.
 
-    Making one is collective, and starts all ranks with rank 0's weights.
+    Making one is collective, and starts all ranks with rank 0's weights. Ranks that are threads and
+    compute on the CPU share its cores until they are closed, unless ``OMP_NUM_THREADS`` says how.
 
     Args:
         trainer: What this rank trains with.
@@ -69,6 +73,10 @@ class DistributedTrainer:
         except BaseException:
             comm.close()  # the others learn at once that this rank will not come
             raise
+        self._torch_threads = torch.get_num_threads()
+        on_cpu = self._ddp.device.type == "cpu"
+        if comm.shares_process and on_cpu and not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(threads_per_rank(None, comm.world_size))
 
     @property
     def is_coordinator(self) -> bool:
@@ -136,7 +144,12 @@ class DistributedTrainer:
 
     def close(self) -> None:
         """Leaves the team, and lets the connection go; the model stays usable. Idempotent."""
+        self._give_threads_back()
         self.trainer.close()
+
+    def _give_threads_back(self) -> None:
+        if torch.get_num_threads() != self._torch_threads:
+            torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +160,7 @@ class DistributedTrainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._give_threads_back()
         self._ddp.__exit__(kind, error, traceback)
 
 

@@ -269,6 +269,25 @@ def test_a_loss_that_is_not_finite_halts_every_rank_before_anything_is_applied()
     assert [rank for rank, _ in on_threads(2, program)] == [1, 1]
 
 
+def test_threads_on_the_cpu_share_its_cores_while_they_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("evener.run.team.environment.available_cores", lambda: 6)
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[int]:
+        torch.set_num_threads(5)
+        with DistributedTrainer(TransformerTrainer(llama(1)), comm, config, **quiet()):
+            inside = torch.get_num_threads()
+        return [inside, torch.get_num_threads()]
+
+    before = torch.get_num_threads()
+    try:
+        assert on_threads(3, program) == [[2, 5]] * 3
+    finally:
+        torch.set_num_threads(before)
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────
 
 
