@@ -144,6 +144,7 @@ class CadencePolicy(Planner):
             steps=steps,
             most=most,
             queues=queues,
+            least=self._least(most),
             anchor=self.elche.anchor,
             verdict=self._verdict,
         )
@@ -199,6 +200,12 @@ class CadencePolicy(Planner):
         if self._max_batch_diff is not None:
             counts = tuple(min(c, min(counts) + self._max_batch_diff) for c in counts)
         return counts
+
+    def _least(self, most: Sequence[int]) -> int:
+        """Steps without which a rank would fall too far behind one that does all it may."""
+        if self._max_batch_diff is None:
+            return 0
+        return max(0, max(most) - self._max_batch_diff)
 
     def _window_s(self, steps: Sequence[int], *, is_tail: bool) -> float:
         if not self.elche.is_calibrated:

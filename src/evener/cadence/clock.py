@@ -17,7 +17,7 @@ class WindowClock:
     def __init__(self) -> None:
         self.num_steps = 0
         self._step_s = 0.0
-        self._most = 0
+        self._most = self._least = 0
         self._deadline_s = math.inf
 
     @property
@@ -28,17 +28,18 @@ class WindowClock:
     def open(self, most: int) -> None:
         """Begins a window of no more than ``most`` steps, without a deadline so far."""
         self.num_steps = 0
-        self._most = most
+        self._most, self._least = most, 0
         self._deadline_s = math.inf
 
-    def limit(self, most: int, deadline_s: float) -> None:
+    def limit(self, most: int, deadline_s: float, *, least: int = 0) -> None:
         """Sets the end of the window that has begun.
 
         Args:
             most: Steps at most, those already done included.
             deadline_s: When to stop, on the clock of ``wants_another``; ``inf`` for never.
+            least: Steps that are done whatever the time, as far as ``most`` goes.
         """
-        self._most = most
+        self._most, self._least = most, least
         self._deadline_s = deadline_s
 
     def count_step(self, elapsed_s: float) -> None:
@@ -51,4 +52,6 @@ class WindowClock:
         """Whether to start another step now; the first one always, where one is allowed."""
         if self.num_steps >= self._most:
             return False
-        return self.num_steps == 0 or now_s + 0.5 * self._step_s < self._deadline_s
+        if self.num_steps < max(1, self._least):
+            return True
+        return now_s + 0.5 * self._step_s < self._deadline_s

@@ -13,7 +13,7 @@ from evener.errors import ProtocolError
 
 _VERDICTS = tuple(Verdict)
 _BY_RANK = ("steps", "most", "queues")
-_NUM_SCALARS = 6
+_NUM_SCALARS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class LocalPlan:
         most: Local steps that a rank does at most; with ``blocking`` off, also how many it may do
             of the next window before the average of this one has landed.
         queues: Batches that each rank's queue is filled up to when the window begins.
+        least: Local steps that a rank does whatever the clock says, as far as its ``most`` goes.
         anchor: The anchor that it rests on.
         verdict: What the divergence guard has said.
 
@@ -44,12 +45,21 @@ class LocalPlan:
     steps: tuple[int, ...]
     most: tuple[int, ...]
     queues: tuple[int, ...]
+    least: int = 0
     anchor: int = 1
     verdict: Verdict = Verdict.STABLE
 
     def __post_init__(self) -> None:
         """Refuse a plan that makes no sense, wherever it comes from."""
-        whole = (self.window, self.epoch, self.anchor, *self.steps, *self.most, *self.queues)
+        whole = (
+            self.window,
+            self.epoch,
+            self.least,
+            self.anchor,
+            *self.steps,
+            *self.most,
+            *self.queues,
+        )
         if min(whole) < 0 or not self.window_s > 0:
             raise ProtocolError(f"{self} holds a number that is out of range")
         if len({len(self.steps), len(self.most), len(self.queues)}) != 1:
@@ -76,6 +86,7 @@ def encode_local_plan(plan: LocalPlan) -> list[float]:
         float(plan.epoch),
         plan.window_s,
         float(plan.blocking),
+        float(plan.least),
         float(plan.anchor),
         float(_VERDICTS.index(plan.verdict)),
         *(float(x) for name in _BY_RANK for x in getattr(plan, name)),
@@ -95,7 +106,7 @@ def decode_local_plan(row: Sequence[float], world_size: int) -> LocalPlan:
             f"an encoded plan of {len(row)} numbers does not check for {world_size} ranks: do all "
             "ranks run the same version of evener?"
         )
-    window, epoch, window_s, blocking, anchor, verdict = values[:_NUM_SCALARS]
+    window, epoch, window_s, blocking, least, anchor, verdict = values[:_NUM_SCALARS]
     by_rank = [int(x) for x in values[_NUM_SCALARS:]]
     steps, most, queues = (
         tuple(by_rank[k * world_size : (k + 1) * world_size]) for k in range(len(_BY_RANK))
@@ -108,6 +119,7 @@ def decode_local_plan(row: Sequence[float], world_size: int) -> LocalPlan:
         steps=steps,
         most=most,
         queues=queues,
+        least=int(least),
         anchor=int(anchor),
         verdict=_VERDICTS[int(verdict)],
     )

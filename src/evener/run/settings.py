@@ -87,7 +87,8 @@ class DdpConfig:
                 f"anchor is {self.anchor}, above max_anchor ({self.max_anchor}); lower it, or "
                 "raise max_anchor"
             )
-        self.make_cadence(1)  # refuses bad numbers here, and not when training begins
+        # Refuses bad numbers here, and not when training begins.
+        self.make_cadence(1).with_max_batch_diff(self.max_batch_diff)
         make_guard(self.divergence_guard, self.divergence_threshold)
 
     def check_team(self, world_size: int) -> None:
@@ -161,6 +162,9 @@ class DdpConfig:
     def make_cadence(self, world_size: int) -> ElChe:
         """El Che with these settings, for a team of ``world_size`` ranks.
 
+        ``max_batch_diff`` is none of them: it bounds how far ranks are apart in a window, not how
+        fast the counts may follow the anchor.
+
         Raises:
             ConfigError: A number is out of range.
         """
@@ -168,7 +172,6 @@ class DdpConfig:
             ElChe(world_size, self.anchor)
             .with_overhead_target(self.overhead_target)
             .with_max_anchor(self.max_anchor)
-            .with_max_batch_diff(self.max_batch_diff)
         )
 
 

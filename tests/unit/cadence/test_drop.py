@@ -26,11 +26,18 @@ class Window:
 
 
 def simulate(
-    num_windows: int, step_s: Callable[[int, float], float], world_size: int, anchor: int
+    num_windows: int,
+    step_s: Callable[[int, float], float],
+    world_size: int,
+    anchor: int,
+    max_batch_diff: int | None = None,
 ) -> list[Window]:
     """Windows of CADENCE; ``step_s(rank, now)`` is what a step begun at ``now`` takes."""
     policy = CadencePolicy(
-        [f"m{r}" for r in range(world_size)], ElChe(world_size, anchor), NoGuard()
+        [f"m{r}" for r in range(world_size)],
+        ElChe(world_size, anchor),
+        NoGuard(),
+        max_batch_diff=max_batch_diff,
     )
     clocks = [WindowClock() for _ in range(world_size)]
     windows: list[Window] = []
@@ -40,7 +47,7 @@ def simulate(
         arrivals, steps = [], []
         for rank, clock in enumerate(clocks):
             clock.open(plan.most[rank])
-            clock.limit(plan.most[rank], now_s + plan.window_s)
+            clock.limit(plan.most[rank], now_s + plan.window_s, least=plan.least)
             at_s = now_s
             while clock.wants_another(at_s):
                 took_s = step_s(rank, at_s)
@@ -107,3 +114,15 @@ def test_unequal_ranks_do_nearly_all_that_they_can(speeds):
     )[10:]
     done = sum(sum(w.steps) for w in windows) / sum(w.elapsed_s for w in windows)
     assert done / sum(s / 0.03 for s in speeds) > 0.95
+
+
+@pytest.mark.parametrize("diff", [0, 2])
+def test_max_batch_diff_holds_when_ranks_jitter_and_one_turns_slow(diff):
+    noise = random.Random(3)
+
+    def step_s(rank: int, now_s: float) -> float:
+        slow = 4.0 if rank == 1 and now_s >= 5.0 else 1.0
+        return 0.03 * slow * noise.uniform(0.8, 1.2)
+
+    windows = simulate(40, step_s, 3, 10, max_batch_diff=diff)
+    assert all(max(w.steps) - min(w.steps) <= diff for w in windows)

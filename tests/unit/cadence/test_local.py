@@ -30,6 +30,7 @@ def plan(**changes) -> LocalPlan:
         "steps": (4, 2),
         "most": (6, 4),
         "queues": (12, 8),
+        "least": 3,
         "anchor": 2,
         "verdict": Verdict.NUDGE_DOWN,
     }
@@ -66,9 +67,8 @@ def test_a_report_survives_the_journey():
 
 
 def policy(world_size=2, anchor=10, guard=None, **options) -> CadencePolicy:
-    elche = ElChe(world_size, anchor).with_max_batch_diff(options.get("max_batch_diff"))
     members = [f"m{r}" for r in range(world_size)]
-    return CadencePolicy(members, elche, guard or NoGuard(), **options)
+    return CadencePolicy(members, ElChe(world_size, anchor), guard or NoGuard(), **options)
 
 
 def timed(*ms: float, steps=None, divergence=0.0) -> list[LocalReport]:
@@ -119,6 +119,8 @@ def test_plans_never_exceed_what_is_left_and_always_get_on(left, limit, ms, diff
         assert sum(made.most) <= left
     if diff is not None and available >= len(ms):
         assert max(made.most) - min(made.steps) <= diff
+        assert max(made.most) - made.least <= diff
+    assert made.least <= max(made.most)
 
 
 def test_the_last_window_ends_at_once_on_all_ranks():
@@ -185,6 +187,20 @@ def test_a_step_is_started_only_if_it_ends_nearer_the_deadline_than_stopping_now
     clock.count_step(3.0)
     assert clock.step_s == 2.0
     assert not clock.wants_another(2.1)
+
+
+def test_steps_that_must_be_done_are_done_whatever_the_time():
+    clock = WindowClock()
+    clock.open(4)
+    clock.limit(4, 0.0, least=3)
+    for _ in range(3):
+        assert clock.wants_another(100.0)
+        clock.count_step(1.0)
+    assert not clock.wants_another(100.0)
+    clock.open(1)
+    clock.limit(1, 0.0, least=3)
+    clock.count_step(1.0)
+    assert not clock.wants_another(0.0)
 
 
 def test_the_first_step_is_always_made_and_never_more_than_allowed():

@@ -8,6 +8,9 @@ import re
 import pytest
 
 from evener import ConfigError, DdpConfig
+from evener.cadence.cadence import CadencePolicy
+from evener.cadence.guard import NoGuard
+from evener.cadence.local import LocalReport
 
 BAD = [
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a positive number or None"),
@@ -82,6 +85,26 @@ def test_good_options_are_taken():
     )
     config.check_team(2)
     assert config.make_cadence(2).anchor == 20
+
+
+@pytest.mark.parametrize("diff", [0, 1])
+def test_ranks_in_step_average_as_rarely_as_the_overhead_asks_for(diff):
+    """The difference between ranks is bounded, not how fast both follow the anchor."""
+    config = DdpConfig(max_batch_diff=diff, overhead_target=0.1)
+    policy = CadencePolicy(["a", "b"], config.make_cadence(2), NoGuard(), max_batch_diff=diff)
+    sync_s = 0.0
+    for window in range(4):
+        steps = policy.plan(window, 0, left=10**6, limit=None).steps
+        assert max(steps) - min(steps) <= diff
+        policy.observe(
+            [
+                LocalReport(steps=n, samples=n, busy_s=n * ms / 1000)
+                for n, ms in zip(steps, (10.0, 10.5), strict=True)
+            ],
+            sync_s,
+        )
+        sync_s = 0.1  # 10 steps take as long: a tenth of the time is about 100 steps
+    assert min(steps) >= 50
 
 
 def test_every_option_is_documented():

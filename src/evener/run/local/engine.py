@@ -330,8 +330,7 @@ class LocalEngine(Engine):
         self._plan = plan
         self._own = deque(self._leases.queue(rank)[self._steps.work.steps :])
         self._epoch_done = self._leases.num_left == 0
-        self._steps.clock.limit(plan.most[rank], time.perf_counter() + plan.window_s)
-        self._steps.resume_clock()
+        self._steps.follow(plan)
 
     def _commit(self, reports: Sequence[LocalReport]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""

@@ -81,6 +81,12 @@ class LocalSteps:
         self.clock.open(most)
         return done
 
+    def follow(self, plan: LocalPlan) -> None:
+        """Goes on by a plan, whose time runs from now."""
+        deadline_s = time.perf_counter() + plan.window_s
+        self.clock.limit(plan.most[self._rank], deadline_s, least=plan.least)
+        self.resume_clock()
+
     def finish(
         self,
         share: Share,

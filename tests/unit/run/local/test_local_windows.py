@@ -461,7 +461,7 @@ def test_a_rank_that_fails_in_its_loop_ends_the_others_with_a_lost_peer(policy: 
                 for _, x in ddp.loader(Numbered(4000), batch_size=4).epoch(0):
                     ddp.backward(model(x).square().mean())
                     ddp.step()
-                    if comm.rank == 1 and ddp.window == 3:
+                    if comm.rank == 1 and ddp.window >= 3:  # two may land in one call
                         raise KeyError("mine")
         except (KeyError, CollectiveError) as error:
             return type(error).__name__
