@@ -1,5 +1,6 @@
 """What examples/ holds runs: configurations on CPU ranks, batch scripts with a stand-in srun."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,10 @@ import pytest
 
 from evener.observe.lineage import check_exactly_once
 from helpers import slurm
-from helpers.pretraining import LLAMA, RUN_TIMEOUT_S, Lab
+from helpers.classification import TINY_LLAMA, samples
+from helpers.forking import Zygote
+from helpers.pretraining import LLAMA, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
+from helpers.ranks import RankTeam
 from helpers.source import ROOT
 
 pytestmark = pytest.mark.timeout(300)
@@ -66,14 +70,28 @@ def test_a_configuration_trains(lab, example, changes):
     assert len(run.checkpoints) == 1
 
 
+def test_a_classifier_trains(tmp_path):
+    rows = [{"text": s.text, "label": f"class {s.label}"} for s in samples(60)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    changes = ["data.path=train.jsonl", f"model={TINY_LLAMA}", "seq_len=24", "max_steps=2"]
+    command = ["classify", "examples/classify.yaml", *(w for c in changes for w in ("--set", c))]
+    Zygote.get().preload("evener.cli", "evener.tasks.classification.job", "peft")
+    with RankTeam(be_evener, 2, str(tmp_path), command) as team:
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    assert [(o.returned, o.value) for o in outcomes] == [(True, 0)] * 2, outcomes[0].story()
+    summary = json.loads((tmp_path / "runs" / "classify" / "summary.json").read_text())
+    assert (summary["steps"], summary["world_size"]) == (2, 2)
+
+
 # ── batch scripts ────────────────────────────────────────────────────────────────────────────────
 
 
-def submit(lab, script, name, layout, *arguments):
+def submit(lab, script, layout, *arguments):
     """Runs a batch script as SLURM would; what it printed."""
     before = dict(lab.sandbox.environ)
     lab.sandbox.environ |= slurm.batch_environment(layout, 4000 + os.getpid() % 5000)
-    lab.sandbox.environ["NAME"] = name
+    lab.sandbox.environ["NAME"] = "job"
     try:
         ended = lab.sandbox.start("bash", f"examples/{script}", *arguments).end(RUN_TIMEOUT_S)
     finally:
@@ -82,24 +100,19 @@ def submit(lab, script, name, layout, *arguments):
     return ended.out + ended.err
 
 
-def test_a_job_on_two_nodes_and_the_same_script_again(lab):
-    """The second time it goes on from the checkpoint."""
-    layout = [{"127.0.0.1": 1, "127.0.0.2": 1}]
-    submit(lab, "pretrain.sbatch", "job", layout, *settings(max_steps=2, policy="sync"))
+def test_a_job_on_two_nodes_goes_on_as_a_heterogeneous_one(lab):
+    """The second script finds the checkpoint of the first, on another number of ranks.
+
+    There, task 0 is on the node of component 0, which comes last by name.
+    """
+    changes = {"policy": "sync", "checkpoint.every": 1}
+    alike = [{"127.0.0.1": 1, "127.0.0.2": 1}]
+    submit(lab, "pretrain.sbatch", alike, *settings(max_steps=2, **changes))
     run = lab.path_of("job")
-    assert run.summary["steps"] == 2
-    submit(lab, "pretrain.sbatch", "job", layout, *settings(max_steps=3, policy="sync"))
-    assert run.summary["steps"] == 3
-    assert run.summary["world_size"] == 2
-    assert len(run.of_type("worker_started")) == 2 * 2
-    assert check_exactly_once(run.events, 60, whole_epochs=0) == []
-
-
-def test_a_heterogeneous_job_is_one_team(lab):
-    """Task 0 is on the node of component 0, which comes last by name."""
-    layout = [{"127.0.0.2": 1}, {"127.0.0.1": 2}]
-    said = submit(lab, "pretrain_hetjob.sbatch", "het", layout, *settings(max_steps=3, anchor=1))
-    run = lab.path_of("het")
-    assert run.summary["world_size"] == 3
-    assert run.summary["steps"] == 3
+    assert (run.summary["steps"], run.summary["world_size"]) == (2, 2)
+    unlike = [{"127.0.0.2": 1}, {"127.0.0.1": 2}]
+    said = submit(lab, "pretrain_hetjob.sbatch", unlike, *settings(max_steps=4, **changes))
     assert "team of 3: 3 CPU ranks" in said
+    assert (run.summary["steps"], run.summary["world_size"]) == (4, 3)
+    assert [event["rank"] for event in run.of_type("worker_started")] == [0, 1, 0, 1, 2]
+    assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=0) == []
