@@ -37,6 +37,8 @@ class DistributedTrainer:
         config: This rank's place; for an end of ``DistributedComm.local`` it may be left out.
         verify_every: After every so many updates, compare the weights of all ranks by hashes, and
             halt where they differ; 0 does not look. One pass over the weights, 16 bytes a rank.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
+            device. Ranks may differ.
         options: Further options; clipping follows the trainer's, and buckets its model.
 
     Attributes:
@@ -57,6 +59,7 @@ class DistributedTrainer:
         config: DistributedTrainConfig | None = None,
         *,
         verify_every: int = 1,
+        precision: str = "auto",
         options: DdpConfig | None = None,
     ) -> None:
         self.trainer = trainer
@@ -68,6 +71,7 @@ class DistributedTrainer:
             self._ddp = trainer.join_team(
                 environment=self.dist_config,
                 communicator=comm.communicator,
+                precision=precision,
                 config=replace(options or DdpConfig(), verify_every=verify_every),
             )
         except BaseException:

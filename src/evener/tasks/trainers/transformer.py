@@ -160,7 +160,7 @@ class TransformerTrainer:
             The mean loss per counted token, in nats; ``nan`` where none counts.
 
         Raises:
-            DataError: A token is not in the model's vocabulary.
+            DataError: It is no ``LMBatch``, or a token is not in the model's vocabulary.
             UsageError: ``max_steps`` has been reached, or a loader of the team hands out batches.
         """
         self._check_tokens(batch)
@@ -228,6 +228,11 @@ class TransformerTrainer:
             )
 
     def _check_tokens(self, batch: LMBatch) -> None:
+        if not isinstance(batch, LMBatch):
+            raise DataError(
+                f"the batch is a {type(batch).__name__}; give an LMBatch(input_ids, labels), whose "
+                "labels are the tokens after those of input_ids"
+            )
         if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
             return  # looking would wait for the device
         size = vocabulary_size(self.model)

@@ -323,6 +323,31 @@ def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
         assert "rank 1 trains another model" in str(error)
 
 
+def test_ranks_may_compute_in_other_precisions() -> None:
+    true = vector(train_plainly(llama(), [union([lm_batch(0, 3), lm_batch(1, 3)])], lr=LR))
+
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
+        trainer = TransformerTrainer(llama(), OPTIMIZER)
+        precision = "bf16" if comm.rank else "fp32"
+        with DistributedTrainer(trainer, comm, config, precision=precision, **quiet()) as d:
+            d.train_batch(lm_batch(comm.rank, 3))
+        return vector(trainer.model)
+
+    first, second = on_threads(2, program)
+    assert torch.equal(first, second)
+    assert 1e-7 < relative_error(first, true) < 1e-2
+
+
+def test_a_precision_that_does_not_exist_is_refused() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), OPTIMIZER)
+        DistributedTrainer(trainer, comm, config, precision="fp8", **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "precision is 'fp8'" in str(error)
+
+
 def test_a_rank_that_fails_to_begin_does_not_keep_the_others_waiting() -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
         trainer = TransformerTrainer(llama(1), OPTIMIZER)

@@ -83,6 +83,11 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
             trainer.forward_backward_batch(LMBatch(ids, labels))
 
 
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="the batch is a dict; give an LMBatch"):
+        TransformerTrainer(llama(1)).forward_backward_batch({"input_ids": [[1]]})  # type: ignore[arg-type]
+
+
 def test_a_loop_over_a_loader_uses_backward_instead() -> None:
     trainer = TransformerTrainer(llama(1))
     with trainer.ddp as ddp:
