@@ -32,7 +32,7 @@ def run_child(main: Callable[[], int | None]) -> int:
 
     In a process that evener's launcher started, the failure goes to the launcher, which prints the
     first one of all ranks; elsewhere it is printed here: the message of a ``UserError``, otherwise
-    the traceback. ``SystemExit`` passes through.
+    the traceback. ``SystemExit`` passes through; the launcher is told of one that is not 0.
 
     Args:
         main: The work; returns an exit code, or ``None`` for 0.
@@ -44,13 +44,18 @@ def run_child(main: Callable[[], int | None]) -> int:
         prepare_rank()
     try:
         return main() or 0
+    except SystemExit as stop:
+        # Python may take seconds to end, and by then others have told that they lost this rank.
+        if exit_code_of(stop) and os.environ.get(ERROR_FILE):
+            report_failure(stop)
+        raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # the top of a process: whatever it is, somebody has to be told
         return report_failure(error)
 
 
-def report_failure(error: Exception) -> int:
+def report_failure(error: Exception | SystemExit) -> int:
     """Tells the launcher, or else the terminal, about an exception.
 
     Returns:

@@ -42,6 +42,11 @@ class FailureReport:
     follow_up: bool
     exit_code: int
 
+    @property
+    def is_exit(self) -> bool:
+        """Whether the script ended by ``sys.exit``, which is no failure when it was told to end."""
+        return self.kind == SystemExit.__name__
+
 
 def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
     """Makes the report of an exception.
@@ -78,6 +83,8 @@ def _without_runner(start: TracebackType | None) -> TracebackType | None:
 
 def exit_code_of(error: BaseException) -> int:
     """What a process ends with for this exception: 2 for a bad option, else 1."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -4,6 +4,8 @@ Used as ``python -P -m evener.run.launching.script SCRIPT ARGS``, or with ``-m M
 keeps the current folder from shadowing modules, as it does when Python runs a script.
 """
 
+import atexit
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -61,4 +63,6 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 if __name__ == "__main__":
+    # On its way out Python would look through all of torch for garbage, for up to three seconds.
+    atexit.register(gc.freeze)
     sys.exit(run_child(lambda: run_program(sys.argv[1:])))

@@ -41,7 +41,7 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Whether it ended badly, and not merely as it was told to."""
-        if self.report is not None:
+        if self.report is not None and not self.report.is_exit:
             return True
         if self.code < 0:
             return -self.code not in self.signals
@@ -91,9 +91,9 @@ def explain(outcomes: Sequence[Outcome], stop_signal: int | None) -> str:
         others = [o for o in others if o.report is None or o.report.message != first.report.message]
         if not alone and not all(o.report for o in outcomes):
             text += f"(on rank {first.rank}; the other ranks were stopped)\n"
-    elif first.report is not None:
+    elif first.report is not None and not first.report.is_exit:
         head = "" if alone else f"rank {first.rank} (pid {first.pid}) failed:\n"
-        text = head + first.report.traceback
+        text = _early_end(first, outcomes) + head + first.report.traceback
     else:
         text = f"error: {silent_end(first)}\n"
     if others:
@@ -119,8 +119,20 @@ def silent_end(outcome: Outcome) -> str:
     return f"{who} was killed by {name}: {cause}"
 
 
+def _early_end(first: Outcome, outcomes: Sequence[Outcome]) -> str:
+    # A script that returns early on one rank ends well, and its peers can only say that it has gone.
+    gone = [o.rank for o in outcomes if o.code == 0 and o.report is None]
+    if not gone or first.report is None or not first.report.follow_up:
+        return ""
+    who, has = ("rank", "has") if len(gone) == 1 else ("ranks", "have")
+    return (
+        f"error: {who} {', '.join(map(str, gone))} {has} ended with exit code 0 while others were "
+        "at work; let every rank go through the whole script, or leave a loop by `break` on all\n"
+    )
+
+
 def _in_short(outcome: Outcome) -> str:
-    if outcome.report is not None:
+    if outcome.report is not None and not outcome.report.is_exit:
         return f"rank {outcome.rank} ({outcome.report.kind})"
     if outcome.code < 0:
         return f"rank {outcome.rank} ({_signal_name(-outcome.code)})"

@@ -89,3 +89,16 @@ def test_ctrl_c_needs_no_traceback(capsys):
 def test_system_exit_passes():
     with pytest.raises(SystemExit, match="7"):
         run_child(lambda: sys.exit(7))
+
+
+@pytest.mark.parametrize(("given", "code"), [(7, 7), ("no more data", 1), (0, None), (None, None)])
+def test_the_launcher_knows_of_system_exit_before_python_has_ended(
+    tmp_path, monkeypatch, given, code
+):
+    monkeypatch.setenv("EVENER_ERROR_FILE", str(tmp_path / "rank-1.json"))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        run_child(lambda: sys.exit(given))
+    report = read_report(tmp_path / "rank-1.json")
+    assert (report.exit_code if report else None) == code
+    assert report is None or (report.is_exit and not report.follow_up)

@@ -30,6 +30,10 @@ def outcome(rank, code=0, time=0.0, what=None, signals=()):
     )
 
 
+def left(rank, time, code):
+    return report(rank, time, "SystemExit", code=code)
+
+
 def lost(rank, time):
     return report(rank, time, "PeerLostError", follow_up=True)
 
@@ -47,6 +51,9 @@ def lost(rank, time):
         # doing what the launcher said is no failure
         ([outcome(0, -15, 1.0, signals=[15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
         ([outcome(0, 143, 1.0, signals=[15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
+        ([outcome(0, 143, 1.0, left(0, 1.0, 143), [15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
+        # leaving by sys.exit is a failure, and others lose the rank before it is gone
+        ([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))], 1),
         # but dying of something else is
         ([outcome(0, -11, 1.0, signals=[15]), outcome(1, 1, 2.0, lost(1, 0.5))], 0),
         ([outcome(0), outcome(1)], None),
@@ -85,6 +92,23 @@ def test_a_traceback_with_its_rank_and_the_others_in_one_line():
         "rank 1 (pid 101) failed:\nTraceback of rank 1\nValueError\n"
         "also ended: rank 0 (PeerLostError)\n"
     )
+
+
+def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_traceback():
+    ended = [outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))]
+    assert explain(ended, None) == (
+        "error: rank 1 (pid 101) ended with exit code 7; its output above may say why\n"
+        "also ended: rank 0 (PeerLostError)\n"
+    )
+    assert exit_code(ended, None) == 7
+
+
+def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
+    text = explain([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)
+    assert text.startswith(
+        "error: ranks 1, 2 have ended with exit code 0 while others were at work; let every rank"
+    )
+    assert "rank 0 (pid 100) failed:\nTraceback" in text
 
 
 def test_a_rank_alone_needs_no_number():
