@@ -163,7 +163,7 @@ def _say_nothing_matches(
 ) -> None:
     where = ", ".join(map(str, sources))
     seen = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(5))
-    there = f"there are only others ({seen})" if seen else "there are none that are not left out"
+    there = f"there are only others ({seen})" if seen else "any others are hidden or left out"
     raise DataError(
         f"{where}: no file ends in {' '.join(endings)}; {there}. Name the folder that holds the "
         f"text, pass its suffixes, or leave less out"

@@ -44,7 +44,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give the path of a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error}; give the path of a YAML file in UTF-8"
+        ) from None
     try:
         document = yaml.load(text, Loader=NumberLoader)
     except yaml.YAMLError as error:

@@ -48,17 +48,19 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
 
         if config.path is not None:
             return _load_model(Path(config.path).expanduser(), seq_len)
+        _check_type(config.type)
         keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
         keys |= {"vocab_size": vocab_size, "max_position_embeddings": seq_len}
-        keys |= config.config
-        _check_type(config.type)
+        keys = with_given_keys(keys, config)
         try:
-            if eos_id < keys["vocab_size"]:  # otherwise `check_vocabulary` has something to say
+            # Otherwise `check_vocabulary` has something to say.
+            if eos_id < keys.get("vocab_size", vocab_size):
                 keys = (
                     dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
                 )
             built = AutoConfig.for_model(config.type, **keys)
             refuse_unknown_keys(config, built)
+            _refuse_long_samples(built, seq_len, f"of model.type {config.type!r} as configured")
             model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
         except ConfigError:
             raise
@@ -183,13 +185,17 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
             f"model.path {str(folder)!r} cannot be loaded: {in_short(error)}; give a folder "
             "written by save_pretrained or a checkpoint of evener"
         ) from error
-    longest = getattr(model.config, "max_position_embeddings", None)
+    _refuse_long_samples(model.config, seq_len, f"in {str(folder)!r}")
+    return model
+
+
+def _refuse_long_samples(built: Any, seq_len: int, which: str) -> None:
+    longest = getattr(built, "max_position_embeddings", None)
     if longest is not None and longest < seq_len:
         raise ConfigError(
-            f"data.seq_len is {seq_len}, the model in {str(folder)!r} takes at most {longest} "
-            "tokens; lower data.seq_len"
+            f"data.seq_len is {seq_len}, the model {which} takes at most {longest} tokens; lower "
+            "data.seq_len"
         )
-    return model
 
 
 def _check_type(name: str) -> None:
@@ -210,6 +216,19 @@ def in_short(error: Exception) -> str:
     """The message on one line; libraries explain themselves in paragraphs."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
+
+
+def with_given_keys(chosen: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Keys of ``model.config`` over those that evener chooses, by whichever name they are given.
+
+    Types have names of their own for some keys, such as gpt2's ``n_positions``. Both in one call
+    would silently set the one that comes last.
+    """
+    from transformers import CONFIG_MAPPING
+
+    own_names = getattr(CONFIG_MAPPING[config.type], "attribute_map", {})
+    left = {k: v for k, v in chosen.items() if own_names.get(k, k) not in config.config}
+    return left | dict(config.config)
 
 
 def refuse_unknown_keys(config: ModelConfig, built: Any) -> None:

@@ -66,6 +66,23 @@ def test_keys_of_the_configuration_go_before_what_evener_would_choose() -> None:
     assert (model.config.max_position_embeddings, model.config.eos_token_id) == (99, 1)
 
 
+def test_keys_count_by_the_names_of_their_type_too() -> None:
+    config = {"n_positions": 99, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = build_model(ModelConfig(type="gpt2", config=config), **PLACE)
+    assert model.config.max_position_embeddings == 99
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"type": "gpt2", "config": {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}},
+        {"type": "llama", "config": {**TINY, "max_position_embeddings": 8}},
+    ],
+)
+def test_samples_longer_than_the_model_takes_are_refused(config: dict[str, Any]) -> None:
+    assert refusal(**config).startswith("data.seq_len is 12, the model of model.type")
+
+
 def test_a_vocabulary_that_is_too_small_is_left_for_the_tokenizer_to_refuse() -> None:
     model = build_model(ModelConfig(config={**TINY, "vocab_size": 8}), **PLACE)
     assert vocabulary_size(model) == 8

@@ -120,7 +120,7 @@ def silent_end(outcome: Outcome) -> str:
 
 
 def _early_end(first: Outcome, outcomes: Sequence[Outcome]) -> str:
-    # A script that returns early on one rank ends well, and its peers can only say that it has gone.
+    # A script that returns early on one rank ends well; its peers can only say that it has gone.
     gone = [o.rank for o in outcomes if o.code == 0 and o.report is None]
     if not gone or first.report is None or not first.report.follow_up:
         return ""

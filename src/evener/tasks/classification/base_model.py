@@ -14,7 +14,13 @@ from evener.errors import ConfigError
 from evener.run.config.folders import CHECKPOINTS
 from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.encoding import TextEncoder
-from evener.tasks.language_model import SMALL_LLAMA, in_short, quiet, refuse_unknown_keys
+from evener.tasks.language_model import (
+    SMALL_LLAMA,
+    in_short,
+    quiet,
+    refuse_unknown_keys,
+    with_given_keys,
+)
 
 _HASHED_ELEMENTS = 4096
 """Of each tensor so many, evenly spread, go into a fingerprint: enough to tell models apart."""
@@ -128,7 +134,7 @@ def _from_scratch(config: ModelConfig, names: Mapping[str, Any], encoder: TextEn
     _check_type(config.type)
     keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
     keys |= {"vocab_size": encoder.vocab_size, "max_position_embeddings": encoder.seq_len}
-    keys |= config.config
+    keys = with_given_keys(keys, config)
     try:
         built = AutoConfig.for_model(config.type, **keys, **names)
         refuse_unknown_keys(config, built)
