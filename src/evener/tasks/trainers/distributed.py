@@ -13,7 +13,11 @@ from evener.comm.layout import Bucket
 from evener.data.sharding import shard_batches
 from evener.errors import ConfigError
 from evener.run.settings import DdpConfig
-from evener.run.team.environment import DistributedTrainConfig, threads_per_rank
+from evener.run.team.environment import (
+    AverageBackend,
+    DistributedTrainConfig,
+    threads_per_rank,
+)
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.trainers.comm import DistributedComm
 from evener.tasks.trainers.transformer import TransformerTrainer
@@ -68,9 +72,12 @@ class DistributedTrainer:
         self.world_size = comm.world_size
         try:
             _check_places(comm, self.dist_config)
+            # Processes have agreed on it when they met.
+            wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             self._ddp = trainer.join_team(
                 environment=self.dist_config,
                 communicator=comm.communicator,
+                backend=wanted.value,
                 precision=precision,
                 config=replace(options or DdpConfig(), verify_every=verify_every),
             )

@@ -338,6 +338,17 @@ def test_ranks_may_compute_in_other_precisions() -> None:
     assert 1e-7 < relative_error(first, true) < 1e-2
 
 
+def test_threads_cannot_exchange_over_nccl() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), OPTIMIZER)
+        place = DistributedTrainConfig.of_rank(comm.rank, 2, comm_backend="nccl")
+        DistributedTrainer(trainer, comm, place, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "NCCL joins processes" in str(error)
+
+
 def test_a_precision_that_does_not_exist_is_refused() -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
         trainer = TransformerTrainer(llama(1), OPTIMIZER)
