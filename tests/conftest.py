@@ -22,7 +22,7 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
 
 #: Marker -> what such a test needs.
-NEEDS = {"gpu": "a GPU", "root": "root", "browser": "chromium"}
+NEEDS = {"gpu": "a GPU", "root": "root and iproute2", "browser": "chromium"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,11 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def has(marker: str) -> bool:
     """Whether this machine has what tests of a marker need."""
-    if marker == "root":
-        return os.geteuid() == 0
-    if marker == "browser":
-        from shutil import which
+    from shutil import which
 
+    if marker == "root":
+        return os.geteuid() == 0 and all(map(which, ("ip", "tc", "nsenter", "unshare")))
+    if marker == "browser":
         return any(map(which, ("chromium", "chromium-browser", "google-chrome")))
     import torch
 

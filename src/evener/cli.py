@@ -314,7 +314,7 @@ def _launch_classification(
         least = presets.DEFAULT_NPROC if options.config is None else 1
         nproc = max(least, local_devices())
     check_nproc(nproc)
-    config = presets.resolve_classify(options)
+    config = presets.resolve_classify(options, holds_runs=not nodes.node_rank)
     node = choose_node(nodes, options.port, config.timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
@@ -329,12 +329,8 @@ def _launch_classification(
         if presets.find_demo_base(parent) is None:
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
-            code = launch(
-                (*_PYTHON, "evener", *presets.demo_arguments(parent, quiet=options.quiet)),
-                nproc=presets.DEFAULT_NPROC,
-                store_waits=True,
-            )
-            if code != 0:
+            demo = (*_PYTHON, "evener", *presets.demo_arguments(parent, quiet=options.quiet))
+            if code := launch(demo, nproc=presets.DEFAULT_NPROC, store_waits=True):
                 return code
         command += ["--set", presets.model_override(presets.find_demo_base(parent))]
     return launch(command, nproc=nproc, port=options.port, store_waits=True, node=node)
@@ -352,11 +348,12 @@ def _launch_pretraining(
         nproc = DEMO_NPROC if options.demo else max(1, local_devices())
     # What can be known to be wrong is said once, before any rank starts.
     check_nproc(nproc)
-    node = choose_node(nodes, options.port, resolve_config(options).timeout_s)
+    config = resolve_config(options, holds_runs=not nodes.node_rank)
+    node = choose_node(nodes, options.port, config.timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
-    command = (*_PYTHON, "evener", *arguments)
-    return launch(command, nproc=nproc, port=options.port, store_waits=True, node=node)
+    program = (*_PYTHON, "evener", *arguments)
+    return launch(program, nproc=nproc, port=options.port, store_waits=True, node=node)
 
 
 def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOptions:
@@ -382,8 +379,8 @@ def _launch(
     place = DistributedTrainConfig.from_env()
     if place.launched_by in ("torchrun", "slurm"):
         _refuse_launch_options(place, nproc, nodes, port)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os.execv(command[0], list(command))  # a rank already: become the script
     nproc = max(1, local_devices()) if nproc is None else nproc
     return launch(command, nproc=nproc, port=port, node=choose_node(nodes, port, DEFAULT_TIMEOUT_S))

@@ -103,8 +103,10 @@ def _run(
     options: PretrainOptions, records: Iterable[Any] | None, signals: StopSignals
 ) -> PretrainResult:
     from evener.run.config.pretrain_presets import resolve_config
+    from evener.run.team.environment import DistributedTrainConfig
 
-    config = resolve_config(options)
+    environment = DistributedTrainConfig.from_env()
+    config = resolve_config(options, holds_runs=environment.rank < environment.local_world_size)
     if records is not None and config.data.paths:
         raise ConfigError(
             f"data.path is {config.data.path!r}, but a data set is given as well; leave one of "
@@ -114,14 +116,12 @@ def _run(
         import torch
 
         from evener.run.settings import DdpConfig
-        from evener.run.team.environment import DistributedTrainConfig
         from evener.run.windows.emulate import parse_emulation
         from evener.tasks.causal_lm import PretrainingRun
         from evener.tasks.optimization import TokenSchedule
         from evener.tasks.text_data import choose_vocabulary
         from evener.tasks.trainers.transformer import TransformerTrainer
 
-    environment = DistributedTrainConfig.from_env()
     slow = parse_emulation(options.emulate_slow, environment.world_size)
     torch.manual_seed(config.seed)
     with loading_libraries():  # transformers

@@ -33,7 +33,7 @@ DEFAULT: Mapping[str, Any] = {
 }
 
 
-def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
+def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> ClassifyRunConfig:
     """The configuration of a run: a YAML file's or the default one, then ``--set``.
 
     Returns:
@@ -55,7 +55,7 @@ def resolve_classify(options: ClassifyOptions) -> ClassifyRunConfig:
             "(and model.config) to start from random weights"
         )
     _check_surroundings(config)
-    if options.resume:
+    if options.resume and holds_runs:
         check_resumable(classify_parent(options), name)
     return config.model_copy(update={"name": name})
 

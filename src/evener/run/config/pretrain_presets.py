@@ -28,10 +28,15 @@ DEMO: Mapping[str, Any] = {
 }
 
 
-def resolve_config(options: PretrainOptions) -> RunConfig:
+def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunConfig:
     """The configuration of a run: the demo's, a YAML file's or the defaults, then ``--set``.
 
     What can be known to be wrong without torch is found here, before any rank starts.
+
+    Args:
+        options: What the user typed.
+        holds_runs: Whether the run to resume must be on this machine. Ranks on other machines than
+            rank 0's find out together, so that all of them say so.
 
     Returns:
         The configuration, its name chosen: ``--name``, else the key, else that of the file.
@@ -61,7 +66,7 @@ def resolve_config(options: PretrainOptions) -> RunConfig:
     name = config.name or stem if options.name is None else options.name
     check_name(name)
     _check_surroundings(config)
-    if options.resume:
+    if options.resume and holds_runs:
         check_resumable(run_parent(options), name)
     return config.model_copy(update={"name": name})
 

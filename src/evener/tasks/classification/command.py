@@ -77,7 +77,8 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
     from evener.tasks.classification.run_data import agree_on_data, load_data
     from evener.tasks.optimization import SampleSchedule
 
-    config = resolve_classify(options)
+    environment = DistributedTrainConfig.from_env()
+    config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)
     if needs_demo_base(config):
         base = find_demo_base(classify_parent(options))
         if base is None:
@@ -87,7 +88,6 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
             )
         model = config.model.model_copy(update={"path": str(base)})
         config = config.model_copy(update={"model": model})
-    environment = DistributedTrainConfig.from_env()
     slow = parse_emulation(options.emulate_slow, environment.world_size)
     data = load_data(config)
     pipeline = ClassifyPipeline.build(
