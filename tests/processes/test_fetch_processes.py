@@ -270,6 +270,35 @@ def test_a_script_without_guard_is_refused_before_it_runs_twice(tmp_path):
     assert '__name__ == "__main__"' in err
 
 
+def test_what_travels_by_value_needs_no_guard(tmp_path):
+    """One device, where the run happens in the script itself; the worker must not run it again."""
+    script = run_script(
+        tmp_path,
+        """
+        import torch
+        from evener import Ddp
+        print("trains")
+
+        class Mine(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                return torch.full((3,), float(index))
+
+        handle = Ddp.builder(
+            lambda device: torch.nn.Linear(3, 1),
+            lambda params: torch.optim.SGD(params, lr=1e-3),
+            lambda model, batch: model(batch[0]).mean(),
+            dataset=Mine(), batch_size=4, num_epochs=1, devices=["cpu"], num_workers=1, quiet=True,
+            collate_fn=lambda samples: [torch.stack(samples)],
+        ).run()
+        print(handle.join().progress.samples, __spec__, __file__.endswith(".py"))
+        """,
+    )
+    out, err = script.communicate(timeout=50)
+    assert (out, err, script.returncode) == ("trains\n8 None True\n", "", 0)
+
+
 def test_ctrl_c_is_the_parents_business(tmp_path):
     script = run_script(
         tmp_path,

@@ -2,10 +2,37 @@
 
 import ast
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from evener.errors import ConfigError
+
+_hiding = threading.Lock()
+
+
+class ByValue:
+    """What pickles whole: a process that is given it needs no import of the user's script."""
+
+
+@contextmanager
+def hidden_script() -> Iterator[None]:
+    """Processes spawned inside do not import the main script, as where there is none.
+
+    ``multiprocessing`` knows the script by these two attributes, and does without in a notebook.
+    """
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    with _hiding:
+        hidden = {str(n): main.pop(n) for n in ("__file__", "__spec__") if n in main}
+        main["__spec__"] = None
+        try:
+            yield
+        finally:
+            del main["__spec__"]
+            main.update(hidden)
 
 
 def refuse_unguarded_script(num_workers: int) -> None:

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pickle import loads
@@ -24,6 +24,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.multiprocessing  # how tensors travel through shared memory
+from torch.utils.data import default_collate
 
 from evener.data.fetching import (
     DEFAULT_TIMEOUT_S,
@@ -36,7 +37,7 @@ from evener.data.fetching import (
     timeout_error,
 )
 from evener.data.randomness import generators_lock, preserved_generators, seeded
-from evener.data.script_guard import refuse_unguarded_script
+from evener.data.script_guard import ByValue, hidden_script, refuse_unguarded_script
 from evener.errors import DataError, UsageError
 
 _START: Final = -1
@@ -202,7 +203,8 @@ class _Worker:
             daemon=True,
         )
         try:
-            with _sigint_blocked():
+            script = hidden_script() if _is_by_value(recipe) else nullcontext()
+            with _sigint_blocked(), script:
                 self.process.start()
         except Exception as error:
             self._connection.close()
@@ -328,7 +330,8 @@ class ProcessFetcher(Fetcher):
         num_workers: int = 1,
     ) -> None:
         super().__init__(dataset, collate_fn, seed)
-        refuse_unguarded_script(num_workers)
+        if not _is_by_value(self._recipe):
+            refuse_unguarded_script(num_workers)
         self._tickets = 0
         self._workers: list[_Worker] = []
         try:
@@ -363,6 +366,13 @@ class ProcessFetcher(Fetcher):
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             worker.bury(deadline)
+
+
+def _is_by_value(recipe: Recipe) -> bool:
+    """Whether a worker can load by it without the user's script."""
+    dataset, collate = recipe.dataset, recipe.collate_fn
+    parts: list[object] = [dataset] if collate is default_collate else [dataset, collate]
+    return all(isinstance(part, ByValue) for part in parts)
 
 
 @contextmanager

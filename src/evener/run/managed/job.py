@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
 from evener.run.assembly.engines import choose_policy
+from evener.run.assembly.precision import choose_precision
 from evener.run.managed.metrics import EpochMetrics
 from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, check_policy
@@ -149,6 +150,7 @@ def make_job(
     _check_complete(given)
     _check_numbers(given)
     policy = _check_policy(given)
+    choose_precision(str(given.get("precision", "auto")), torch.device("cpu"))
     _check_place()
     devices = devices_of_host(given.get("devices", "auto"), torch.cuda.device_count())
     backend = _check_backend(str(given.get("backend", "auto")), devices)

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 from evener.comm.base import Communicator
@@ -55,7 +56,7 @@ class ManagedRank:
         self.ddp = Ddp.setup(
             self.model,
             optimizer,
-            None if job.scheduler is None else job.scheduler(optimizer),
+            None if job.scheduler is None else _made_scheduler(job.scheduler(optimizer)),
             policy=job.policy,
             backend=job.backend,
             devices=job.devices,
@@ -133,7 +134,7 @@ class ManagedRank:
         ddp = self.ddp
         share = self._share = ddp.assembly.engine.share
         with self._scalars.recording():
-            answer = self.job.train_fn(self.model, _to_device(batch, ddp.device))
+            answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
         if not share.timing:
@@ -190,12 +191,23 @@ class ManagedRank:
         return agreed
 
 
-def _to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves a micro-batch: tensors in lists, tuples and dicts, and what has a ``to`` of its own."""
     if device.type == "cpu":
         return batch
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch
-    )
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
+        return leaf.to(device) if isinstance(leaf, _Movable) else leaf
+
+    return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: torch.device) -> Any: ...
 
 
 def _made(name: str, model: Any) -> nn.Module:
@@ -217,11 +229,32 @@ def _check_optimizer(optimizer: Any) -> None:
     )
 
 
+def _made_scheduler(scheduler: Any) -> Any:
+    each = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    if any(isinstance(s, ReduceLROnPlateau) for s in each):
+        raise ConfigError(
+            "scheduler returned a ReduceLROnPlateau, which follows a metric; a managed run steps "
+            "its schedulers once per optimizer step: return another one, or use Ddp.setup"
+        )
+    if not all(isinstance(s, LRScheduler) or callable(s) for s in each):
+        raise ConfigError(
+            f"scheduler returned {scheduler!r}, a {type(scheduler).__name__}; return a torch "
+            "scheduler of the optimizer that it is given, or a list of them"
+        )
+    return scheduler
+
+
 def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
     loss, weight = answer, None
     if isinstance(answer, tuple) and len(answer) == 2:
         loss, weight = answer
-        weight = float(weight)
+        try:
+            weight = float(weight)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"train_fn returned {weight!r} as the weight; return (loss, weight) with the "
+                "number of samples or tokens that the loss is the mean of"
+            ) from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise UsageError(

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from evener.data.script_guard import ByValue
 from evener.errors import ConfigError, LaunchError
 
 _REMEDY = (
@@ -62,7 +63,7 @@ def unpack(fd: int) -> dict[str, Any]:
     return parts
 
 
-class Carried:
+class Carried(ByValue):
     """A value that pickles by value; for worker processes of loaders, which pickle by name."""
 
     def __init__(self, value: Any) -> None:

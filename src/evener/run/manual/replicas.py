@@ -147,9 +147,7 @@ class Replicas:
             ConfigError: Not one value for each replica, or bad weights; on every process.
         """
         weights = [1.0] * len(self.models) if weights is None else weights
-        problem = self._count_problem("weights", weights)
-        if len(values) != len(self.models):
-            problem = f"{len(values)} values for {len(self.models)} replicas; give one for each"
+        problem = self._number_problem("values", values) or self._count_problem("weights", weights)
         products = [
             float(v) * w if w else 0.0
             for v, w in (zip(values, weights, strict=True) if not problem else ())
@@ -203,12 +201,22 @@ class Replicas:
             raise ConfigError(f"{what}: {_refusal(notes)}")
         return [r[2:] for r in rows]
 
+    def _number_problem(self, name: str, values: Sequence[float]) -> str:
+        """Why these are not a number for each replica here; the other processes must hear of it."""
+        replicas = f"for each of its {len(self.models)} replicas"
+        try:
+            numbers = [float(value) for value in values]
+        except (TypeError, ValueError):  # a bare number, perhaps
+            return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
+        if len(numbers) != len(self.models):
+            return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
+        return ""
+
     def _count_problem(self, name: str, counts: Sequence[float]) -> str:
-        where = f"rank {self.rank}: {name} is {list(counts)}"
-        if len(counts) != len(self.models):
-            return f"{where}, which is not one for each of its {len(self.models)} replicas"
+        if problem := self._number_problem(name, counts):
+            return problem
         if not all(math.isfinite(count) and count >= 0 for count in counts):
-            return f"{where}; give finite numbers of 0 or more"
+            return f"rank {self.rank}: {name} is {list(counts)}; give finite numbers of 0 or more"
         return ""
 
     def _total(self, name: str, rows: Sequence[Sequence[float]], column: int) -> float:

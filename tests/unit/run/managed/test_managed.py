@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.run.managed.job import Job, make_job
 from evener.run.managed.metrics import EpochMetrics, record_scalar
-from evener.run.managed.rank import ManagedRank
+from evener.run.managed.rank import ManagedRank, to_device
 from evener.run.managed.trained import TrainedState
 from evener.run.team.environment import DistributedTrainConfig
 from helpers.managed import (
@@ -245,6 +245,8 @@ def test_what_a_callback_raises_ends_the_run(where):
         ("train_fn", None, "train_fn returned None as the loss"),
         ("train_fn", 1.5, "train_fn returned 1.5 as the loss"),
         ("train_fn", torch.ones(2, requires_grad=True), r"a tensor of shape \(2,\) as the loss"),
+        ("train_fn", (torch.ones(()), "many"), "train_fn returned 'many' as the weight"),
+        ("scheduler", None, "scheduler returned None, a NoneType; return a torch scheduler"),
         ("model_fn", "model", "model_fn returned 'model', a str; return a torch.nn.Module"),
         ("optim_fn", None, "optim_fn returned None, a NoneType; return a torch.optim optimizer"),
         ("eval_fn", "good", "eval_fn returned 'good'; return a number"),
@@ -253,6 +255,29 @@ def test_what_a_callback_raises_ends_the_run(where):
 def test_answers_of_the_wrong_kind(name, answer, message):
     with pytest.raises(WorkerError, match=message):
         describe_job(**{name: lambda *_: answer}).run().join()
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused_with_what_to_do_here():
+    handle = describe_job(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run()
+    with pytest.raises(WorkerError, match=r"ReduceLROnPlateau, which follows a metric.* Ddp.setup"):
+        handle.join()
+
+
+def test_batches_are_moved_whatever_holds_their_tensors():
+    class Graph:
+        def __init__(self, nodes: torch.Tensor) -> None:
+            self.nodes = nodes
+
+        def to(self, device: torch.device) -> "Graph":
+            return Graph(self.nodes.to(device))
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = {"x": [torch.ones(1), "text"], "words": packed, "graph": Graph(torch.ones(2))}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"][1] == "text"
+    found = (moved["x"][0], moved["words"].data, moved["graph"].nodes)
+    assert [t.device.type for t in found] == ["meta"] * 3
+    assert isinstance(moved["words"], torch.nn.utils.rnn.PackedSequence)
 
 
 def test_record_scalar_takes_one_number_and_only_inside_train_fn():
@@ -432,6 +457,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"policy": "cadence", "anchor": 0}, "anchor is 0"),
         ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1.0\] with policy"),
+        ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
         ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
     ],
 )

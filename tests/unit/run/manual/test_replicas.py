@@ -367,6 +367,8 @@ def test_other_architectures_are_refused_by_the_first_difference(layout, other, 
         ([[-1], [2]], "rank 0: batch_counts is [-1]; give finite numbers of 0 or more"),
         ([[math.nan], [2]], "rank 0: batch_counts is [nan]"),
         ([[0], [0]], "batch_counts are 0 on all 2 replicas"),
+        ([[1], 1], "rank 1: batch_counts is 1; give a list with a number for each of its 1 repl"),
+        ([["1 sample"], [1]], "rank 0: batch_counts is ['1 sample']; give a list"),
     ],
 )
 def test_bad_counts_are_refused_on_every_process_and_the_next_call_works(counts, words):
@@ -382,6 +384,18 @@ def test_bad_counts_are_refused_on_every_process_and_the_next_call_works(counts,
     messages = spread((1, 1), lambda _: nn.Linear(1, 1), body)
     assert len(set(messages)) == 1
     assert words in messages[0]
+
+
+def test_values_that_are_no_numbers_are_refused_on_every_process():
+    def body(replicas: Replicas, _: list[nn.Module]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            replicas.all_reduce(1.0 if replicas.rank else [1.0])
+        assert replicas.all_reduce([3.0]) == 3.0
+        return str(caught.value)
+
+    messages = spread((1, 1), lambda _: nn.Linear(1, 1), body)
+    assert len(set(messages)) == 1
+    assert "rank 1: values is 1.0; give a list" in messages[0]
 
 
 def test_non_finite_gradients_are_refused_by_name_or_let_through():
@@ -426,7 +440,7 @@ def test_numbers_are_averaged_over_replicas():
             [math.nan, *values[1:]] if replicas.rank == 0 else values,
             [0.0, *values[1:]] if replicas.rank == 0 else values,
         )
-        with pytest.raises(ConfigError, match="values for"):
+        with pytest.raises(ConfigError, match=r"values is .* which is not one for each"):
             replicas.all_reduce([1.0] * 7)
         with pytest.raises(ConfigError, match="weights are 0 on all 3 replicas"):
             replicas.all_reduce(values, [0.0] * len(values))
