@@ -24,8 +24,8 @@ from helpers.ranks import Outcome, Rank, RankTeam
 from helpers.teams import setup
 
 FAR_S = 600.0  # a deadline that no test reaches
-SOON_S = 25.0  # far below it, far above what a busy machine needs
-DEADLINE_S = 2.0
+SOON_S = 40.0  # far below it, far above what a busy machine needs
+DEADLINE_S = 3.0  # from the moment at which all have come to the point of harm
 WINDOW = 3  # in which harm is done
 
 #: Where a rank is when harm is done to it: the object, its method, and whether that comes first.
@@ -76,11 +76,11 @@ def harm_of(rank: Rank, ddp: Ddp, kind: str) -> Callable[[], None]:
     return harm
 
 
-def start(rank: Rank, policy: str, timeout_s: float) -> tuple[Ddp, nn.Module, Any]:
+def start(rank: Rank, policy: str) -> tuple[Ddp, nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    comm = rank.connect(timeout_s=timeout_s)
+    comm = rank.connect(timeout_s=FAR_S)
     short = {"anchor": 2, "max_anchor": 2, "max_batch_diff": 1}
     ddp = setup(comm, model, optimizer, policy=policy, **short)
     x = torch.randn(8000, 4, generator=torch.Generator().manual_seed(1))
@@ -106,18 +106,24 @@ def state(ddp: Ddp, loader: Any) -> dict[str, Any]:
         }
 
 
-def play(
-    rank: Rank, policy: str, point: str, kind: str, victim: int, timeout_s: float
-) -> dict[str, Any]:
+def play(rank: Rank, policy: str, point: str, kind: str, victim: int) -> dict[str, Any]:
     """Trains until something is wrong, or to the end."""
-    ddp, model, loader = start(rank, policy, timeout_s)
+    ddp, model, loader = start(rank, policy)
+
+    def hurry() -> None:
+        rank.send("here")
+        rank.receive()  # the victim has been stopped
+        ddp.assembly.engine.hurry(DEADLINE_S)
+
     seen: dict[str, Any] = {"commits": []}
     with ddp:
         ddp.on_commit(lambda result: seen["commits"].append((result.window, digest(model))))
         if rank.rank == victim:
             arm(ddp, point, harm_of(rank, ddp, kind))
         elif kind == "slow":
-            arm(ddp, "before the exchange", lambda: rank.send("here"))
+            arm(ddp, point, lambda: rank.send("here"))
+        elif kind == "SIGSTOP":
+            arm(ddp, point, hurry)
         try:
             for (x,) in loader.epoch(0):
                 ddp.backward(model(x).square().mean())
@@ -161,7 +167,7 @@ def assert_one_state(members: list[dict[str, Any]], *, applied: bool) -> None:
     ],
 )
 def test_a_killed_rank(policy: str, point: str, victim: int) -> None:
-    with RankTeam(play, 3, policy, point, "SIGKILL", victim, FAR_S) as team:
+    with RankTeam(play, 3, policy, point, "SIGKILL", victim) as team:
         outcomes = team.wait(SOON_S)
     assert outcomes[victim].died_of == signal.SIGKILL
     members = survivors(outcomes, victim)
@@ -182,7 +188,13 @@ def test_a_killed_rank(policy: str, point: str, victim: int) -> None:
 def test_a_stopped_rank(policy: str, point: str) -> None:
     """It hangs and holds its connections: the deadline passes, and the error says whose fault."""
     victim = 1
-    with RankTeam(play, 3, policy, point, "SIGSTOP", victim, DEADLINE_S) as team:
+    with RankTeam(play, 3, policy, point, "SIGSTOP", victim) as team:
+        assert team.receive(victim) == "harm"
+        wait_until_stopped(team.pids[victim])
+        for rank in (0, 2):
+            assert team.receive(rank) == "here"
+        for rank in (0, 2):
+            team.send(rank, "go")
         outcomes = team.wait(SOON_S)
     assert outcomes[victim].stopped
     members = survivors(outcomes, victim)
@@ -199,7 +211,7 @@ def test_a_stopped_rank(policy: str, point: str) -> None:
 @pytest.mark.parametrize("policy", ["async"])
 def test_a_rank_that_is_cut_off(policy: str) -> None:
     """Its network fails: it loses its peers as they lose it, and nobody waits for a deadline."""
-    with RankTeam(play, 3, policy, "before the exchange", "cut", 1, FAR_S) as team:
+    with RankTeam(play, 3, policy, "before the exchange", "cut", 1) as team:
         outcomes = team.wait(SOON_S)
     members = survivors(outcomes, -1)
     for member in members:
@@ -211,7 +223,7 @@ def test_a_rank_that_is_cut_off(policy: str) -> None:
 def test_a_slow_rank_is_waited_for(policy: str) -> None:
     """All others have come to the exchange, and in ASYNC may have gone on, before it comes."""
     victim = 1
-    with RankTeam(play, 3, policy, "before the exchange", "slow", victim, FAR_S) as team:
+    with RankTeam(play, 3, policy, "before the exchange", "slow", victim) as team:
         assert team.receive(victim) == "harm"
         for rank in (0, 2):
             assert team.receive(rank) == "here"
@@ -228,7 +240,7 @@ def test_a_slow_rank_is_waited_for(policy: str) -> None:
 
 def end_badly(rank: Rank, policy: str, way: str) -> str:
     """Rank 1 hangs in its exchange; rank 0 ends in one of several ways. Nothing may keep it."""
-    ddp, model, loader = start(rank, policy, FAR_S)
+    ddp, model, loader = start(rank, policy)
     hung = threading.Event()
     if rank.rank == 1:
         arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
@@ -278,7 +290,7 @@ def wait_until_stopped(pid: int) -> None:
 
 
 def wait_in_an_exchange(rank: Rank, policy: str) -> None:
-    ddp, model, loader = start(rank, policy, FAR_S)
+    ddp, model, loader = start(rank, policy)
     if rank.rank == 1:
         arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
     else:

@@ -8,6 +8,16 @@ from torch import nn
 
 from evener.comm.base import Communicator
 
+_LATE_GAIN = 0.5
+"""How much of an average that lands late is taken over by float buffers written since.
+
+Running statistics forget: K updates with momentum m leave (1 - m)^K of what a buffer was at the
+snapshot. So a difference from the average that was true then is mostly gone by itself when the
+average lands, and adding all of it overshoots. A rank's deviation d goes from window to window as
+d -> (1 - c - gain) d, with c = 1 - (1 - m)^K between 0 (sums, and short windows) and 1 (long ones):
+with a gain of 1 it swings undamped where c is near 1; with 1/2 it is at least halved in every case.
+"""
+
 
 class BufferAverager:
     """Keeps a model's buffers equal on all ranks.
@@ -170,7 +180,8 @@ class BufferAverager:
 
         Args:
             packed: From ``exchange``.
-            moved_on: Whether this rank has gone on since the snapshot; what it has changed stays.
+            moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
+                and float buffers come half of the way to the average.
         """
         offset = 0
         for buffer, agreed, kept in zip(
@@ -188,6 +199,8 @@ class BufferAverager:
                 buffer.copy_(agreed)
             elif agreed.dtype == torch.bool:
                 buffer.copy_(torch.where(buffer == kept, agreed, buffer))
+            elif agreed.is_floating_point():
+                buffer.sub_((kept - agreed) * _LATE_GAIN)
             else:
                 buffer.sub_(kept - agreed)
         self._mark()
