@@ -34,6 +34,11 @@ class ParameterAverager:
         self._snapshots: list[torch.Tensor] = []
         self.adopt()
 
+    @property
+    def consensus(self) -> tuple[torch.Tensor, ...]:
+        """What all ranks have agreed on, laid out as ``FlatGroup.data`` of each group."""
+        return tuple(self._consensus)
+
     @torch.no_grad()
     def adopt(self) -> None:
         """Takes in parameters that have become trainable, before their first step."""

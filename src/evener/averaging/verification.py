@@ -35,7 +35,9 @@ class ReplicaCheck:
         self._flat = flat
         self._factors: dict[torch.device, Tensor] = {}
 
-    def compare(self, comm: Communicator, window: int) -> None:
+    def compare(
+        self, comm: Communicator, window: int, values: Sequence[Tensor] | None = None
+    ) -> None:
         """Compares hashes over ranks; all ranks call it together.
 
         Sixteen bytes a rank travel, and one number per parameter only if those differ.
@@ -43,6 +45,7 @@ class ReplicaCheck:
         Args:
             comm: The ranks.
             window: The window that was applied last, for messages.
+            values: Instead of the parameters, what is laid out as ``FlatGroup.data`` of each group.
 
         Raises:
             ReplicasDifferError: On every rank: the first parameter, in the order of the model, that
@@ -50,7 +53,7 @@ class ReplicaCheck:
         """
         if comm.world_size == 1:
             return
-        own = self.hashes()
+        own = self.hashes(values)
         what = f"hash of the parameters after window {window}"
         rows = comm.all_gather_rows(_halves(_fold(own)), what=what)
         if all(row == rows[0] for row in rows):
@@ -58,18 +61,23 @@ class ReplicaCheck:
         packed = comm.all_gather_bytes(struct.pack(f"={len(own)}q", *own), what=what)
         table = [struct.unpack(f"={len(p) // 8}q", p) for p in packed]
         for index in self._flat.in_model_order():
-            values = [row[index] for row in table]
-            if len(set(values)) > 1:
-                raise _difference(self._flat.names[index], values, window)
+            found = [row[index] for row in table]
+            if len(set(found)) > 1:
+                raise _difference(self._flat.names[index], found, window)
 
     @torch.no_grad()
-    def hashes(self) -> list[int]:
-        """A 64-bit hash of each parameter's bits, in flat order; one transfer from each device."""
+    def hashes(self, values: Sequence[Tensor] | None = None) -> list[int]:
+        """A 64-bit hash of each parameter's bits, in flat order; one transfer from each device.
+
+        Args:
+            values: As in ``compare``.
+        """
+        groups = self._flat.groups
         result: list[int] = []
-        for group in self._flat.groups:
-            factors = self._factors_on(group.data.device)
-            bits = _bits(group.data)
-            wide = bits.numel() // max(1, group.data.numel())  # a complex number is two
+        for group, data in zip(groups, values or [g.data for g in groups], strict=True):
+            factors = self._factors_on(data.device)
+            bits = _bits(data)
+            wide = bits.numel() // max(1, data.numel())  # a complex number is two
             parts = [_hash(bits[wide * a : wide * b], factors) for a, b in group.spans()]
             result += torch.stack(parts).tolist()
         return result

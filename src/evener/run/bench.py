@@ -28,10 +28,7 @@ END_TIMEOUT_S = 120.0
 
 _LOOK_S = 0.1
 # What would cost time and disk without saying anything about policies.
-_TRIAL_KEYS = (
-    *("checkpoint.every=0", "measure=false", "sample.num_tokens=0", "tensorboard=false"),
-    "verify_every=0",
-)
+_TRIAL_KEYS = ("checkpoint.every=0", "measure=false", "sample.num_tokens=0", "tensorboard=false")
 _PRETRAIN = (sys.executable, "-P", "-m", "evener", "pretrain")
 
 

@@ -70,12 +70,6 @@ def choose_policy(policy: str, config: DdpConfig) -> ApplyPolicy:
             f"partition_ratios is {list(config.partition_ratios)} with policy {chosen.value!r}, "
             "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
         )
-    if chosen is not ApplyPolicy.SYNC and config.verify_every:
-        raise ConfigError(
-            f"verify_every is {config.verify_every} with policy {chosen.value!r}, in which ranks "
-            "hold different weights on purpose between averages; leave it out, or use policy "
-            "'sync'"
-        )
     return chosen
 
 
@@ -135,7 +129,10 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
     return LocalEngine(
         team=team,
         replica=Replica(
-            parts.flat, ParameterAverager(parts.flat), BufferAverager(parts.model, team.comm)
+            parts.flat,
+            ParameterAverager(parts.flat),
+            BufferAverager(parts.model, team.comm),
+            verify_every=config.verify_every,
         ),
         update=LocalUpdate(
             parts.flat,

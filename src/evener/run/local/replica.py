@@ -9,6 +9,8 @@ from torch import Tensor
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.parameters import ParameterAverager
+from evener.averaging.verification import ReplicaCheck
+from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 
 
@@ -35,14 +37,37 @@ class Replica:
         flat: The trainable parameters.
         parameters: Keeps their consensus.
         buffers: Keeps that of buffers.
+        verify_every: Windows after which the ranks' consensus is compared; 0 for never.
     """
 
     def __init__(
-        self, flat: FlatBuffers, parameters: ParameterAverager, buffers: BufferAverager
+        self,
+        flat: FlatBuffers,
+        parameters: ParameterAverager,
+        buffers: BufferAverager,
+        *,
+        verify_every: int = 0,
     ) -> None:
         self.flat = flat
         self.parameters = parameters
         self.buffers = buffers
+        self._verify_every = verify_every
+        self._check = ReplicaCheck(flat)
+
+    def verify(self, comm: Communicator, window: int) -> None:
+        """Compares the ranks' consensus where that is due; all ranks call it together.
+
+        It reads the consensus, which nobody writes to while a window is exchanged.
+
+        Args:
+            comm: The ranks.
+            window: The one that is being exchanged.
+
+        Raises:
+            ReplicasDifferError: The consensus after the window before differs.
+        """
+        if self._verify_every and window and window % self._verify_every == 0:
+            self._check.compare(comm, window - 1, self.parameters.consensus)
 
     def snapshot(self) -> Snapshot:
         """Takes this rank's differences from the consensus as they are now."""

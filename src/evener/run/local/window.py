@@ -93,6 +93,7 @@ class WindowExchange:
         policy: CadencePolicy,
     ) -> None:
         self._wire = wire
+        self._replica = replica
         self._parameters = replica.parameters
         self._buffers = replica.buffers
         self._policy = policy
@@ -151,6 +152,7 @@ class WindowExchange:
 
         Raises:
             UsageError: Learning rates differ between ranks.
+            ReplicasDifferError: So does the consensus.
         """
         started_s = time.perf_counter()
         rows, anyone = self._wire.meet(
@@ -162,6 +164,7 @@ class WindowExchange:
         wait_s = time.perf_counter() - started_s
         reports = tuple(decode_local_report(r[:LOCAL_REPORT_LENGTH]) for r in rows)
         refuse_other_rates({rank: report.rates for rank, report in enumerate(reports)})
+        self._replica.verify(self._wire.comm, plan.window)
         weight, loss = combine(reports) or (0.0, float("nan"))
         left = any(report.left for report in reports)
         retired: tuple[tuple[Slice, ...], ...] = ()

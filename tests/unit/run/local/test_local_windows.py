@@ -524,7 +524,6 @@ def test_a_part_that_is_thawed_joins_the_average() -> None:
         ("cadence", {"divergence_threshold": 0.0}, "divergence_threshold is 0.0"),
         ("cadence", {"lr_scale_ratio": -1.0}, "lr_scale_ratio is -1.0"),
         ("cadence", {"partition_ratios": (1.0,)}, "partition_ratios is"),
-        ("cadence", {"verify_every": 1}, "verify_every is 1 with policy .cadence., in which ranks"),
         ("cadence", {"speed_hint": (1.0, 2.0)}, "speed_hint is"),
         ("sync", {"lr_scale_ratio": 1.0}, "lr_scale_ratio is 1.0 with policy 'sync'"),
         ("sometimes", {}, "policy is 'sometimes'; choose one of sync, cadence, async"),
