@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from evener.data.cursor import derive_seed
 from evener.data.order import EpochOrder
-from evener.data.randomness import preserved_generators, seed_generators
+from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.errors import ConfigError, UsageError
 
 
@@ -91,7 +91,7 @@ class Drawn(Order):
         Raises:
             UsageError: The sampler does not give as many as its length says.
         """
-        with preserved_generators():
+        with generators_lock, preserved_generators():
             seed_generators(derive_seed(self._seed, "sampler", epoch))
             indices = [int(index) for index in self._sampler]
         if len(indices) != self.num_samples:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evener.cadence.apportion import apportion
 from evener.data.cursor import derive_seed
+from evener.data.randomness import seed_training
 from evener.data.script_guard import refuse_unguarded_script
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.windows.base import Engine
@@ -120,9 +121,7 @@ class StreamLoader:
     def _rounds(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         for batch in self._batches:
-            torch.default_generator.manual_seed(
-                derive_seed(self._seed, epoch, engine.window, engine.team.rank)
-            )
+            seed_training(derive_seed(self._seed, epoch, engine.window, engine.team.rank))
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
             yield batch
