@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ import hypothesis
 
 from helpers import leaks
 from helpers.forking import Zygote
+
+if TYPE_CHECKING:
+    from helpers.clocks import RankClocks
 
 # The same examples in every run: what fails, fails for everybody. No deadline: machines are busy.
 # `--hypothesis-profile=search` looks for new examples.
@@ -93,6 +97,14 @@ def no_orphans() -> Iterator[None]:
 def same_seeds(no_leaks: None) -> None:
     """Seeds random, numpy and torch with 0."""
     leaks.seed_everything(0)
+
+
+@pytest.fixture
+def rank_clocks(monkeypatch: pytest.MonkeyPatch) -> "RankClocks":
+    """Clocks for ranks on threads, on which time passes as the test says."""
+    from helpers.clocks import RankClocks
+
+    return RankClocks(monkeypatch)
 
 
 @pytest.fixture(scope="session")

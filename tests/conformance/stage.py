@@ -18,7 +18,7 @@ from evener.comm.threads import ThreadTeam
 from evener.errors import CollectiveError, CollectiveTimeoutError
 from helpers.ranks import Rank, RankTeam
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 class Line(Protocol):

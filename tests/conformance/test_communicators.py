@@ -21,7 +21,7 @@ def on_threads(comm: Communicator) -> dict[str, str]:
 
 
 def on_gloo(rank: Rank) -> dict[str, str]:
-    with rank.connect(timeout_s=20.0) as comm:
+    with rank.connect() as comm:
         assert (comm.rank, comm.world_size, comm.backend) == (rank.rank, rank.world_size, "gloo")
         return run_cases(comm)
 
@@ -30,7 +30,7 @@ def on_gloo(rank: Rank) -> dict[str, str]:
 def failures(leaf: str, world_size: int) -> list[dict[str, str]]:
     """What failed, by rank and case; one team runs the whole table."""
     if leaf == "gloo":
-        return run_ranks(on_gloo, world_size, timeout_s=50.0)
+        return run_ranks(on_gloo, world_size)
     if leaf == "single":
         with SingleCommunicator() as comm:
             return [run_cases(comm)]
@@ -83,19 +83,19 @@ def on_nccl(rank: Rank) -> dict[str, str]:
     import torch
 
     torch.cuda.set_device(rank.rank)
-    with rank.connect(backend="nccl", timeout_s=60.0) as comm:
+    with rank.connect(backend="nccl") as comm:
         assert comm.backend == "nccl"
         return run_cases(comm, "cuda")
 
 
 def on_gloo_with_cuda_tensors(rank: Rank) -> dict[str, str]:
-    with rank.connect(timeout_s=60.0) as comm:
+    with rank.connect() as comm:
         return run_cases(comm, "cuda")
 
 
 @pytest.mark.gpu
 def test_cuda_tensors_on_gloo() -> None:
-    assert run_ranks(on_gloo_with_cuda_tensors, 2, timeout_s=55.0) == [{}, {}]
+    assert run_ranks(on_gloo_with_cuda_tensors, 2) == [{}, {}]
 
 
 @pytest.mark.gpu
@@ -104,4 +104,4 @@ def test_nccl() -> None:
 
     if torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a device for each rank")
-    assert run_ranks(on_nccl, 2, timeout_s=55.0) == [{}, {}]
+    assert run_ranks(on_nccl, 2) == [{}, {}]

@@ -1,5 +1,6 @@
 """Peers that die, stop, leave, come late or do something else, on every leaf with several ranks."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 
 LEAVES = {"threads": Threads, "gloo": Processes}
-SOON_S = 8.0  # far below the deadline of 20 s, far above what a busy machine needs
-DEADLINE_S = 0.6
+SOON_S = 50.0  # far below the deadline of 100 s, far above what a busy machine needs
+DEADLINE_S = 1.5  # twice as long as ranks that set out together may arrive one after the other
 
 leaves = pytest.mark.parametrize("leaf", LEAVES)
 
@@ -26,7 +27,7 @@ def others(stage: Stage, rank: int) -> list[int]:
 def assert_ended(seen: Seen) -> None:
     """The communicator refuses further calls, at once and for the same reason."""
     assert seen.kind_after == seen.kind
-    assert seen.took_after_s < 0.5
+    assert seen.took_after_s < SOON_S
 
 
 # ── death ────────────────────────────────────────────────────────────────────────────────────────
@@ -80,8 +81,9 @@ def test_a_peer_that_closes_is_lost(leaf: str) -> None:
 
 def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Seen | None:
     gradient = torch.zeros(500_000)
+    survivors = comm.split([r for r in range(comm.world_size) if r != victim], name="survivors")
     comm.all_reduce(gradient, what="first gradients")
-    if comm.rank == victim:
+    if survivors is None:
         line.send("ready")
         line.receive()
         return None
@@ -93,7 +95,9 @@ def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Se
         else:
             comm.all_gather_rows([1.0], what="exchange 12", timeout_s=DEADLINE_S)
 
-    return watch(comm, line, call)
+    with survivors:
+        survivors.barrier(what="setting out together")
+        return watch(comm, line, call)
 
 
 @leaves
@@ -107,16 +111,18 @@ def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, large:
         stage.stop(victim)
         for rank in others(stage, victim):
             stage.send(rank, "go")
-        for rank, seen in zip(
-            others(stage, victim), stage.all_seen(others(stage, victim)), strict=True
-        ):
+        all_seen = stage.all_seen(others(stage, victim))
+        for rank, seen in zip(others(stage, victim), all_seen, strict=True):
             assert seen.kind == "CollectiveTimeoutError", seen
             assert seen.missing == (victim,)
-            text = f"rank {rank} waited 0.6 s in 'exchange 12' for rank {victim}"
-            assert text in seen.message
+            text = rf"rank {rank} waited (\d+\.\d) s in 'exchange 12' for rank {victim}\b"
+            said = re.search(text, seen.message)
+            assert said, seen.message
             # One rank may start a moment later than the one whose deadline passes first.
-            assert DEADLINE_S / 2 < seen.took_s < SOON_S
+            assert DEADLINE_S / 2 < float(said[1]) < SOON_S
+            assert seen.took_s < SOON_S
             assert_ended(seen)
+        assert max(seen.took_s for seen in all_seen) > DEADLINE_S - 0.01
 
 
 def come_late(comm: Communicator, line: Line) -> Seen:
@@ -321,7 +327,7 @@ def test_a_closed_communicator_says_so(leaf: str) -> None:
             assert seen.kind == "CollectiveError"
             text = f"rank {rank} cannot start 'header': rank {rank} has closed this communicator"
             assert seen.message == text
-            assert seen.took_s < 0.5
+            assert seen.took_s < SOON_S
 
 
 def test_the_deadline_of_the_tests_is_not_what_ends_them() -> None:

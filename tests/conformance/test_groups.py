@@ -1,6 +1,6 @@
 """What only ranks in processes have: a store, a port, a network device, signals."""
 
-import os
+import re
 import signal
 import socket
 import time
@@ -14,14 +14,11 @@ import torch
 from evener.comm import engine
 from evener.comm.groups import connect
 from evener.errors import CollectiveError, ConfigError, LaunchError, PeerLostError
+from helpers.limits import PATIENCE_S
+from helpers.ports import free_port
 from helpers.ranks import Rank, RankTeam, run_ranks, run_ranks_to_end
 
-SOON_S = 10.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+SOON_S = 50.0  # far below what the ranks wait for one another
 
 
 # ── meeting ──────────────────────────────────────────────────────────────────────────────────────
@@ -50,7 +47,7 @@ def one_team_after_another(rank: Rank, port: int) -> int:
     met = 0
     for _ in range(3):
         # Rank 0 binds the port itself, and gives it back for the next team.
-        with connect(rank.rank, rank.world_size, "localhost", port, timeout_s=20.0) as comm:
+        with connect(rank.rank, rank.world_size, "localhost", port, timeout_s=PATIENCE_S) as comm:
             met += len(comm.all_gather_rows([1.0], what="row"))
             comm.barrier(what="end")  # the store must not go while another rank still connects
     return met
@@ -60,17 +57,21 @@ def test_teams_follow_one_another_on_one_port() -> None:
     assert run_ranks(one_team_after_another, 2, free_port()) == [6, 6]
 
 
-def meet_at(rank: Rank, port: int, dies: bool) -> int:
-    comm = connect(rank.rank, rank.world_size, "127.0.0.1", port, hosts_store=False, timeout_s=20.0)
-    if dies:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with comm:
+def meet_at(rank: Rank, port: int) -> int:
+    host = {"hosts_store": False, "timeout_s": PATIENCE_S}
+    with connect(rank.rank, rank.world_size, "127.0.0.1", port, **host) as comm:
+        rank.send("connected")
+        rank.receive()
         return len(comm.all_gather_rows([1.0], what="row"))
 
 
 def serve_a_store(rank: Rank) -> None:
     store = torch.distributed.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=PATIENCE_S),
     )
     rank.send(store.port)
     rank.receive()
@@ -80,14 +81,19 @@ def test_a_store_that_outlives_teams_misleads_nobody() -> None:
     # torchrun's agent keeps its store over restarts: the keys of dead workers are all still there.
     with RankTeam(serve_a_store, 1) as agent:
         port = agent.receive(0)
-        for dies in (True, False, True, False):
-            outcomes = run_ranks_to_end(meet_at, 2, port, dies)
-            if dies:
-                assert [o.died_of for o in outcomes] == [signal.SIGKILL] * 2
-            else:
-                assert [o.value for o in outcomes] == [2, 2]
+        for die in (True, False, True, False):
+            with RankTeam(meet_at, 2, port) as team:
+                assert [team.receive(rank) for rank in range(2)] == ["connected"] * 2
+                for rank in range(2):
+                    if die:
+                        team.send_signal(rank, signal.SIGKILL)
+                    else:
+                        team.send(rank, "go on")
+                for outcome in team.wait():
+                    assert outcome.died_of is (signal.SIGKILL if die else None), outcome.story()
+                    assert outcome.value == (None if die else 2)
         agent.send(0, "end")
-        agent.wait(10.0)
+        agent.wait()
 
 
 def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
@@ -106,7 +112,7 @@ def try_to_connect(rank: Rank, world_sizes: list[int], timeout_s: float) -> str:
 
 
 def test_ranks_with_unlike_world_sizes_are_told_so() -> None:
-    messages = run_ranks(try_to_connect, 2, [3, 2], 20.0)
+    messages = run_ranks(try_to_connect, 2, [3, 2], PATIENCE_S)
     for mine, text in zip(
         messages, ["for 3 ranks and rank 1 for 2", "for 2 ranks and rank 0 for 3"], strict=True
     ):
@@ -115,7 +121,8 @@ def test_ranks_with_unlike_world_sizes_are_told_so() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     first, second = run_ranks(try_to_connect, 2, [3, 3], 1.0)
-    assert "rank 0 waited 1 s for rank 2 of 3 to join" in first
+    # On a busy machine rank 1 may be late itself.
+    assert re.search(r"rank 0 waited 1 s for rank(s 1 and)? 2 of 3 to join", first), first
     # Rank 0 serves the store: rank 1 comes to its own deadline, or finds the store gone.
     assert "rank 1 of 3 waited 1 s" in second or "rank 1 lost the store" in second
 
@@ -125,7 +132,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} is in use on 127.0.0.1"):
-            connect(0, 2, "127.0.0.1", port, timeout_s=5.0)
+            connect(0, 2, "127.0.0.1", port, timeout_s=PATIENCE_S)
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
@@ -138,7 +145,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
 
 def test_an_unknown_address_is_named() -> None:
     with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid' of rank 0 is unknown"):
-        connect(1, 2, "no.such.host.invalid", 1, timeout_s=20.0)
+        connect(1, 2, "no.such.host.invalid", 1, timeout_s=PATIENCE_S)
 
 
 def test_a_port_out_of_range_is_refused() -> None:
@@ -225,7 +232,7 @@ def test_signals_are_heard_inside_a_wait() -> None:
         assert time.monotonic() - started < SOON_S
         # Its process ends when the operation that it has left has ended.
         team.send(0, "go")
-        outcomes = team.wait(30.0)
+        outcomes = team.wait()
         assert [o.value for o in outcomes] == ["lost", "interrupted"], [o.story() for o in outcomes]
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -35,7 +36,7 @@ def run(tmp_path: Path, script: str, *arguments: str) -> dict:
         capture_output=True,
         text=True,
         check=False,
-        timeout=58,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(report.read_text())

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
 
 FILES = ("dev.py", "pyproject.toml", "constraints.txt", ".ci/run")
@@ -70,7 +71,7 @@ def run(clone, *arguments, **environment):
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE_S,
         env=os.environ | {"EVENER_DEV_FROZEN": "1"} | environment,
     )
 

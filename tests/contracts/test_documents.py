@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel
 
 from evener.run.config.pretrain import RunConfig
+from helpers.limits import PATIENCE_S
 from helpers.markdown import blocks, commands, run_blocks
 from helpers.source import ROOT, tracked_files
 
@@ -33,7 +34,7 @@ def relative(path: Path) -> str:
 def test_code_blocks_run(document, tmp_path):
     for entry in {ROOT / path.relative_to(ROOT).parts[0] for path in tracked_files()}:
         (tmp_path / entry.name).symlink_to(entry)
-    run_blocks(document, tmp_path, timeout_s=180)
+    run_blocks(document, tmp_path, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
@@ -135,7 +136,7 @@ nothing
 def test_scripts_files_and_commands_run_in_order(tmp_path):
     document = tmp_path / "sample.md"
     document.write_text(SAMPLE)
-    assert run_blocks(document, tmp_path, timeout_s=20) == 4
+    assert run_blocks(document, tmp_path, timeout_s=PATIENCE_S) == 4
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_failing_block_is_named(tmp_path, text, message):
     document = tmp_path / "sample.md"
     document.write_text(text)
     with pytest.raises(AssertionError, match=message):
-        run_blocks(document, tmp_path, timeout_s=20)
+        run_blocks(document, tmp_path, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.limits import PATIENCE_S
+
 LOOK = """
 import json, logging, os, signal, sys, threading, warnings
 def look():
@@ -21,6 +23,15 @@ def look():
     }
 """
 
+# A part of what torch costs in the same process: about 0.15 on a quiet machine.
+SHARE_OF_TORCH = 0.25
+
+# What public names may bring in beside torch; anything else needs a reason.
+BROUGHT_IN = {
+    *("annotated_types", "cloudpickle", "numpy", "pydantic", "pydantic_core", "safetensors"),
+    *("typing_extensions", "typing_inspection", "yaml"),
+}
+
 # Most of these cost more than evener itself; the others are ours, and come when they are used.
 HEAVY = {"torch", "numpy", "transformers", "peft", "pydantic", "rich", "typer", "yaml", "psutil"}
 
@@ -34,7 +45,7 @@ def run(program: str) -> dict:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -60,7 +71,9 @@ def test_using_every_public_name_costs_little_over_torch_and_changes_nothing():
     # of evener, is part of torch's cost, and comes at a chance moment.
     program = """
 import gc, time
+started_s = time.process_time()
 import torch, torch.distributed, torch.utils.data
+torch_s = time.process_time() - started_s
 before, modules = look(), set(sys.modules)
 gc.freeze()
 started_s = time.process_time()
@@ -69,16 +82,24 @@ for name in evener.__all__:
     getattr(evener, name)
 spent_s = time.process_time() - started_s
 new = {name.split(".")[0] for name in set(sys.modules) - modules}
-print(json.dumps({"before": before, "after": look(), "spent_s": spent_s, "new": sorted(new)}))
+seen = {"before": before, "after": look(), "new": sorted(new)}
+print(json.dumps({**seen, "spent_s": spent_s, "torch_s": torch_s}))
 """
     seen = run(program)
     assert seen["before"] == seen["after"]
-    assert not set(seen["new"]) & {"transformers", "peft", "tokenizers", "tensorboard", "starlette"}
-    # Processor time, and the best of three: a busy machine makes it slower, never quicker.
-    spent_s = min(
-        [seen["spent_s"], *(run(program)["spent_s"] for _ in range(2 * (seen["spent_s"] > 0.2)))]
-    )
-    assert spent_s <= 0.2
+    brought_in = {n for n in seen["new"] if not n.startswith("_")} - sys.stdlib_module_names
+    assert brought_in - {"cython_runtime", "evener"} <= BROUGHT_IN
+    # Processor time, in proportion to torch's own where the machine is slow, and the best of five:
+    # whoever else uses the caches makes it more, never less.
+    for _ in range(4):
+        if is_cheap(seen):
+            break
+        seen = run(program)
+    assert is_cheap(seen), (seen["spent_s"], seen["torch_s"])
+
+
+def is_cheap(seen: dict) -> bool:
+    return seen["spent_s"] <= max(0.2, SHARE_OF_TORCH * seen["torch_s"])
 
 
 def test_the_command_line_helps_without_torch():
@@ -88,7 +109,7 @@ def test_the_command_line_helps_without_torch():
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     assert "pretrain" in done.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.limits import PATIENCE_S
 from helpers.source import PACKAGE, ROOT, imports, modules, uses, without_functions
 
 # What pure modules may import: computing, no clock, no I/O, nothing that depends on the machine.
@@ -56,7 +57,7 @@ def test_import_linter_keeps_every_contract():
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 broken" in done.stdout

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.limits import PATIENCE_S
+
 TESTS = Path(__file__).resolve().parent.parent
 
 # One body per kind of leak, and what the report must say of it.
@@ -59,7 +61,7 @@ def end():
 """
 
 
-def run_pytest(folder: Path, source: str, *, patience_s: float = 2.0) -> str:
+def run_pytest(folder: Path, source: str, *, patience_s: float = 10.0) -> str:
     """Runs a test file under the repository's conftest and settings; returns what it printed."""
     (folder / "test_leaky.py").write_text(HEADER + source)
     conftest = (TESTS / "conftest.py").read_text()
@@ -74,7 +76,12 @@ def run_pytest(folder: Path, source: str, *, patience_s: float = 2.0) -> str:
         "ignore::pytest.PytestUnraisableExceptionWarning",
     ]
     done = subprocess.run(
-        [*command, str(folder)], cwd=folder, capture_output=True, text=True, check=False, timeout=50
+        [*command, str(folder)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     return done.stdout + done.stderr
 
@@ -126,23 +133,24 @@ def test_draws_the_same_numbers_each_time(again):
 
 def test_a_timeout_of_pytest_shows_the_stacks_of_ranks(tmp_path):
     source = """
-from helpers.ranks import run_ranks
+from helpers.ranks import RankTeam
 
 def hang(rank):
-    where_it_hangs()
+    where_it_hangs(rank)
 
-def where_it_hangs():
+def where_it_hangs(rank):
+    rank.send("here")
     threading.Event().wait()
 
-def test_warm_up():
-    run_ranks(repr, 1)
-
-@pytest.mark.timeout(2)
 def test_hangs():
-    run_ranks(hang, 2)
+    with RankTeam(hang, 2) as team:
+        assert [team.receive(rank) for rank in range(2)] == ["here", "here"]
+        signal.raise_signal(signal.SIGALRM)  # as if the time were up now
+        team.wait()
 """
     output = run_pytest(tmp_path, source)
-    assert "1 failed, 1 passed" in output, output
+    assert "1 failed" in output, output
+    assert "Failed: Timeout" in output, output
     assert output.count("in where_it_hangs") == 2, output
 
 

@@ -23,6 +23,18 @@ def test_a_seed_decides_the_weights_and_draws_nothing_else(make):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_weights_do_not_depend_on_who_else_seeds_the_generator():
+    def make(disturb):
+        first = torch.nn.Embedding(3, 8)
+        disturb()  # as another thread may at any moment
+        return torch.nn.Sequential(first, torch.nn.Linear(8, 2), torch.nn.Conv1d(1, 2, 3))
+
+    calm = models.seeded(lambda: make(lambda: None), 3, torch.float32)
+    disturbed = models.seeded(lambda: make(lambda: torch.manual_seed(9)), 3, torch.float32)
+    for a, b in zip(calm.parameters(), disturbed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_dtype_starts_from_the_same_numbers(make, dtype):

@@ -12,9 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import ClassVar
 
-START_TIMEOUT_S = 40.0
-IMPORT_TIMEOUT_S = 120.0
-FORK_TIMEOUT_S = 10.0
+from helpers.limits import PATIENCE_S
 
 
 class ZygoteError(AssertionError):
@@ -48,7 +46,7 @@ class Zygote:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the tests to handle
             )
-        self._expect_pid(START_TIMEOUT_S)
+        self._expect_pid()
 
     @classmethod
     def get(cls) -> "Zygote":
@@ -83,14 +81,14 @@ class Zygote:
         """Makes a rank that holds these descriptors; returns its process id."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
         self.requests.sendmsg([b"fork"], ancillary)
-        return self._expect_pid(FORK_TIMEOUT_S)
+        return self._expect_pid()
 
     def preload(self, *modules: str) -> None:
         """Imports modules, once, so that no rank from now on has to."""
         missing = [name for name in modules if name not in self._imported]
         if missing:
             self.requests.send(" ".join(missing).encode())
-            self._expect_pid(IMPORT_TIMEOUT_S)
+            self._expect_pid()
             self._imported.update(missing)
 
     def read(self) -> None:
@@ -106,11 +104,11 @@ class Zygote:
         else:
             self._forked.append(message["pid"])
 
-    def _expect_pid(self, timeout_s: float) -> int:
-        deadline_s = time.monotonic() + timeout_s
+    def _expect_pid(self) -> int:
+        deadline_s = time.monotonic() + PATIENCE_S
         while not self._forked:
             if not wait([self.requests], max(deadline_s - time.monotonic(), 0.0)):
-                raise ZygoteError(f"the process that forks ranks gave no answer in {timeout_s} s")
+                raise ZygoteError(f"the process that forks ranks gave no answer in {PATIENCE_S} s")
             self.read()
         return self._forked.pop()
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helpers.limits import PATIENCE_S
+
 SRC = Path(__file__).resolve().parents[2] / "src"
-TIMEOUT_S = 30.0
 
 PRELUDE = """\
 import os, signal, sys, threading, time
@@ -43,7 +44,7 @@ class Mailbox:
         self._fd = os.open(path, os.O_RDWR)
         self._rest = b""
 
-    def read(self, num_lines: int, timeout_s: float = TIMEOUT_S) -> list[str]:
+    def read(self, num_lines: int, timeout_s: float = PATIENCE_S) -> list[str]:
         """Waits for that many further lines; sorted, as ranks write in no order."""
         deadline = time.monotonic() + timeout_s
         while self._rest.count(b"\n") < num_lines:
@@ -81,7 +82,7 @@ class Running:
     process: subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
 
-    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+    def end(self, timeout_s: float = PATIENCE_S) -> Ended:
         """Waits for the end."""
         try:
             out, err = self.process.communicate(timeout=timeout_s)
@@ -169,15 +170,28 @@ class Sandbox:
         """Starts ``evener ARGUMENTS``."""
         return self.start(sys.executable, "-P", "-m", "evener", *arguments, **options)
 
-    def launch(self, script: Path, *arguments: object, nproc: int, grace_s: float) -> Running:
-        """Starts a script on ranks with another period of grace than the command line's."""
+    def launch(
+        self, script: Path, *arguments: object, nproc: int, grace_s: float, settle_s: float = 2.0
+    ) -> Running:
+        """Starts a script on ranks, with other periods of grace than the command line's.
+
+        A long one keeps a machine that is slow to end a rank from deciding a test.
+
+        Args:
+            script: The script.
+            *arguments: Its arguments.
+            nproc: Ranks.
+            grace_s: How long ranks that were asked to stop may take.
+            settle_s: How long the launcher waits for the reason why a rank lost another.
+        """
         code = (
-            "import sys; from evener.run.launching.launch import launch; "
-            "sys.exit(launch("
-            "[sys.executable, '-P', '-m', 'evener.run.launching.script', *sys.argv[3:]], "
-            "nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
+            "import sys; from evener.run.launching import launch; "
+            "launch._SETTLE_S = float(sys.argv[3]); "
+            "rank = [sys.executable, '-P', '-m', 'evener.run.launching.script', *sys.argv[4:]]; "
+            "sys.exit(launch.launch(rank, nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
         )
-        return self.start(sys.executable, "-P", "-c", code, nproc, grace_s, script, *arguments)
+        periods = (nproc, grace_s, settle_s)
+        return self.start(sys.executable, "-P", "-c", code, *periods, script, *arguments)
 
     def close(self) -> None:
         """Ends what still runs."""
@@ -190,7 +204,7 @@ class Sandbox:
         os.close(self._gate)
 
 
-def wait_until_gone(pid: int, timeout_s: float = TIMEOUT_S) -> bool:
+def wait_until_gone(pid: int, timeout_s: float = PATIENCE_S) -> bool:
     """Waits for the end of a process that is not ours."""
     try:
         handle = os.pidfd_open(pid)

@@ -24,7 +24,7 @@ import psutil
 from helpers.forking import Zygote
 
 # How long something that is on its way out may take. It costs time only where a test leaks.
-PATIENCE_S = 2.0
+PATIENCE_S = 10.0
 
 # Set in pytest's environment, and so in that of everything that tests start.
 MARK = "EVENER_TESTS_PID"

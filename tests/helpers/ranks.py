@@ -30,9 +30,10 @@ from typing import Any, Self
 import cloudpickle
 
 from helpers.forking import Zygote, is_stopped, signal_is_caught
+from helpers.limits import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parent.parent
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 MAX_OUTPUT_BYTES = 100_000
 
 
@@ -61,14 +62,14 @@ class Rank:
         assert self._channel is not None
         self._channel.send_bytes(b"M" + cloudpickle.dumps(value))
 
-    def receive(self, timeout_s: float = 30.0) -> Any:
+    def receive(self, timeout_s: float = PATIENCE_S) -> Any:
         """Waits for what the test sends with ``team.send(rank, value)``."""
         assert self._channel is not None
         if not self._channel.poll(timeout_s):
             raise TimeoutError(f"rank {self.rank} heard nothing from the test for {timeout_s} s")
         return pickle.loads(self._channel.recv_bytes())
 
-    def connect(self, *, backend: str = "gloo", timeout_s: float = 20.0) -> Any:
+    def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
         """The evener communicator of this team."""
         from evener.comm import groups
 
@@ -118,7 +119,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = PATIENCE_S,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Returns what ``function(rank: Rank, *args)`` returned, by rank; raises if any did not.
@@ -146,7 +147,7 @@ def run_ranks_to_end(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = PATIENCE_S,
     env: dict[str, str] | None = None,
 ) -> list[Outcome]:
     """As ``run_ranks``, but tells how each rank ended. Only a time-out raises.
@@ -215,7 +216,7 @@ class RankTeam:
         """Answers ``rank.receive()``."""
         self._channels[rank].send_bytes(cloudpickle.dumps(value))
 
-    def receive(self, rank: int, timeout_s: float = 30.0) -> Any:
+    def receive(self, rank: int, timeout_s: float = PATIENCE_S) -> Any:
         """Waits for what the rank sends with ``rank.send(value)``."""
         deadline_s = time.monotonic() + timeout_s
         while not self._messages[rank]:
@@ -230,7 +231,9 @@ class RankTeam:
             self._pump(deadline_s - time.monotonic())
         return self._messages[rank].pop(0)
 
-    def wait(self, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+    def wait(
+        self, timeout_s: float = PATIENCE_S, ranks: Sequence[int] | None = None
+    ) -> list[Outcome]:
         """Waits until these ranks (all of them) have ended.
 
         Raises:
@@ -354,16 +357,18 @@ class RankTeam:
     def _stacks(self) -> str:
         """What each rank is doing now: the stack of every thread, after what it has printed."""
         running = [r for r in range(len(self._pids)) if r not in self._outcomes]
-        for r in running:
-            if signal_is_caught(self._pids[r], signal.SIGUSR2):
-                os.kill(self._pids[r], signal.SIGUSR2)
-                os.kill(self._pids[r], signal.SIGCONT)  # a stopped one writes nothing
-        deadline_s, before = time.monotonic() + 2.0, None
-        while (
-            before != (now := [self._output(r) for r in running]) and time.monotonic() < deadline_s
+        said = {r: self._output(r) for r in running}
+        asked = [r for r in running if signal_is_caught(self._pids[r], signal.SIGUSR2)]
+        for r in asked:
+            os.kill(self._pids[r], signal.SIGUSR2)
+            os.kill(self._pids[r], signal.SIGCONT)  # a stopped one writes nothing
+        # They write in many small pieces: until all have begun, and no more comes.
+        deadline_s, before, now = time.monotonic() + END_TIMEOUT_S, None, said
+        while time.monotonic() < deadline_s and (
+            before != now or any(now[r] == said[r] for r in asked if r not in self._outcomes)
         ):
-            before = now
             self._pump(0.1)
+            before, now = now, {r: self._output(r) for r in running}
         lines = []
         for r in range(len(self._pids)):
             if r in self._outcomes:

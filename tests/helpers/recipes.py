@@ -30,7 +30,7 @@ def output_of_ranks(path: Path, *arguments: str, world_size: int = 2) -> list[st
     def run(_: Rank) -> str:
         return output(path, *arguments)
 
-    return run_ranks(run, world_size, timeout_s=120.0)
+    return run_ranks(run, world_size)
 
 
 def new_lines(before: str, after: str) -> list[str]:

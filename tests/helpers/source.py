@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from helpers.limits import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "src" / "evener"
 
@@ -88,7 +90,7 @@ def tracked_files() -> list[Path]:
         cwd=ROOT,
         capture_output=True,
         check=True,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     paths = (ROOT / name for name in done.stdout.decode().split("\0") if name)
     return [path for path in paths if path.is_file()]

@@ -15,6 +15,7 @@ from torch import nn
 from evener import ApplyPolicy, AverageBackend, ConfigError, Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.run.team.backends import ExchangeFacts, decide_backend
+from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.ranks import Rank, run_ranks
 from helpers.teams import run_team
@@ -42,7 +43,7 @@ def train(policy: str, backend: str, communicator: Communicator | None = None) -
             backend=backend,
             devices="cpu",
             communicator=communicator,
-            config=DdpConfig(quiet=True, timeout_s=20.0),
+            config=DdpConfig(quiet=True, timeout_s=PATIENCE_S),
         )
     except ConfigError as error:
         return str(error)
@@ -74,7 +75,7 @@ def _try_all(_: Rank) -> Outcomes:
 
 def processes() -> Outcomes:
     """Two ranks in processes of their own."""
-    first, second = run_ranks(_try_all, 2, timeout_s=55.0)
+    first, second = run_ranks(_try_all, 2)
     assert first == second, "ranks were told different things"
     outcomes: Outcomes = first
     return outcomes

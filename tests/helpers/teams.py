@@ -14,12 +14,13 @@ from evener.cadence.policies import Policy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.run.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
 
 T = TypeVar("T")
 
 
 def run_team(
-    world_size: int, function: Callable[[Communicator], T], timeout_s: float = 50.0
+    world_size: int, function: Callable[[Communicator], T], timeout_s: float = PATIENCE_S
 ) -> list[T]:
     """Runs ``function(communicator)`` on a thread per rank; the first error is raised."""
     if world_size == 1:
@@ -72,7 +73,7 @@ def setup(
         devices="cpu",
         environment=DistributedTrainConfig(),
         communicator=communicator,
-        config=DdpConfig(quiet=True, timeout_s=20.0, **config),
+        config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     if shares is not None:
         ddp.assembly.engine.plans.policy = ScriptedPolicy(communicator.world_size, shares)

@@ -85,7 +85,6 @@ def test_a_compiled_model(world_size: int, when: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")  # its own
-@pytest.mark.timeout(300)  # the first compilation of a process, on a busy machine
 def test_a_model_compiled_to_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     config = importlib.import_module("torch._inductor.config")

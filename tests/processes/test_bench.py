@@ -11,7 +11,7 @@ def test_a_bench_measures_and_recommends(tmp_path):
         lab.configure(epochs=1000)
         bench = lab.sandbox.evener(
             *("bench", "run.yaml", "--policies", "sync", "--backends", "gloo"),
-            *("--minutes", "0.02", "--rounds", "1", "--nproc", "1", "--set", "optimizer.lr=0.01"),
+            *("--minutes", "0.05", "--rounds", "1", "--nproc", "1", "--set", "optimizer.lr=0.01"),
         )
         ended = bench.end(120.0)
     finally:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evener.checkpoint import CheckpointWriter, Snapshot, find_newest
+from helpers.limits import PATIENCE_S
 
 # Saves step 1 and dies at the named stage of a save of step 2 (or of step 1 again).
 VICTIM = """
@@ -64,7 +65,7 @@ def test_a_whole_checkpoint_is_found_after_a_kill(
     victim = subprocess.run(
         [sys.executable, "-c", VICTIM, str(tmp_path), stage, str(second_step)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        timeout=50,
+        timeout=PATIENCE_S,
         capture_output=True,
         text=True,
         check=False,

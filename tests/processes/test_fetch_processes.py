@@ -27,11 +27,12 @@ from helpers.fetch_cases import (
     keep_list,
     masking_collate,
 )
+from helpers.limits import PATIENCE_S
 
 TESTS = Path(__file__).parents[1]
 
 
-def until(condition, timeout_s=20.0):
+def until(condition, timeout_s=PATIENCE_S):
     """Polls, for other processes tell nobody when they are done."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -48,7 +49,7 @@ def test_samples_are_the_same_for_any_number_of_workers():
         with make_fetcher(Augmented(), masking_collate, 7, num_workers) as fetcher:
             # Submitted in another grouping order, so a worker's history differs.
             pending = {i: fetcher.submit(2, [i, i + 1]) for i in (8, 0, 4, 2, 6)}
-            return {i: pending[i].result(60) for i in range(0, 10, 2)}
+            return {i: pending[i].result(PATIENCE_S) for i in range(0, 10, 2)}
 
     expected = fetch(0)
     for num_workers in (1, 2):
@@ -62,7 +63,7 @@ def test_samples_are_the_same_for_any_number_of_workers():
 def test_workers_are_used_in_turn_with_one_thread_each_and_end_with_close():
     with ProcessFetcher(Threads(), num_workers=2) as fetcher:
         pids = fetcher.worker_pids
-        seen = [fetcher.submit(0, [i]).result(60)[0].tolist() for i in range(4)]
+        seen = [fetcher.submit(0, [i]).result(PATIENCE_S)[0].tolist() for i in range(4)]
     assert [threads for threads, _ in seen] == [1, 1, 1, 1]
     assert [pid for _, pid in seen] == [*pids, *pids]
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -73,10 +74,10 @@ def test_errors_of_one_batch_leave_the_others_alone():
     with ProcessFetcher(Squares(broken=(7,))) as fetcher:
         pending = [fetcher.submit(1, [i, i + 1]) for i in (4, 6, 8)]
         with pytest.raises(DataError, match=r"sample 7 of epoch 1 .* KeyError: 'no row 7'") as e:
-            pending[1].result(60)
+            pending[1].result(PATIENCE_S)
         assert "in __getitem__" in str(e.value.__cause__)
-        assert pending[0].result(60)[:, 0].tolist() == [16, 25]
-        assert pending[2].result(60)[:, 0].tolist() == [64, 81]
+        assert pending[0].result(PATIENCE_S)[:, 0].tolist() == [16, 25]
+        assert pending[2].result(PATIENCE_S)[:, 0].tolist() == [64, 81]
 
 
 def test_a_batch_that_does_not_pickle_is_an_error_of_that_batch():
@@ -84,7 +85,7 @@ def test_a_batch_that_does_not_pickle_is_an_error_of_that_batch():
         ProcessFetcher(WithGradient()) as fetcher,
         pytest.raises(DataError, match=r"samples \[3\].* cannot be sent .*num_workers=0"),
     ):
-        fetcher.submit(0, [3]).result(60)
+        fetcher.submit(0, [3]).result(PATIENCE_S)
 
 
 def test_large_plain_batches_and_many_submissions_do_not_block():
@@ -92,15 +93,15 @@ def test_large_plain_batches_and_many_submissions_do_not_block():
         # Far more than the sockets hold, both ways, before anything is read.
         pending = [fetcher.submit(0, [i] * 1000 + [i]) for i in range(3)]
         long = [fetcher.submit(0, [i]) for i in range(200)]
-        assert len(pending[0].result(60)) == 1001
-        assert long[199].result(60)[0]["index"] == 199
+        assert len(pending[0].result(PATIENCE_S)) == 1001
+        assert long[199].result(PATIENCE_S)[0]["index"] == 199
 
 
 def test_dropped_batches_are_not_kept():
     with ProcessFetcher(Squares()) as fetcher:
         for i in range(5):
             fetcher.submit(0, [i])
-        assert fetcher.submit(0, [5]).result(60)[0, 0] == 25
+        assert fetcher.submit(0, [5]).result(PATIENCE_S)[0, 0] == 25
         assert len(fetcher._workers[0]._asked) == 0
 
 
@@ -115,15 +116,15 @@ def test_dropped_batches_are_not_kept():
 def test_dead_worker_is_an_error_and_no_hang(number, message):
     with ProcessFetcher(Suicidal(number)) as fetcher:
         first = fetcher.submit(0, [1])
-        assert first.result(60).tolist() == [1]
+        assert first.result(PATIENCE_S).tolist() == [1]
         second, third = fetcher.submit(0, [2]), fetcher.submit(0, [3])
         with pytest.raises(DataError, match=rf"data worker 0 \(pid \d+\) {message}"):
-            second.result(60)
+            second.result(PATIENCE_S)
         assert first.result(1).tolist() == [1]
         with pytest.raises(DataError, match=message):
-            third.result(60)
+            third.result(PATIENCE_S)
         with pytest.raises(DataError, match=message):
-            fetcher.submit(0, [4]).result(60)
+            fetcher.submit(0, [4]).result(PATIENCE_S)
 
 
 def test_deadline_names_worker_and_samples(tmp_path):
@@ -145,7 +146,7 @@ def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path):
     start = time.monotonic()
     fetcher.close()
     fetcher.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < PATIENCE_S / 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(UsageError, match="closed before"):
         pending[0].result(1)
@@ -158,7 +159,7 @@ def test_close_is_prompt_while_workers_still_import_or_are_stopped():
     os.kill(pids[0], signal.SIGSTOP)
     start = time.monotonic()
     fetcher.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < PATIENCE_S / 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -174,19 +175,16 @@ def test_what_does_not_unpickle_is_reported_by_the_worker():
         ProcessFetcher(LostOnTheWay()) as fetcher,
         pytest.raises(DataError, match=r"could not load the data set: .*rows.parquet is not here"),
     ):
-        fetcher.submit(0, [1]).result(60)
+        fetcher.submit(0, [1]).result(PATIENCE_S)
 
 
 def test_nothing_stays_in_shared_memory():
-    def segments():
-        return {path.name for path in Path("/dev/shm").glob("torch_*")}
-
-    before = segments()
     with ProcessFetcher(Squares(length=100_000), num_workers=1) as fetcher:
+        (pid,) = fetcher.worker_pids
         pending = [fetcher.submit(0, [i]) for i in range(4)]
-        assert pending[1].result(60)[0, 0] == 1
-        os.kill(fetcher.worker_pids[0], signal.SIGKILL)
-    assert segments() <= before
+        assert pending[1].result(PATIENCE_S)[0, 0] == 1
+        os.kill(pid, signal.SIGKILL)
+    assert not list(Path("/dev/shm").glob(f"torch_{pid}_*"))
 
 
 def run_script(tmp_path, body, **options):
@@ -223,7 +221,7 @@ def test_no_worker_outlives_a_killed_rank(tmp_path):
     pids = [int(pid) for pid in rank.stdout.readline().split()]
     until((tmp_path / "reached").exists)
     rank.kill()
-    rank.communicate(timeout=20)
+    rank.communicate(timeout=PATIENCE_S)
     assert len(pids) == 2
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
@@ -247,7 +245,7 @@ def test_a_script_may_define_its_data_set_and_end_without_close(tmp_path):
             main()
         """,
     )
-    out, err = script.communicate(timeout=50)
+    out, err = script.communicate(timeout=PATIENCE_S)
     assert (out, err, script.returncode) == ("[2, 3]\n", "", 0)
 
 
@@ -263,7 +261,7 @@ def test_a_script_without_guard_is_refused_before_it_runs_twice(tmp_path):
         main()
         """,
     )
-    out, err = script.communicate(timeout=50)
+    out, err = script.communicate(timeout=PATIENCE_S)
     assert out == "trains\n"
     assert "ConfigError: num_workers=1" in err
     assert "line 7" in err
@@ -318,7 +316,7 @@ def test_ctrl_c_is_the_parents_business(tmp_path):
     )
     until((tmp_path / "reached").exists)
     os.killpg(script.pid, signal.SIGINT)
-    out, err = script.communicate(timeout=20)
+    out, err = script.communicate(timeout=PATIENCE_S)
     assert (out, err, script.returncode) == ("stopped\n", "", 0)
 
 
@@ -326,6 +324,6 @@ def test_inline_and_process_load_once_agree():
     inline = InlineFetcher(Augmented(), seed=3)
     with ProcessFetcher(Augmented(), seed=3) as fetcher:
         one, other = inline.load_once(0, 5), fetcher.load_once(0, 5)
-        batch = fetcher.submit(0, [5]).result(60)
+        batch = fetcher.submit(0, [5]).result(PATIENCE_S)
     assert torch.equal(one["draws"], other["draws"])
     assert torch.equal(one["draws"], batch["draws"][0])

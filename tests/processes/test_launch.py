@@ -1,3 +1,4 @@
+import re
 import signal
 import socket
 import sys
@@ -6,7 +7,9 @@ import psutil
 import pytest
 
 from helpers.launched import PRELUDE, Sandbox, wait_until_gone
+from helpers.limits import PATIENCE_S
 
+LONG_S = 3600.0  # a period of grace that no test waits for
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
@@ -77,7 +80,7 @@ def test_a_plain_torch_script_can_meet_by_the_same_variables(sandbox):
         "dist.destroy_process_group()\n"
     )
     sandbox.environ["OMP_NUM_THREADS"] = "1"
-    ended = sandbox.evener("launch", "--nproc", 2, script).end(timeout_s=50)
+    ended = sandbox.evener("launch", "--nproc", 2, script).end()
     assert ended.code == 0, ended.err
     assert sandbox.mailbox.rest() == ["0 3.0", "1 3.0"]
 
@@ -101,7 +104,7 @@ def test_much_output_blocks_nobody_and_arrives_whole(sandbox):
         "        os.write(2, line[:100])\n"
     )
     running = sandbox.evener("launch", "--nproc", 3, script)
-    out, err = running.process.communicate(timeout=40)
+    out, err = running.process.communicate(timeout=PATIENCE_S)
     assert running.process.returncode == 0
     line = b"\xff" + b"x" * 999
     counts = dict.fromkeys((b"", b"[rank 1] ", b"[rank 2] "), 0)
@@ -129,7 +132,7 @@ def test_a_reader_that_goes_away_ends_nothing(sandbox):
     )
     running = sandbox.evener("launch", "--nproc", 2, script)
     running.process.stdout.close()
-    assert running.process.wait(30) == 0
+    assert running.process.wait(PATIENCE_S) == 0
     assert sandbox.mailbox.rest() == ["1 done"]
 
 
@@ -148,7 +151,7 @@ def test_the_first_failure_is_shown_and_what_follows_from_it_is_one_line(sandbox
         "    raise ValueError('the real reason')\n"
         "wait_forever()\n"
     )
-    running = sandbox.evener("launch", "--nproc", 3, script)
+    running = sandbox.launch(script, nproc=3, grace_s=LONG_S, settle_s=LONG_S)
     first, second, _ = pids(sandbox.mailbox.read(3))
     assert wait_until_gone(first)
     sandbox.open_gate(1)
@@ -180,7 +183,7 @@ def test_an_error_that_the_user_can_mend_comes_once_and_without_a_traceback(sand
         "pass_gate()\n"
         "raise ConfigError('batch_size is 0; give 1 or more')\n"
     )
-    running = sandbox.evener("launch", "--nproc", 2, script)
+    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
     assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
     sandbox.open_gate(2)
     ended = running.end()
@@ -246,7 +249,7 @@ def test_a_rank_that_failed_but_hangs_on_its_way_out_still_ends_the_run(sandbox)
     )
     ended = sandbox.launch(script, nproc=2, grace_s=0.3).end()
     assert ended.code == 1
-    assert "killed rank 1 (pid " in ended.err
+    assert re.search(r"killed (rank 0 \(pid \d+\), )?rank 1 \(pid ", ended.err)
     assert "ValueError: boom" in ended.err
 
 
@@ -277,10 +280,10 @@ sys.exit(signals.exit_code)
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 def test_a_signal_reaches_every_rank_once_and_all_stop(sandbox, signum):
     # The last rank to be ready is the last to be told, so none can miss it.
-    running = sandbox.evener("launch", "--nproc", 2, sandbox.script(STOPS_CLEANLY))
+    running = sandbox.launch(sandbox.script(STOPS_CLEANLY), nproc=2, grace_s=LONG_S)
     assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
     running.signal(signum)
-    ended = running.end(timeout_s=5)
+    ended = running.end()
     assert ended.code == 128 + signum
     assert sandbox.mailbox.rest() == ["0 saved", "1 saved"]
     assert "Traceback" not in ended.err
@@ -301,7 +304,7 @@ def test_a_terminals_ctrl_c_arrives_once(sandbox):
         "pass_gate()\n"
         "tell(count)\n"
     )
-    running = sandbox.evener("launch", "--nproc", 2, script)
+    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
     assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
     running.press_ctrl_c()
     assert sandbox.mailbox.read(2) == ["0 first", "1 first"]
@@ -313,19 +316,19 @@ def test_a_terminals_ctrl_c_arrives_once(sandbox):
 
 def test_a_script_that_knows_no_signals_stops_at_ctrl_c(sandbox):
     script = sandbox.script("tell('ready')\nwait_forever()\n")
-    running = sandbox.evener("launch", "--nproc", 2, script)
+    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
     sandbox.mailbox.read(2)
     running.press_ctrl_c()
-    ended = running.end(timeout_s=5)
+    ended = running.end()
     assert ended.code == 130
     assert "Traceback" not in ended.err
 
 
 def test_a_closed_terminal_asks_the_ranks_to_stop(sandbox):
-    running = sandbox.evener("launch", "--nproc", 2, sandbox.script(STOPS_CLEANLY))
+    running = sandbox.launch(sandbox.script(STOPS_CLEANLY), nproc=2, grace_s=LONG_S)
     sandbox.mailbox.read(2)
     running.signal(signal.SIGHUP)
-    assert running.end(timeout_s=5).code == 129
+    assert running.end().code == 129
     assert sandbox.mailbox.rest() == ["0 saved", "1 saved"]
 
 
@@ -341,19 +344,20 @@ def test_ranks_that_do_not_stop_in_time_are_killed_and_that_is_said(sandbox):
     running = sandbox.launch(sandbox.script(IGNORES_EVERYTHING), nproc=2, grace_s=0.5)
     assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
     running.signal(signal.SIGTERM)
-    assert sandbox.mailbox.read(2) == ["0 heard", "1 heard"]
     ended = running.end()
     assert ended.code == 143
     assert "had not ended 0.5 s after being asked to: killed rank 0 (pid " in ended.err
+    # That they hear of it is another test: on a busy machine they may be killed before.
+    assert set(sandbox.mailbox.rest()) <= {"0 heard", "1 heard"}
 
 
 def test_a_second_ctrl_c_kills_at_once(sandbox):
-    running = sandbox.launch(sandbox.script(IGNORES_EVERYTHING), nproc=2, grace_s=3600)
+    running = sandbox.launch(sandbox.script(IGNORES_EVERYTHING), nproc=2, grace_s=LONG_S)
     assert sandbox.mailbox.read(2) == ["0 ready", "1 ready"]
     running.press_ctrl_c()
     assert sandbox.mailbox.read(2) == ["0 heard", "1 heard"]
     running.press_ctrl_c()
-    ended = running.end(timeout_s=5)
+    ended = running.end()
     assert ended.code == 130
     assert "interrupted again: killed rank 0 (pid " in ended.err
     assert sandbox.mailbox.rest() == []
@@ -372,7 +376,7 @@ tell(f"{os.getpid()} {child.pid}")
 def test_a_launcher_killed_without_a_word_leaves_no_orphan(sandbox, while_stopping):
     ignore = "".join(f"signal.signal({int(s)}, lambda *_: tell('heard'))\n" for s in STOP_SIGNALS)
     script = sandbox.script(ignore + WITH_GRANDCHILD + "wait_forever()\n")
-    running = sandbox.launch(script, nproc=2, grace_s=3600)
+    running = sandbox.launch(script, nproc=2, grace_s=LONG_S)
     family = pids(sandbox.mailbox.read(2))
     assert len(family) == 4
     if while_stopping:
@@ -380,7 +384,7 @@ def test_a_launcher_killed_without_a_word_leaves_no_orphan(sandbox, while_stoppi
         sandbox.mailbox.read(2)
     running.signal(signal.SIGKILL)
     for pid in family:
-        assert wait_until_gone(pid, timeout_s=10), pid
+        assert wait_until_gone(pid), pid
 
 
 def test_ranks_die_with_their_launcher_even_without_the_lifeline(sandbox):
@@ -393,7 +397,7 @@ def test_ranks_die_with_their_launcher_even_without_the_lifeline(sandbox):
     lifeline.kill()
     running.signal(signal.SIGKILL)
     for pid in ranks:
-        assert wait_until_gone(pid, timeout_s=10), pid
+        assert wait_until_gone(pid), pid
 
 
 @pytest.mark.parametrize("last", ["pass", "sys.exit(3)"])
@@ -401,7 +405,7 @@ def test_what_a_rank_has_started_ends_with_the_run(sandbox, last):
     ended = sandbox.evener("launch", "--nproc", 2, sandbox.script(WITH_GRANDCHILD + last)).end()
     assert ended.code == (3 if "exit" in last else 0)
     for pid in pids(sandbox.mailbox.rest()):
-        assert wait_until_gone(pid, timeout_s=10), pid
+        assert wait_until_gone(pid), pid
 
 
 def test_a_rank_whose_launcher_has_gone_before_it_began_does_not_start(sandbox):

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from evener.errors import UsageError, WorkerError
 from evener.run.managed.metrics import EpochMetrics
 from helpers.launched import Sandbox, wait_until_gone
+from helpers.limits import PATIENCE_S
 from helpers.managed import (
     SAMPLES,
     assert_same,
@@ -55,7 +55,7 @@ def test_workers_train_what_a_plain_loop_trains_and_metrics_land_on_the_way(capf
         eval_fn=lambda model: float(model[0].weight.sum()),
         quiet=False,
     ).run()
-    assert landed.wait(50)
+    assert landed.wait(PATIENCE_S)
     state = handle.join()
     model, losses = train_plainly(6)
     assert_same(state.state_dict(), model)
@@ -109,13 +109,13 @@ def test_an_exception_before_the_team_has_formed_ends_it_soon():
             raise MemoryError("too large")
         return make_model(device)
 
-    started = time.monotonic()
     handle = describe_job(**TWO, model_fn=model).run()
     with pytest.raises(WorkerError, match="MemoryError: too large") as caught:
         handle.join()
     assert caught.value.state is None
     assert handle.state is None
-    assert time.monotonic() - started < 40, "the others do not wait for it for minutes"
+    # The other one, which would wait for it for minutes, was ended.
+    assert signal.SIGKILL in handle._run._team._workers[0].outcome.signals
 
 
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
@@ -132,7 +132,7 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
 
 def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch):
     monkeypatch.setattr("evener.run.managed.workers.SURVIVORS_S", 0.5)
-    handle = describe_job(**TWO, num_epochs=10**6, timeout_s=1.5).run()
+    handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
     pids = handle._run.pids
     os.kill(pids[1], signal.SIGSTOP)
@@ -229,7 +229,7 @@ def sandbox(tmp_path):
 def test_an_unguarded_script_runs_once_and_takes_all_its_processes_with_it(sandbox):
     script = sandbox.script(SCRIPT)
     killed = sandbox.start(sys.executable, script)
-    pids_line, runs, scalar = sandbox.mailbox.read(3, 55)
+    pids_line, runs, scalar = sandbox.mailbox.read(3)
     assert runs == "0 script runs"
     # The mean over the epoch is of float32 means, weighted by shares that are measured.
     assert float(scalar.removeprefix("0 x ")) == pytest.approx(0.484375, rel=1e-6)

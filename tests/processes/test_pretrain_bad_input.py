@@ -11,8 +11,6 @@ from evener.cli import main
 from evener.observe.lineage import check_exactly_once
 from helpers.pretraining import LAYER, LLAMA, NUM_SAMPLES, TINY, Lab, write_corpus
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):

@@ -24,8 +24,6 @@ from helpers.pretraining import (
 )
 from helpers.ranks import Rank, run_ranks
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):

@@ -13,8 +13,6 @@ from helpers.forking import Zygote
 from helpers.pretraining import NEEDED, NUM_SAMPLES, TINY, Lab, be_evener, relative_difference
 from helpers.ranks import Rank, RankTeam, run_ranks
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):

@@ -10,8 +10,6 @@ from evener.observe.lineage import check_exactly_once
 from evener.run.team.slurm import PORTS
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, relative_difference
 
-pytestmark = pytest.mark.timeout(400)
-
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):

@@ -36,7 +36,7 @@ def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
         "    tell([sys.argv[1:], os.path.basename(os.getcwd()), sys.flags.optimize, ddp.devices,\n"
         "          ddp.window, total, __name__])\n"
     )
-    ended = sandbox.start(sys.executable, "-O", script.name, "--lr", "1").end(timeout_s=55)
+    ended = sandbox.start(sys.executable, "-O", script.name, "--lr", "1").end()
     assert ended.code == 0, ended.err
     seen = "[['--lr', '1'], 'elsewhere', 1, ('cpu', 'cpu'), 2, 1.5, '__main__']"
     assert sandbox.mailbox.rest() == [f"0 {seen}", f"1 {seen}"]
@@ -54,7 +54,7 @@ def test_a_module_of_a_package_is_started_again_as_a_module(sandbox):
         "    tell([NAME, __name__, __package__, sys.argv[1:], ddp.all_reduce(ddp.rank)])\n",
         name="package/train.py",
     )
-    ended = sandbox.start(sys.executable, "-m", "package.train", "--x").end(timeout_s=55)
+    ended = sandbox.start(sys.executable, "-m", "package.train", "--x").end()
     assert (ended.code, ended.err) == (0, "")
     seen = "['package', '__main__', 'package', ['--x'], 0.5]"
     assert sandbox.mailbox.rest() == [f"0 {seen}", f"1 {seen}"]
@@ -70,7 +70,7 @@ def test_the_first_traceback_is_the_one_of_the_rank_that_failed(sandbox):
         "    ddp.backward(model(batch).mean())\n"
         "    ddp.step()\n"
     )
-    ended = sandbox.start(sys.executable, script).end(timeout_s=55)
+    ended = sandbox.start(sys.executable, script).end()
     assert ended.code == 1
     first = ended.err.index("ZeroDivisionError: in the loop of rank 1")
     assert "rank 1" in ended.err[:first]
@@ -81,7 +81,7 @@ def test_the_first_traceback_is_the_one_of_the_rank_that_failed(sandbox):
 def test_ctrl_c_ends_all_ranks(sandbox):
     script = sandbox.script(SETUP + "ddp = setup(quiet=True)\ntell(os.getpid())\nwait_forever()\n")
     running = sandbox.start(sys.executable, script)
-    pids = [int(line.split()[1]) for line in sandbox.mailbox.read(2, timeout_s=55)]
+    pids = [int(line.split()[1]) for line in sandbox.mailbox.read(2)]
     running.press_ctrl_c()
     ended = running.end()
     assert ended.code == 130

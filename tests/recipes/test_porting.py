@@ -8,7 +8,6 @@ that where a gradient is nearly zero: the bound is for all parameters together.
 import ast
 import os
 import re
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from helpers.markdown import Block, blocks
+from helpers.ports import free_port
 from helpers.ranks import Rank, run_ranks
 from helpers.recipes import new_lines
 from helpers.source import ROOT
@@ -32,9 +32,6 @@ DIFFS = {
     if block.note[0] == "port"
 }
 TOLERANCE = 2e-5
-TIMEOUT_S = 120.0
-
-pytestmark = pytest.mark.timeout(300)  # seconds on a machine of its own
 
 
 def sides(block: Block) -> tuple[str, str]:
@@ -70,12 +67,6 @@ def run_before(rank: Rank, script: str, folder: str, port: int) -> dict[str, Ten
     return execute(script)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
     import evener
 
@@ -94,12 +85,10 @@ def run_after(rank: Rank, script: str, folder: str) -> dict[str, Tensor]:
 def compare(name: str, folder: Path, *, world_size_before: int, world_sizes: Sequence[int]) -> None:
     before, after = sides(DIFFS[name])
     folder_name = str(folder)
-    expected = run_ranks(
-        run_before, world_size_before, before, folder_name, free_port(), timeout_s=TIMEOUT_S
-    )[0]
+    expected = run_ranks(run_before, world_size_before, before, folder_name, free_port())[0]
     theirs = torch.cat([t.flatten() for t in expected.values()])
     for world_size in world_sizes:
-        results = run_ranks(run_after, world_size, after, folder_name, timeout_s=TIMEOUT_S)
+        results = run_ranks(run_after, world_size, after, folder_name)
         for rank, found in enumerate(results):
             assert found.keys() == expected.keys()
             ours = torch.cat([found[key].flatten() for key in expected])

@@ -15,8 +15,6 @@ from helpers.source import ROOT, tracked_files
 ALL = [path for path in tracked_files() if path.is_relative_to(RECIPES) and path.suffix == ".py"]
 MAX_LINES = 250
 
-pytestmark = pytest.mark.timeout(180)  # seconds on a machine of its own
-
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))

@@ -10,6 +10,7 @@ from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain_presets import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.run.launching import launch
 from evener.run.launching.nodes import Node
+from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {
     "RANK": "1",
@@ -235,7 +236,7 @@ def test_help_loads_next_to_nothing():
         env={"PYTHONPATH": str(source)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert "pretrain" in done.stdout

@@ -1,17 +1,20 @@
 """How ranks find one another, without processes: over an in-memory store."""
 
 import threading
+import time
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from evener.comm import rendezvous
 from evener.comm.notices import NoticeBoard
 from evener.comm.rendezvous import call_roll, choose_devices, first_line, is_loopback
 from evener.errors import LaunchError
+from helpers.limits import PATIENCE_S
 
 
-def call_all(store: HashStore, world_sizes: list[int], timeout_s: float = 10.0) -> list[Any]:
+def call_all(store: HashStore, world_sizes: list[int], timeout_s: float = 100.0) -> list[Any]:
     results: list[Any] = [None] * len(world_sizes)
 
     def body(rank: int, world_size: int) -> None:
@@ -24,7 +27,7 @@ def call_all(store: HashStore, world_sizes: list[int], timeout_s: float = 10.0) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     return results
 
@@ -51,6 +54,21 @@ def test_keys_of_the_dead_are_not_believed() -> None:
     assert first[0] != "feedfeedfeedfeed"
     (alone,) = call_all(store, [2], timeout_s=0.2)
     assert "rank 0 waited 0 s for rank 1 of 2 to join" in alone
+
+
+def test_who_is_missing_is_named_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+
+    def pause(patience: Any) -> bool:
+        """The deadline passes one round after rank 1 has come."""
+        time.sleep(0.001)
+        came, patience.came = getattr(patience, "came", False), store.check(["evener/here/1"])
+        return not came
+
+    monkeypatch.setattr(rendezvous._Patience, "pause", pause)
+    first, second = call_all(store, [3, 3])
+    assert "rank 0 waited 100 s for rank 2 of 3 to join" in first
+    assert "rank 1 of 3 waited 100 s for some rank to join (rank 0 says which)" in second
 
 
 def test_unlike_world_sizes_are_told_on_both_sides() -> None:

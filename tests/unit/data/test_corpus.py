@@ -19,6 +19,7 @@ from evener.data.file_source import FileSource
 from evener.data.sources import find_files, stdlib_sources
 from evener.data.text_files import LARGE_FILE_BYTES, cut_pieces
 from evener.errors import ConfigError, DataError
+from helpers.limits import PATIENCE_S
 
 
 class Letters:
@@ -583,7 +584,7 @@ def test_two_processes_at_once_do_no_harm(text, cache):
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=50)[0] for process in running]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
     assert outputs[0] == outputs[1] != ""
     assert [process.returncode for process in running] == [0, 0]
     assert len(list(cache.glob("corpus-*"))) == 1

@@ -19,6 +19,7 @@ from evener.errors import (
 )
 from evener.run.ddp import Ddp
 from evener.run.windows.results import WindowResult
+from helpers.clocks import RankClocks
 from helpers.teams import run_team, setup
 
 IDS = 37
@@ -83,9 +84,7 @@ def test_every_sample_once_an_epoch(world_size: int, shares: Any) -> None:
         seen: list[int] = []
         with setup(comm, model, optimizer, shares=shares) as ddp:
             ddp.on_commit(lambda r: committed.append((r.epoch, *r.committed)))
-            # Ranks in threads share the process's generators: an inline load that sees another rank
-            # seed them takes the data set for a random one, and reads the batch once more.
-            loader = ddp.loader(data, batch_size=8, micro_batch_size=3, prefetch="thread")
+            loader = ddp.loader(data, batch_size=8, micro_batch_size=3)
             assert len(loader) == 5
             go_through(ddp, loader, epochs=2, seen=seen)
             assert ddp.progress.samples == 2 * IDS
@@ -121,22 +120,21 @@ def test_the_speed_probe_reads_no_sample_twice_and_trains_on_none(world_size: in
     assert data.reads == dict.fromkeys(range(IDS), 1)
 
 
-def test_shares_follow_measured_speed() -> None:
+def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
     def body(comm: Communicator) -> tuple[int, ...]:
+        rank_clocks.start()
         model, optimizer = line()
         sample_s = (0.002, 0.006)[comm.rank]
         with setup(comm, model, optimizer) as ddp:
             loader = ddp.loader(Numbered(480), batch_size=24)
             for _, x in loader.epoch(0):
-                threading.Event().wait(sample_s * len(x))  # compute that takes time, whoever runs
+                rank_clocks.spend(sample_s * len(x))
                 ddp.backward(model(x).square().mean())
                 result = ddp.step()
             assert result is not None
         return tuple(r.samples for r in result.ranks)
 
-    fast, slow = run_team(2, body)[0]
-    assert fast + slow == 24
-    assert 16 <= fast <= 20
+    assert run_team(2, body)[0] == (18, 6)
 
 
 def test_a_speed_hint_replaces_the_probe() -> None:
@@ -480,11 +478,15 @@ class RunningMean(nn.Module):
         return x
 
 
-def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> None:
+def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back(
+    rank_clocks: RankClocks,
+) -> None:
     """Rank 1 is so slow that the team is faster without it; it comes back with equal state."""
+    rank_clocks.let_sums_take(0.005)
     data = Numbered(400)
 
     def body(comm: Communicator) -> tuple[Tensor, dict[str, Any], list[int], list[int]]:
+        rank_clocks.start()
         with LOCK:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(3, 4), RunningMean(4), nn.Linear(4, 1))
@@ -493,7 +495,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
         parked: list[int] = []
         means: list[float] = []
         evaluated: list[bool] = []
-        with setup(comm, model, optimizer, emulate_slow={1: 40.0}) as ddp:
+        with setup(comm, model, optimizer) as ddp:
             # Whoever takes part in a window may average, with a rank parked or not.
             ddp.on_commit(lambda r: means.append(ddp.all_reduce(r.window, weight=1 + comm.rank)))
             held_out = ddp.eval_loader(Numbered(7), batch_size=4)
@@ -510,6 +512,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back() -> No
             loader = ddp.loader(data, batch_size=8)
             for epoch in range(2):
                 for ids, x in loader.epoch(epoch):
+                    rank_clocks.spend((0.001, 0.04)[comm.rank] * (1 + len(x)))
                     ddp.backward(model(x).square().mean())
                     if not ddp.assembly.engine.share.timing:
                         seen.extend(ids.tolist())

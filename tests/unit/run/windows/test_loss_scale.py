@@ -16,6 +16,7 @@ from evener.run.assembly.precision import choose_precision
 from evener.run.ddp import Ddp, DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.windows.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
+from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.teams import ScriptedPolicy, run_team
 
@@ -36,7 +37,7 @@ def setup(
         precision=precision,
         environment=DistributedTrainConfig(),
         communicator=comm,
-        config=DdpConfig(quiet=True, timeout_s=20.0, **config),
+        config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     ddp.assembly.engine.plans.policy = ScriptedPolicy(comm.world_size, shares)
     return ddp, model
