@@ -2,7 +2,8 @@
 
 The column marches at the pace of its slowest member: the slowest rank does ``anchor`` batches, a
 faster one as many more as it can do in the same time. The rules and their constants are those of
-floDl 0.5.
+floDl 0.5, with two differences: the slowest rank gets the anchor whatever the dead zone and the
+limit of a change say, and no count moves by less than rounding explains.
 """
 
 import math

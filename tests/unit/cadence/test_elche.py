@@ -141,6 +141,67 @@ def test_state_goes_into_another_object():
         ElChe(3, anchor=10).load_state_dict(cadence.state_dict())
 
 
+class Rules:
+    """The rules of floDl 0.5 as they are published, written down once more and without checks."""
+
+    def __init__(self, world_size: int, anchor: int, diff: int | None) -> None:
+        self.anchor, self.least, self.most = anchor, anchor, max(200, anchor)
+        self.diff, self.calibrated = diff, False
+        self.ms, self.counts = [0.0] * world_size, [anchor] * world_size
+
+    def report(self, wall: list[float], done: list[int], sync_ms: float) -> None:
+        for rank, batches in enumerate(done):
+            if batches and wall[rank] > 0:
+                new, known = wall[rank] / batches, self.ms[rank]
+                gain = min(max(abs(new - known) / known, 0.1), 0.8) if known else 1.0
+                self.ms[rank] = gain * new + (1 - gain) * known
+        overhead = sync_ms / max(wall)
+        if overhead > 0.1:
+            grown = math.ceil(self.anchor * overhead / 0.1)
+            self.anchor = min(max(grown, self.least), self.most)
+        elif 0 < overhead < 0.05 and self.anchor > self.least:
+            self.anchor -= 1
+        for rank, count in enumerate(self.counts):
+            target = max(1, math.floor(self.exact(rank) + 0.5))
+            if self.calibrated and abs(target - count) <= 0.1 * count:
+                continue
+            if self.calibrated and self.diff is not None:
+                target = min(max(target, count - self.diff), count + self.diff)
+            self.counts[rank] = max(1, target)
+        self.calibrated = True
+
+    def exact(self, rank: int) -> float:
+        return self.anchor * max(self.ms) / self.ms[rank] if self.ms[rank] else self.anchor
+
+
+@given(world_size=SIZES, anchor=st.integers(1, 40), seed=st.integers(0, 10**6))
+def test_numbers_are_those_of_the_published_rules_but_for_two_named_differences(
+    world_size, anchor, seed
+):
+    noise = random.Random(seed)
+    diff = noise.choice([None, None, 0, 3])
+    cadence = ElChe(world_size, anchor).with_max_batch_diff(diff)
+    rules = Rules(world_size, anchor, diff)
+    speed = [noise.uniform(5.0, 100.0) for _ in range(world_size)]
+    for _ in range(10):
+        if noise.random() < 0.2:
+            speed[noise.randrange(world_size)] *= noise.uniform(0.3, 3.0)
+        done = [max(1, int(c * noise.uniform(0.7, 1.0))) for c in cadence.batch_counts]
+        wall = [n * ms * noise.uniform(0.95, 1.05) for n, ms in zip(done, speed, strict=True)]
+        sync_ms = noise.choice([0.0, 1.0, 30.0, 300.0])
+        rules.report(wall, done, sync_ms)
+        cadence.report_timing(wall, done, sync_ms)
+        assert cadence.anchor == rules.anchor
+        assert cadence.ms_per_batch == pytest.approx(rules.ms, rel=1e-9)
+        for rank, count in enumerate(cadence.batch_counts):
+            slowest = rules.ms[rank] == max(rules.ms)
+            if slowest:
+                assert count == rules.anchor
+            elif count != rules.counts[rank]:
+                assert abs(count - rules.exact(rank)) <= 0.75 + 1e-9, "less than rounding explains"
+        rules.counts = list(cadence.batch_counts)  # the differences do not add up
+
+
 # ── what holds for all reports ───────────────────────────────────────────────────────────────────
 
 TIMES = st.floats(0.001, 1e6)
