@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from evener.run.config.pretrain import (
+    Beta,
     CheckpointConfig,
     ModelConfig,
     NotNegative,
@@ -32,10 +33,7 @@ class LoraConfig(Section):
 class AdapterOptimizerConfig(OptimizerConfig):
     """AdamW over adapter and head; warm-up and cosine by committed samples."""
 
-    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (
-        0.9,
-        0.999,
-    )
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[Number, Field(ge=0)] = 0.01
     head_lr_ratio: _AboveZero = Field(default=1.0, description="learning rate of the head / lr")
 

@@ -33,6 +33,7 @@ _Schema = TypeVar("_Schema", bound=BaseModel)
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
 
@@ -115,7 +116,7 @@ class OptimizerConfig(Section):
     """AdamW and its schedule: linear warm-up, then cosine, both by committed tokens."""
 
     lr: Annotated[Number, Field(gt=0)] = 1e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[Number, Field(gt=0)] = 1e-8
     weight_decay: Annotated[Number, Field(ge=0)] = 0.1
     warmup: Fraction = Field(default=0.1, description="part of the run's tokens")

@@ -175,7 +175,7 @@ WRONG = {
     "optimizer: {lr: .nan}": "optimizer.lr is nan: give a finite number",
     "optimizer: {betas: 0.9}": "optimizer.betas is 0.9: give a list, such as [0.9, 0.95]",
     "optimizer: {betas: [0.9]}": "optimizer.betas.1 is [0.9]: a number is missing",
-    "optimizer: {betas: [0.9, 2]}": "optimizer.betas.1 is 2: give 1 or less",
+    "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1 is 1.0: give less than 1",
     "optimizer: {max_grad_norm: 0}": "optimizer.max_grad_norm is 0: give more than 0",
     "data: {path: 3}": (
         "data.path is 3: give the path of a text file or folder, or a list of them"
