@@ -20,11 +20,6 @@ class WindowClock:
         self._most = self._least = 0
         self._deadline_s = math.inf
 
-    @property
-    def step_s(self) -> float:
-        """Seconds that the next step is predicted to take; 0 before the first."""
-        return self._step_s
-
     def open(self, most: int) -> None:
         """Begins a window of no more than ``most`` steps, without a deadline so far."""
         self.num_steps = 0

@@ -168,11 +168,6 @@ class Cursor:
         return self._epoch
 
     @property
-    def planning_epoch(self) -> int:
-        """The epoch that ``take`` leases from."""
-        return self._planning_epoch
-
-    @property
     def committed(self) -> RangeSet:
         """A copy of the committed positions of ``epoch``."""
         return self._committed.copy()

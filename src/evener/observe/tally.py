@@ -121,8 +121,6 @@ class EventTally:
         self.num_windows = 0
         self.num_samples = 0
         self.weight = 0.0
-        self.eval_loss: float | None = None
-        self.checkpoint_path: str | None = None
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "EventTally":
@@ -138,10 +136,7 @@ class EventTally:
         if kind == "window":
             self._add_window(event)
         elif kind == "eval":
-            self.eval_loss = event["loss"]
             self._sessions[-1].paused_s += event["elapsed_s"]
-        elif kind == "checkpoint":
-            self.checkpoint_path = event["path"]
         elif kind == "run_started":
             self._sessions.append(_Session(team=tuple(event["members"])))
         elif kind == "run_resumed":

@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 
 from evener.observe.events import (
-    checkpoint_event,
     eval_event,
     reformed_event,
     run_resumed_event,
@@ -50,7 +49,6 @@ def test_evaluations_do_not_count_as_time() -> None:
             )
     # The evaluation after window 1 was before the measured span, and took its time there.
     assert tally.speed() == Speed(100.0, 10.0, 4.0)
-    assert tally.eval_loss == 2.5
 
 
 def test_evaluation_after_the_last_window_changes_nothing() -> None:
@@ -92,14 +90,8 @@ def test_reformed_team_gives_back_void_windows() -> None:
     assert tally.speed() == Speed(25.0, 2.5, 4.0)
 
 
-def test_newest_checkpoint_is_remembered_and_handed_out_totals_are_copies() -> None:
+def test_handed_out_totals_are_copies() -> None:
     tally = EventTally.of([committed_window(0)])
-    assert tally.checkpoint_path is None
-    for window in (10, 20):
-        tally.add(
-            checkpoint_event(t=1.0, window=window, path=f"step-{window}", num_bytes=1, write_s=0.1)
-        )
-    assert tally.checkpoint_path == "step-20"
     tally.members[0].samples = 0
     assert tally.members[0].samples == 6
 

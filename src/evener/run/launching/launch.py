@@ -281,7 +281,7 @@ class _Team:
 
 
 def start_lifeline() -> subprocess.Popen[bytes]:
-    """Starts the program that kills what this process leaves behind; see ``run.lifeline``."""
+    """Starts the program that kills what this process leaves behind; see ``lifeline.py``."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
         stdin=subprocess.PIPE,
