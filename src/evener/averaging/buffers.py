@@ -61,18 +61,20 @@ class BufferAverager:
     @torch.no_grad()
     def keep(self) -> None:
         """Remembers the buffers as they are, for ``rewind``; copies only what has been written."""
-        for number, buffer in self._written():
-            if number in self._kept:
-                self._kept[number].copy_(buffer)
-            else:
-                self._kept[number] = buffer.detach().clone()
+        written = self._written()
+        for number, buffer in written:
+            if number not in self._kept:
+                self._kept[number] = torch.empty_like(buffer)
             self._kept_marks[number] = (buffer, buffer._version)
+        _copy([self._kept[number] for number, _ in written], [buffer for _, buffer in written])
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Puts the buffers back as they were at the last ``keep``: a batch is left out."""
-        for number, buffer in self._written():
-            buffer.copy_(self._kept.get(number, self._consensus[number]))
+        written = self._written()
+        kept = [self._kept.get(number, self._consensus[number]) for number, _ in written]
+        _copy([buffer for _, buffer in written], kept)
+        for number, buffer in written:
             self._kept_marks[number] = (buffer, buffer._version)
 
     def _written(self) -> list[tuple[int, torch.Tensor]]:
@@ -240,3 +242,10 @@ class BufferAverager:
     def _mark(self) -> None:
         self._seen = self._buffers
         self._versions = [b._version for b in self._seen]
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies tensor by tensor, those of one dtype in one call: a step should not wait for many."""
+    for dtype in {target.dtype for target in targets}:
+        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])

@@ -28,6 +28,7 @@ GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
+_ORPHAN_S = 10.0  # how long an operation goes on when the script has ended without closing its team
 _TIMEOUT_WORDS = ("imed out", "timeout")
 _LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "Read error", "Write error")
 
@@ -81,6 +82,7 @@ class Engine:
             self.add_nccl(timeout_s)
         self._busy = False
         self._deadline = math.inf
+        self._orphaned = False
 
     @property
     def has_nccl(self) -> bool:
@@ -233,7 +235,11 @@ class Engine:
     @property
     def _left_s(self) -> float:
         """Seconds that are left to the operation under way; none once the groups are let go."""
-        return 0.0 if self._gloo is None else self._deadline - time.monotonic()
+        now = time.monotonic()
+        if not (self._orphaned or threading.main_thread().is_alive()):
+            self._orphaned = True
+            self.hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
+        return 0.0 if self._gloo is None else self._deadline - now
 
     def _wait(self, work: Work) -> bool:
         """Whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
