@@ -211,7 +211,7 @@ def wait_for_a_signal(rank: Rank) -> str:
         return "lost"
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_code is engine._wait.__code__:
+        if frame is not None and frame.f_code is engine.Engine._wait.__code__:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
