@@ -9,17 +9,17 @@ private network.
 import json
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Any
 
 from evener.errors import LaunchError
 from evener.run.launching.nodes import Node
 from evener.run.launching.ranks import MAX_NPROC, LocalRanks
+from evener.run.launching.terminal import say
+from evener.run.team.environment import is_loopback
 from evener.version import __version__
 
 _LONGEST_LINE_BYTES = 4096
@@ -151,7 +151,7 @@ def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
 
 def _listen(node: Node, *, listen: bool) -> socket.socket:
     try:
-        if _is_loopback(node.host):
+        if is_loopback(node.host):
             family = socket.AF_INET6 if ":" in node.host else socket.AF_INET
             address = "127.0.0.1" if node.host == "localhost" else node.host
         else:
@@ -246,7 +246,7 @@ class _Host:
                 )
             if waited_s > 1.0 and not said:
                 said = True
-                _say(f"node 0 waits at {self.node.where} for {self._missing}")
+                say(f"evener: node 0 waits at {self.node.where} for {self._missing}")
             left_s = min(_LONGEST_PAUSE_S, self.node.timeout_s - waited_s)
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self.listener:
@@ -332,7 +332,7 @@ def _join(node: Node, nproc: int) -> LocalRanks:
             )
         if pause_s > 0.5 and not said:
             said = True
-            _say(f"node {node.number} waits for node 0 at {node.where} ({why})")
+            say(f"evener: node {node.number} waits for node 0 at {node.where} ({why})")
         time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -375,15 +375,3 @@ def _read_line(connection: socket.socket, deadline: float) -> bytes:
             break
         line += chunk
     return line
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"evener: {text}\n")
-    sys.stderr.flush()

@@ -147,7 +147,7 @@ class DistributedTrainConfig:
 
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
-        if _is_loopback(place.get("coordinator_addr", "")):
+        if is_loopback(place.get("coordinator_addr", "")):
             known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
         return cls(**{**known, **place})
 
@@ -218,7 +218,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
     host = environ["MASTER_ADDR"]
     # Some launchers set the four variables only. A loopback address means one host for all ranks;
     # otherwise one rank per host, as those launchers do.
-    one_host = _is_loopback(host)
+    one_host = is_loopback(host)
     local_rank = _integer(environ, "LOCAL_RANK", default=rank if one_host else 0)
     local_world_size = _integer(
         environ, "LOCAL_WORLD_SIZE", default=world_size if one_host else local_rank + 1
@@ -296,7 +296,8 @@ def _port(environ: Mapping[str, str]) -> int:
     return port
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or number leads to this host alone, wherever it is used."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
