@@ -15,6 +15,8 @@ _WARM_UP = 0.2
 _NOISE = 0.005
 _MAX_POINTS = 200
 
+_LOCAL_LOSSES = "in cadence and async these are losses of each rank's own copy; held-out ones are of the average"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
@@ -24,7 +26,8 @@ class Trial:
         policy: Apply policy.
         backend: Averaging backend, as asked for.
         unit: What a weight counts, such as ``tokens``.
-        elapsed_s: Seconds from the start of the run to each committed window.
+        elapsed_s: Seconds from the start of the run to each committed window, without those of
+            evaluations: a policy with longer windows would be spared some.
         units: Weight committed up to then.
         losses: Mean training loss of each window.
         heldout_loss: The last one that was measured.
@@ -71,16 +74,19 @@ class Trial:
 def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -> Trial | None:
     """A trial from the events of its run; ``None`` where no window was committed."""
     started = next((e for e in events if e["type"] == "run_started"), None)
-    windows = [e for e in events if e["type"] == "window"]
     elapsed_s, units, losses = [], [], []
-    done = 0.0
-    for window in windows:
-        rows = [r for r in window["ranks"] if r["weight"] and r["loss"] is not None]
+    done = paused_s = 0.0
+    for event in events:
+        if event["type"] == "eval":
+            paused_s += float(event.get("elapsed_s") or 0.0)
+        if event["type"] != "window":
+            continue
+        rows = [r for r in event["ranks"] if r["weight"] and r["loss"] is not None]
         weight = float(sum(r["weight"] for r in rows))
         if started is None or not weight:
             continue
         done += weight
-        elapsed_s.append(float(window["t"]) - float(started["t"]))
+        elapsed_s.append(float(event["t"]) - float(started["t"]) - paused_s)
         units.append(done)
         losses.append(sum(r["weight"] * r["loss"] for r in rows) / weight)
     if started is None or not units:
@@ -217,6 +223,8 @@ def table(comparison: Comparison) -> str:
             *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
         ]
         lines.append("  ".join(cells).rstrip())
+    if any(c.policy != "sync" for c in comparison.candidates):
+        lines.append(_LOCAL_LOSSES)
     lines += [f"{name} skipped: {why}" for name, why in comparison.skipped.items()]
     if comparison.recommended:
         lines.append(f"recommended: {comparison.recommended}, because {comparison.reason}")

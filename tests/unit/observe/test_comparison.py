@@ -97,6 +97,9 @@ def test_the_table_names_what_was_skipped_and_why():
     assert lines[1].startswith("sync/gloo")
     assert lines[2] == "sync/nccl skipped: no GPU"
     assert lines[3] == "recommended: sync/gloo, because nothing else could be measured"
+    assert "of each rank's own copy" not in text
+    local = table(compare([trial("sync", 100, falling), trial("async", 100, falling)], {}))
+    assert "in cadence and async these are losses of each rank's own copy" in local
     assert "no combination could be measured" in table(compare([], {"sync/nccl": "no GPU"}))
 
 
@@ -108,8 +111,8 @@ def test_a_trial_is_read_from_the_events_of_a_run():
     events = [
         {"type": "run_started", "t": 100.0, "unit": "tokens"},
         window(101.0, (30.0, 2.0), (10.0, 6.0)),
-        {"type": "eval", "loss": 2.5},
-        window(102.5, (40.0, 1.0), (0.0, None)),
+        {"type": "eval", "loss": 2.5, "elapsed_s": 4.0},
+        window(106.5, (40.0, 1.0), (0.0, None)),
     ]
     read = read_trial(events, "sync", "auto")
     assert read is not None
