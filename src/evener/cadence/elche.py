@@ -8,6 +8,7 @@ limit of a change say, and no count moves by less than rounding explains.
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Self, final
 
 from evener.errors import CheckpointError, ConfigError
@@ -25,6 +26,9 @@ is more than the dead zone, would otherwise go back and forth with noise."""
 _SAME_MS = 1e-6
 """Ranks whose batches take equally long up to this many milliseconds are equally slow."""
 
+_MOST_BATCHES = 2.0**53
+"""However absurd a timing is, counts stay finite."""
+
 
 @final
 class ElChe:
@@ -38,7 +42,7 @@ class ElChe:
     more than 10 % off.
 
     Args:
-        world_size: Ranks, 1 or more.
+        world_size: Number of ranks, 1 or more.
         anchor: Batches of the slowest rank in a window, 1 or more; also the least anchor.
 
     Raises:
@@ -54,6 +58,7 @@ class ElChe:
     """
 
     def __init__(self, world_size: int, anchor: int) -> None:
+        _require_whole(world_size=world_size, anchor=anchor)
         _require(world_size >= 1, f"world_size is {world_size}: it is the number of ranks, >= 1")
         _require(
             anchor >= 1,
@@ -142,6 +147,7 @@ class ElChe:
         Raises:
             ConfigError: It is below 1.
         """
+        _require_whole(max_anchor=max_anchor)
         _require(max_anchor >= 1, f"max_anchor is {max_anchor}; give 1 or more")
         self._max_anchor = max_anchor
         if self._anchor > max_anchor:
@@ -159,6 +165,7 @@ class ElChe:
         Raises:
             ConfigError: It is below 0.
         """
+        _require_whole(max_batch_diff=0 if max_batch_diff is None else max_batch_diff)
         _require(
             max_batch_diff is None or max_batch_diff >= 0,
             f"max_batch_diff is {max_batch_diff}; give 0 or more batches, or None for no limit",
@@ -375,7 +382,15 @@ class ElChe:
 
 def _round(value: float) -> int:
     """Halves go up; the built-in ``round`` sends them to the even number."""
-    return math.floor(value + 0.5)
+    return math.floor(min(value, _MOST_BATCHES) + 0.5)
+
+
+def _require_whole(**values: object) -> None:
+    for name, value in values.items():
+        _require(
+            isinstance(value, Integral) and not isinstance(value, bool),
+            f"{name} is {value!r}; give a whole number",
+        )
 
 
 def _require(condition: bool, message: str) -> None:

@@ -15,7 +15,9 @@ _WARM_UP = 0.2
 _NOISE = 0.005
 _MAX_POINTS = 200
 
-_LOCAL_LOSSES = "in cadence and async these are losses of each rank's own copy; held-out ones are of the average"
+_LOCAL_LOSSES = (
+    "in cadence and async these are losses of each rank's own copy, and held-out ones of the mean"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

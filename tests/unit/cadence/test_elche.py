@@ -289,6 +289,14 @@ def test_jitter_of_five_percent_moves_no_count_back_and_forth(ratio, seed, ancho
     assert max(seen) - min(seen) <= 0.1 * max(seen) + 1
 
 
+def test_absurd_timings_leave_counts_finite():
+    cadence = ElChe(2, 10)
+    cadence.report_timing([5e-324, 1e300], [1, 1], 1e308)
+    assert cadence.batches(1) == cadence.anchor <= 200
+    assert cadence.batches(0) >= 1
+    assert sum(cadence.clamp_total(7)) == 7
+
+
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,6 +305,10 @@ def test_jitter_of_five_percent_moves_no_count_back_and_forth(ratio, seed, ancho
     [
         (lambda: ElChe(0, 10), "world_size is 0"),
         (lambda: ElChe(2, 0), "anchor is 0"),
+        (lambda: ElChe(2, 1.5), "anchor is 1.5; give a whole number"),
+        (lambda: ElChe("2", 10), "world_size is '2'; give a whole number"),
+        (lambda: ElChe(2, 10).with_max_anchor(20.5), "max_anchor is 20.5"),
+        (lambda: ElChe(2, 10).with_max_batch_diff(0.5), "max_batch_diff is 0.5"),
         (lambda: ElChe(2, 10).with_speed_ratio(1, 0.5), "ratio is 0.5"),
         (lambda: ElChe(2, 10).with_speed_ratio(1, math.nan), "ratio is nan"),
         (lambda: ElChe(2, 10).with_speed_ratio(2, 2.0), "no rank 2"),

@@ -185,6 +185,7 @@ def test_a_step_is_started_only_if_it_ends_nearer_the_deadline_than_stopping_now
     assert clock.wants_another(2.4)  # would end at 3.4
     assert not clock.wants_another(2.6)  # would end at 3.6
     clock.count_step(3.0)
+    assert clock.wants_another(1.9)  # a step is predicted to take 2 now
     assert not clock.wants_another(2.1)
 
 
