@@ -94,7 +94,7 @@ def join(rank: Rank) -> None:
         DistributedTrainConfig.of_rank(
             rank.rank,
             world_size,
-            coordinator_port=place.coordinator_port,
+            coordinator_addr=f"127.0.0.1:{place.coordinator_port}",
             store_fd=place.store_fd,
         ),
         timeout_s=20.0,

@@ -22,6 +22,7 @@ STORE_FD = "EVENER_STORE_FD"
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _LOOPBACK = "127.0.0.1"
+_WITH_PORT = re.compile(r"(\[.*\]|[^:]+):(\d+)")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,7 +59,8 @@ class DistributedTrainConfig:
         rank: Number of this rank, from 0.
         local_rank: Number of this rank among those on this host; chooses its device.
         role: Coordinator for rank 0, worker for the others.
-        coordinator_addr: Host of the store through which ranks find one another (rank 0's).
+        coordinator_addr: Host of the store through which ranks find one another (rank 0's): a name
+            or an IP address, or ``host:port``.
         backend: What this rank computes on.
         comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
         coordinator_port: Port of that store; 0 only in a team of one.
@@ -92,7 +94,9 @@ class DistributedTrainConfig:
         set_field(self, "role", _choice("role", self.role, DistributedRole))
         set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
         set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
-        set_field(self, "coordinator_addr", _checked_host(self.coordinator_addr))
+        host, port = _split_address(self.coordinator_addr, self.coordinator_port)
+        set_field(self, "coordinator_addr", _checked_host(host))
+        set_field(self, "coordinator_port", port)
         set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
         _check_numbers(self)
         if self.role is not _role(self.rank):
@@ -147,7 +151,7 @@ class DistributedTrainConfig:
 
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
-        if is_loopback(place.get("coordinator_addr", "")):
+        if is_loopback(_split_address(place.get("coordinator_addr", ""), 0)[0]):
             known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
         return cls(**{**known, **place})
 
@@ -215,7 +219,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
             f"RANK is {rank}, but WORLD_SIZE is {world_size}; ranks count from 0 to "
             f"WORLD_SIZE - 1, so start {world_size} processes with RANK 0 to {world_size - 1}"
         )
-    host = environ["MASTER_ADDR"]
+    host = _master_addr(environ)
     # Some launchers set the four variables only. A loopback address means one host for all ranks;
     # otherwise one rank per host, as those launchers do.
     one_host = is_loopback(host)
@@ -312,14 +316,31 @@ def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
         raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
 
 
-def _checked_host(host: str) -> str:
-    if not isinstance(host, str):
-        raise ConfigError(f"coordinator_addr is {host!r}; give a name or an IP address as text")
-    if with_port := re.fullmatch(r"(?:\[.*\]|[^:]+):(\d+)", host):
+def _split_address(address: str, port: int) -> tuple[str, int]:
+    """Takes the port off an address such as ``node7:29500`` or ``[2001:db8::1]:29500``."""
+    if not isinstance(address, str):
+        raise ConfigError(f"coordinator_addr is {address!r}; give a name or an IP address as text")
+    found = _WITH_PORT.fullmatch(address.strip())
+    if found is None:
+        return address, port
+    if port not in (0, int(found[2])):
         raise ConfigError(
-            f"coordinator_addr is {host!r}, which holds a port; pass the host alone and "
-            f"coordinator_port={with_port[1]}"
+            f"coordinator_addr is {address!r} and coordinator_port is {port}; give the port once"
         )
+    return found[1], int(found[2])
+
+
+def _master_addr(environ: Mapping[str, str]) -> str:
+    host = environ["MASTER_ADDR"]
+    if found := _WITH_PORT.fullmatch(host.strip()):
+        raise ConfigError(
+            f"MASTER_ADDR is {host!r}, which holds a port; set MASTER_ADDR={found[1]} and "
+            f"MASTER_PORT={found[2]}"
+        )
+    return host
+
+
+def _checked_host(host: str) -> str:
     host = host.strip().removeprefix("[").removesuffix("]")
     if not host or any(c.isspace() or c == "/" for c in host):
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Reads a rank's place from a YAML file; see ``DistributedTrainConfig.from_yaml``."""
 
 import difflib
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,7 @@ def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
                     f"{where}: {key} is missing for a team of {place['world_size']}; give it in "
                     f"the file, or as from_yaml(path, {key}=...) where ranks share the file"
                 )
-    place.setdefault("rank", 0)
-    if "coordinator_addr" in place:
-        _split_address(place, where)
-    return place
+    return {"rank": 0, **place}
 
 
 def _section(document: dict[str, Any]) -> dict[str, Any]:
@@ -57,17 +53,3 @@ def _section(document: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inner, dict):
             return inner
     return document
-
-
-def _split_address(place: dict[str, Any], where: str) -> None:
-    """Takes the port off an address such as ``node7:29500`` or ``[2001:db8::1]:29500``."""
-    found = re.fullmatch(r"(\[.*\]|[^:]+):(\d+)", place["coordinator_addr"])
-    if found is None:
-        return
-    host, port = found[1], int(found[2])
-    if place.get("coordinator_port", port) != port:
-        raise ConfigError(
-            f"{where}: coordinator_addr is {place['coordinator_addr']!r} and coordinator_port is "
-            f"{place['coordinator_port']}; give the port once"
-        )
-    place |= {"coordinator_addr": host, "coordinator_port": port}

@@ -361,8 +361,8 @@ def test_fields_in_the_order_that_is_public():
         ({"role": "boss"}, "choose one of coordinator, worker"),
         ({"backend": "tpu"}, "choose one of auto, cpu, cuda"),
         ({"comm_backend": "mpi"}, "choose one of auto, nccl, gloo, cpu"),
-        ({"coordinator_addr": "10.0.0.1:9000"}, "coordinator_port=9000"),
-        ({"coordinator_addr": "[::1]:9000"}, "coordinator_port=9000"),
+        ({"coordinator_addr": "10.0.0.1:9000", "coordinator_port": 9}, "give the port once"),
+        ({"coordinator_addr": "[::1]:9000", "coordinator_port": 9}, "give the port once"),
         ({"coordinator_port": 65_536}, "coordinator_port is 65536"),
         ({"local_world_size": 0}, "local_world_size 0"),
     ],
@@ -463,6 +463,16 @@ def test_an_address_of_a_file_may_hold_the_port(tmp_path, address, host):
     assert (config.coordinator_addr, config.coordinator_port) == (host, 9000)
     with pytest.raises(ConfigError, match="coordinator_port is 29500; give the port once"):
         in_file(tmp_path, f"{text}\ncoordinator_port: 29500")
+
+
+def test_an_address_that_is_given_may_hold_the_port():
+    config = DistributedTrainConfig(2, 1, 1, "worker", "10.1.2.3:9000", "cpu", "gloo")
+    assert (config.coordinator_addr, config.coordinator_port) == ("10.1.2.3", 9000)
+    assert DistributedTrainConfig(coordinator_addr="fe80::1").coordinator_port == 0
+    with pytest.raises(ConfigError, match="coordinator_port is 99999"):
+        DistributedTrainConfig(coordinator_addr="node7:99999")
+    with pytest.raises(ConfigError, match="coordinator_addr is None; give a name"):
+        DistributedTrainConfig(coordinator_addr=None)
 
 
 @pytest.mark.parametrize(
