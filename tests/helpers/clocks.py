@@ -26,12 +26,12 @@ class RankClocks:
         monkeypatch.setattr(time, "perf_counter", self._now_s)
 
     def start(self) -> None:
-        """To be called by a rank's thread before anything is measured."""
+        """Stops the clock of this thread, before anything is measured."""
         self._own.now_s = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Lets time pass for the rank of this thread."""
-        self._own.now_s += seconds
+        """Lets time pass for the rank of this thread, and stops its clock if that still runs."""
+        self._own.now_s = self._now_s() + seconds
 
     def let_sums_take(self, seconds: float) -> None:
         """From now on every ``all_reduce`` takes so long on each rank."""

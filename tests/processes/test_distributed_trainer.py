@@ -17,13 +17,12 @@ from evener import (
 )
 from helpers.forking import Zygote
 from helpers.language import llama, lm_batch, relative_error, train_plainly, union, vector
+from helpers.limits import PATIENCE_S
 from helpers.ranks import Rank, run_ranks, run_ranks_to_end
 
 LR = 1e-3
 NEEDED = ("evener.tasks.trainers.distributed", "transformers.models.llama.modeling_llama")
 QUIET = DdpConfig(quiet=True)
-
-pytestmark = pytest.mark.timeout(200)
 
 
 def own_batch(step: int, rank: int) -> LMBatch:
@@ -41,7 +40,7 @@ def train(rank: Rank, num_steps: int, folder: str) -> Any:
         )
     model = llama(seed=rank.rank)
     with (
-        DistributedComm.remote(config, timeout_s=30.0) as comm,
+        DistributedComm.remote(config, timeout_s=PATIENCE_S) as comm,
         DistributedTrainer(
             TransformerTrainer(model, {"lr": LR}), comm, config, options=QUIET
         ) as trainer,
@@ -68,7 +67,7 @@ def train_large(rank: Rank) -> list[tuple[str, int]]:
     config = DistributedTrainConfig.from_env()
     model = llama(1, tied=True, vocab_size=32_768 + 64, hidden_size=1024, initializer_range=0.02)
     with (
-        DistributedComm.remote(config, timeout_s=50.0) as comm,
+        DistributedComm.remote(config, timeout_s=PATIENCE_S) as comm,
         DistributedTrainer(
             TransformerTrainer(model, {"lr": LR}), comm, config, options=QUIET
         ) as trainer,
@@ -97,7 +96,7 @@ def join(rank: Rank) -> None:
             coordinator_addr=f"127.0.0.1:{place.coordinator_port}",
             store_fd=place.store_fd,
         ),
-        timeout_s=20.0,
+        timeout_s=PATIENCE_S,
     )
 
 

@@ -293,7 +293,7 @@ def test_what_travels_by_value_needs_no_guard(tmp_path):
         print(handle.join().progress.samples, __spec__, __file__.endswith(".py"))
         """,
     )
-    out, err = script.communicate(timeout=50)
+    out, err = script.communicate(timeout=PATIENCE_S)
     assert (out, err, script.returncode) == ("trains\n8 None True\n", "", 0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.limits import PATIENCE_S
 from helpers.recipes import RECIPES, new_lines, output, output_of_ranks
 from helpers.source import ROOT, tracked_files
 
@@ -110,7 +111,7 @@ def test_log_to_your_tracker_writes_what_every_rank_did(tmp_path: Path) -> None:
         [*launch, str(script), "--smoke", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from evener.checkpoint import (
 )
 from evener.errors import CheckpointError, ConfigError, UsageError
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 100.0
 
 
 def snapshot(step: int, **documents: Any) -> Snapshot:

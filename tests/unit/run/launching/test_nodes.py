@@ -13,6 +13,8 @@ from evener.run.launching.numbering import meet
 from evener.run.launching.ranks import LocalRanks, rank_environment
 from evener.run.team.environment import DistributedTrainConfig
 from evener.version import __version__
+from helpers.limits import PATIENCE_S
+from helpers.ports import free_port
 
 # ── what the user says ───────────────────────────────────────────────────────────────────────────
 
@@ -85,12 +87,7 @@ def test_a_rank_on_the_second_machine_knows_its_place():
 # ── machines meet ────────────────────────────────────────────────────────────────────────────────
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
-def node(number, port, nnodes=3, timeout_s=40.0):
+def node(number, port, nnodes=3, timeout_s=PATIENCE_S):
     return Node(number=number, nnodes=nnodes, host="127.0.0.1", port=port, timeout_s=timeout_s)
 
 
@@ -111,7 +108,7 @@ def run_nodes(*nodes, counts=(2, 1, 3), store_waits=True):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(50)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     return results
 
@@ -147,8 +144,8 @@ def test_a_number_given_twice_is_refused_on_all():
 
 def test_who_does_not_come_is_named():
     port = free_port()
-    first, second = run_nodes(node(0, port, timeout_s=1.5), node(1, port))
-    assert f"node 0 waited 2 s at 127.0.0.1:{port} for node 2 of 3: start" in first
+    first, second = run_nodes(node(0, port, timeout_s=3.0), node(1, port))
+    assert f"node 0 waited 3 s at 127.0.0.1:{port} for node 2 of 3: start" in first
     assert second == first
 
 
@@ -160,7 +157,7 @@ def test_nobody_at_the_address():
 
 
 def test_an_address_that_is_unknown_is_said_at_once():
-    place = Node(number=1, nnodes=2, host="no.such.host.invalid", port=1, timeout_s=40.0)
+    place = Node(number=1, nnodes=2, host="no.such.host.invalid", port=1, timeout_s=PATIENCE_S)
     (said,) = run_nodes(place)
     assert "'no.such.host.invalid' of node 0 is unknown here" in said
 
@@ -261,5 +258,5 @@ def test_something_else_at_the_address():
         thread = threading.Thread(target=answer)
         thread.start()
         (said,) = run_nodes(place)
-        thread.join(50)
+        thread.join(PATIENCE_S)
     assert "answered something else when node 1 asked for its ranks" in said

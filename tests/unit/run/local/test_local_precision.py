@@ -21,6 +21,7 @@ from evener.run.windows.loss_scale import (
     LocalLossScale,
     LossScale,
 )
+from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team
 
@@ -45,7 +46,7 @@ def setup(
         precision=precision,
         environment=DistributedTrainConfig(),
         communicator=comm,
-        config=DdpConfig(quiet=True, timeout_s=20.0, **config),
+        config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     return ddp, model, ddp.loader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
 

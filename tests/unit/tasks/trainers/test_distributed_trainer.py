@@ -32,6 +32,7 @@ from helpers.language import (
     union,
     vector,
 )
+from helpers.limits import PATIENCE_S
 from helpers.teams import run_team
 
 LR = 1e-3
@@ -43,7 +44,7 @@ def on_threads(
     world_size: int, function: Callable[[DistributedComm, DistributedTrainConfig], Any]
 ) -> list[Any]:
     """By rank, what the function returned or raised."""
-    ends = DistributedComm.local(world_size, timeout_s=20.0)
+    ends = DistributedComm.local(world_size, timeout_s=PATIENCE_S)
 
     def body(comm: Communicator) -> Any:
         rank = comm.rank
@@ -58,7 +59,7 @@ def on_threads(
 
 
 def quiet(**options: Any) -> dict[str, Any]:
-    return {"options": DdpConfig(quiet=True, timeout_s=20.0, **options)}
+    return {"options": DdpConfig(quiet=True, timeout_s=PATIENCE_S, **options)}
 
 
 def share(step: int, rank: int) -> LMBatch:
