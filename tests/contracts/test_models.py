@@ -27,7 +27,8 @@ def test_weights_do_not_depend_on_who_else_seeds_the_generator():
     def make(disturb):
         first = torch.nn.Embedding(3, 8)
         disturb()  # as another thread may at any moment
-        return torch.nn.Sequential(first, torch.nn.Linear(8, 2), torch.nn.Conv1d(1, 2, 3))
+        second = torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(8, 2))
+        return torch.nn.Sequential(first, second, torch.nn.Conv1d(1, 2, 3))
 
     calm = models.seeded(lambda: make(lambda: None), 3, torch.float32)
     disturbed = models.seeded(lambda: make(lambda: torch.manual_seed(9)), 3, torch.float32)

@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+#: What modules draw their weights with; each takes a generator.
+DRAWS = frozenset(
+    {"rand", "randn", "randint", "randperm", "bernoulli", "uniform_", "normal_", "trunc_normal_"}
+    | {f"{name}_{kind}_" for name in ("kaiming", "xavier") for kind in ("uniform", "normal")}
+)
+
 
 class _DrawsFrom(TorchFunctionMode):
     """Whatever fills tensors at random on this thread draws from a generator of its own."""
@@ -20,7 +26,7 @@ class _DrawsFrom(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func.__name__ in ("uniform_", "normal_", "kaiming_uniform_"):
+        if func.__name__ in DRAWS:
             given = {**given, "generator": self._generator}
         return func(*args, **given)
 
