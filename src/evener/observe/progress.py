@@ -102,7 +102,7 @@ class ProgressSink(Sink):
     def _print_plain(self, t: float) -> None:
         self._num_lines += 1
         self._last_shown_t = t
-        self._stream.write(self._state.line(self._total, self._unit or "samples", bar="") + "\n")
+        self._stream.write(self._line() + "\n")
         self._stream.flush()
 
     def _print_above(self, text: str) -> None:
@@ -114,15 +114,22 @@ class ProgressSink(Sink):
 
     def _show_live(self) -> None:
         # Written without rich's console, which ends the process when a pipe breaks.
-        from rich.cells import chop_cells
+        from rich.cells import cell_len, chop_cells
 
         self._clear_live()
-        bar = _bar(self._state.step, self._total, unicode=self._unicode)
-        line = self._state.line(self._total, self._unit or "samples", bar=bar)
         # A line as wide as the terminal would wrap when the cursor moves on.
-        self._stream.write(chop_cells(line, max(1, _width(self._stream) - 1))[0])
+        most = max(1, _width(self._stream) - 1)
+        bar = _bar(self._state.step, self._total, unicode=self._unicode)
+        # What is least missed goes first; a share and a wait are worth more than a bar.
+        for line in (self._line(bar), self._line(), self._line(brief=True)):
+            if cell_len(line) <= most:
+                break
+        self._stream.write(chop_cells(line, most)[0])
         self._stream.flush()
         self._shown = True
+
+    def _line(self, bar: str = "", *, brief: bool = False) -> str:
+        return self._state.line(self._total, self._unit or "samples", bar=bar, brief=brief)
 
     def _clear_live(self) -> None:
         if self._shown:
@@ -160,7 +167,7 @@ class _Progress:
         self._recent.clear()
         self._recent_steps.clear()
 
-    def line(self, total: int | None, unit: str, *, bar: str) -> str:
+    def line(self, total: int | None, unit: str, *, bar: str, brief: bool) -> str:
         parts = [f"step {self.step:,}" + (f"/{total:,}" if total is not None else "")]
         if bar:
             parts.append(bar)
@@ -170,12 +177,13 @@ class _Progress:
         if seconds > 0:
             if unit != "samples":
                 parts.append(f"{human_count(weight / seconds)} {unit}/s")
-            parts.append(f"{human_count(samples / seconds)} samples/s")
+            if unit == "samples" or not brief:
+                parts.append(f"{human_count(samples / seconds)} samples/s")
             if total is not None and total > self.step:
                 num_steps = max(1, self._recent_steps[-1] - self._recent_steps[0])
                 left_s = (total - self.step) * seconds / num_steps
                 parts.append(f"ETA {human_duration(left_s)}")
-        return "  ".join(parts) + self._ranks()
+        return "  ".join(parts) + self._ranks(brief=brief)
 
     def _span(self) -> tuple[float, int, float]:
         """Seconds, samples and weight from the oldest remembered commit to the newest."""
@@ -185,7 +193,7 @@ class _Progress:
         seconds = self._recent[-1][0] - self._recent[0][0]
         return seconds, sum(r[1] for r in after_first), sum(r[2] for r in after_first)
 
-    def _ranks(self) -> str:
+    def _ranks(self, *, brief: bool) -> str:
         """Share of the newest window and part of recent time spent waiting, for each rank."""
         rows = self._recent[-1][3] if self._recent else []
         if len(rows) < 2:
@@ -196,9 +204,14 @@ class _Progress:
             wait = waits[worst["member"]]
             return f"  | {len(rows)} ranks, rank {worst['rank']} waits most: {wait:.0%}"
         size = sum(row["samples"] for row in rows) or 1
+        shares = [100 * row["samples"] / size for row in rows]
+        waited = [100 * waits[row["member"]] for row in rows]
+        if brief:
+            one, other = ("/".join(f"{part:.0f}" for part in parts) for parts in (shares, waited))
+            return f"  | share {one}% wait {other}%"
         return "".join(
-            f"  | rank {row['rank']}: {row['samples'] / size:.0%} wait {waits[row['member']]:.0%}"
-            for row in rows
+            f"  | rank {row['rank']}: {share:.0f}% wait {wait:.0f}%"
+            for row, share, wait in zip(rows, shares, waited, strict=True)
         )
 
     def _waits(self) -> dict[str, float]:

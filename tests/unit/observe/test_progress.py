@@ -155,6 +155,30 @@ def test_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < len(line) < 30
 
 
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (
+            130,
+            "step 3/9  ━━━━━━────────────── 33%  loss 2  100 tokens/s  10 samples/s  ETA 6.0 s"
+            "  | rank 0: 60% wait 20%  | rank 1: 40% wait 0%",
+        ),
+        (
+            128,
+            "step 3/9  loss 2  100 tokens/s  10 samples/s  ETA 6.0 s"
+            "  | rank 0: 60% wait 20%  | rank 1: 40% wait 0%",
+        ),
+        (80, "step 3/9  loss 2  100 tokens/s  ETA 6.0 s  | share 60/40% wait 20/0%"),
+    ],
+)
+def test_a_narrow_terminal_keeps_shares_and_waits(
+    monkeypatch: pytest.MonkeyPatch, columns: int, line: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    events = [started(total_windows=9), *(committed_window(window) for window in range(3))]
+    assert show(events, Terminal()).rstrip("\n").split(CLEAR)[-1] == line
+
+
 def test_live_line_in_a_terminal_without_unicode() -> None:
     class Old(Terminal):
         encoding = "ascii"
