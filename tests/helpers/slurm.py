@@ -9,6 +9,7 @@ component, and the list of nodes is sorted by name. An option that is not known 
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,20 @@ def install(folder: Path) -> Path:
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n')
     script.chmod(0o755)
     return folder
+
+
+def free_job() -> int:
+    """Number of a job whose first step meets on a port that is free: SLURM gives no choice."""
+    from evener.run.team.slurm import PORTS
+
+    for job in range(os.getpid() % 5000, 10_000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", PORTS[job % len(PORTS)]))
+            except OSError:
+                continue
+            return job
+    raise AssertionError("no port is free")
 
 
 def batch_environment(layout: Layout, job: int) -> dict[str, str]:

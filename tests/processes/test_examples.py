@@ -11,7 +11,14 @@ from evener.observe.lineage import check_exactly_once
 from helpers import slurm
 from helpers.classification import TINY_LLAMA, samples
 from helpers.forking import Zygote
-from helpers.pretraining import LLAMA, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
+from helpers.pretraining import (
+    LLAMA,
+    NUM_SAMPLES,
+    RUN_TIMEOUT_S,
+    Lab,
+    be_evener,
+    relative_difference,
+)
 from helpers.ranks import RankTeam
 from helpers.source import ROOT
 
@@ -90,7 +97,7 @@ def test_a_classifier_trains(tmp_path):
 def submit(lab, script, layout, *arguments):
     """Runs a batch script as SLURM would; what it printed."""
     before = dict(lab.sandbox.environ)
-    lab.sandbox.environ |= slurm.batch_environment(layout, 4000 + os.getpid() % 5000)
+    lab.sandbox.environ |= slurm.batch_environment(layout, slurm.free_job())
     lab.sandbox.environ["NAME"] = "job"
     try:
         ended = lab.sandbox.start("bash", f"examples/{script}", *arguments).end(RUN_TIMEOUT_S)
@@ -105,7 +112,9 @@ def test_a_job_on_two_nodes_goes_on_as_a_heterogeneous_one(lab):
 
     There, task 0 is on the node of component 0, which comes last by name.
     """
-    changes = {"policy": "sync", "checkpoint.every": 1}
+    # A learning rate that does not depend on the number of steps.
+    constant = {"optimizer.warmup": 0, "optimizer.min_lr_ratio": 1}
+    changes = {"policy": "sync", "checkpoint.every": 1, **constant}
     alike = [{"127.0.0.1": 1, "127.0.0.2": 1}]
     submit(lab, "pretrain.sbatch", alike, *settings(max_steps=2, **changes))
     run = lab.path_of("job")
@@ -116,3 +125,8 @@ def test_a_job_on_two_nodes_goes_on_as_a_heterogeneous_one(lab):
     assert (run.summary["steps"], run.summary["world_size"]) == (4, 3)
     assert [event["rank"] for event in run.of_type("worker_started")] == [0, 1, 0, 1, 2]
     assert check_exactly_once(run.events, NUM_SAMPLES, whole_epochs=0) == []
+    example = "examples/pretrain_machines.yaml"
+    lab.run(example, "--name", "alone", *settings(max_steps=4, **changes))
+    alone = lab.path_of("alone")
+    # float32 sums in another order, over 4 steps of AdamW
+    assert relative_difference(run.checkpoints[-1], alone.checkpoints[-1]) <= 1e-5

@@ -1,13 +1,10 @@
-"""The same run, started by torchrun and by SLURM; and a script of the user's own, by evener."""
+"""The same run, started by torchrun; and a script of the user's own, started by evener."""
 
-import os
-import socket
 import sys
 
 import pytest
 
 from evener.observe.lineage import check_exactly_once
-from evener.run.team.slurm import PORTS
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, relative_difference
 
 
@@ -40,41 +37,6 @@ def test_torchrun_starts_the_ranks(lab, forked):
     ended = running.end(RUN_TIMEOUT_S)
     assert ended.code == 0, ended.err
     check(lab, "by-torchrun", forked)
-
-
-def free_job_id():
-    """A job whose port is free; SLURM gives no choice, so that this decides nothing else."""
-    for job in range(os.getpid() % 5000, 10_000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", PORTS[(job + 1009) % len(PORTS)]))
-            except OSError:
-                continue
-            return job
-    raise AssertionError("no port is free")
-
-
-def test_slurm_starts_the_ranks(lab, forked):
-    common = {
-        "SLURM_JOB_ID": str(free_job_id()),
-        "SLURM_STEP_ID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-    }
-    tasks = []
-    for task in range(2):
-        own = {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
-        lab.sandbox.environ |= common | own
-        tasks.append(lab.command("run.yaml", "--name", "by-slurm"))
-    for name in (*common, "SLURM_PROCID", "SLURM_LOCALID"):
-        del lab.sandbox.environ[name]
-    for task in tasks:
-        ended = task.end(RUN_TIMEOUT_S)
-        assert ended.code == 0, ended.err
-    check(lab, "by-slurm", forked)
 
 
 SCRIPT = """
