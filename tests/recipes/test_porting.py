@@ -43,12 +43,19 @@ def sides(block: Block) -> tuple[str, str]:
     return before + "\n", after + "\n"
 
 
+#: The names of scripts, for as long as their process lives. When torch's own DDP is freed, its
+#: process group waits for a thread of Gloo, which may wait for the interpreter's lock that the one
+#: who frees it holds.
+KEPT: list[dict[str, Any]] = []
+
+
 def execute(script: str) -> dict[str, Tensor]:
     """Runs a script in this process; what its ``model`` has become."""
     from helpers import project
 
     sys.modules["project"] = project
     names: dict[str, Any] = {"__name__": "__main__"}
+    KEPT.append(names)
     exec(compile(script, "porting.md", "exec"), names)
     return {
         f"{model} {name.removeprefix('module.')}": p.detach().cpu()
