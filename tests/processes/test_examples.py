@@ -22,7 +22,7 @@ from helpers.pretraining import (
 from helpers.ranks import RankTeam
 from helpers.source import ROOT
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 #: Less of everything, and text that is there at once; all else is as the file says.
 SMALL = {

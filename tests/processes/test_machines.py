@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors.numpy import load_file
 
 from evener.observe.lineage import check_exactly_once
 from helpers.machines import ADDRESSES, NOBODY, TwoMachines
+from helpers.ports import free_port
 from helpers.pretraining import (
     LAYER,
     NUM_SAMPLES,
@@ -20,7 +20,7 @@ from helpers.pretraining import (
     wait_for_events,
 )
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(700)
 
 #: 0.9 MB of gradients a window: a tenth of a second at 100 Mbit/s.
 LARGER = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
@@ -82,11 +82,6 @@ def check(labs, name, hashes):
     told = {path.name: path.read_text() for path in hashes.iterdir()}
     assert sorted(told) == ["0", "1", "2"]
     assert len(set(told.values())) == 1
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def plainly(node, address, port, *further):

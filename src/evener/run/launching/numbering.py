@@ -236,8 +236,6 @@ class _Host:
         said = False
         while not self._is_reached or len(self._nodes) < self.node.nnodes - 1:
             waited_s = time.monotonic() - started
-            if not self._is_reached and waited_s > _CONNECT_S:
-                raise LaunchError(self._is_no_address("another machine has this address"))
             if waited_s >= self.node.timeout_s:
                 raise LaunchError(
                     f"node 0 waited {self.node.timeout_s:.0f} s at {self.node.where} for "
@@ -248,7 +246,11 @@ class _Host:
                 said = True
                 say(f"evener: node 0 waits at {self.node.where} for {self._missing}")
             left_s = min(_LONGEST_PAUSE_S, self.node.timeout_s - waited_s)
-            for key, _ in self._selector.select(left_s):
+            ready = self._selector.select(left_s)
+            # Nothing more on its way: this process may merely have been held up for so long.
+            if not ready and not self._is_reached and waited_s > _CONNECT_S:
+                raise LaunchError(self._is_no_address("another machine has this address"))
+            for key, _ in ready:
                 if key.fileobj is self.listener:
                     self._welcome()
                 elif isinstance(key.fileobj, socket.socket):
