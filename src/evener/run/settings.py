@@ -28,7 +28,7 @@ class DdpConfig:
             be within 0.01 to 0.50.
         max_anchor: Largest anchor.
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
-            lockstep, ``None`` no limit.
+            lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
         divergence_guard: ``"level"`` keeps the anchor from growing when ranks drift apart, and
             brings it down when that goes on; ``"none"`` does not look.
         divergence_threshold: Drift, relative to the norm of the parameters, below which the guard

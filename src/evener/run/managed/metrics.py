@@ -28,7 +28,7 @@ class EpochMetrics:
         samples: Samples of the epoch's windows.
         weight: Their weight: samples, or what ``train_fn`` returned as weights.
         steps: Optimizer steps of the run so far.
-        lr: Learning rate of the last step.
+        lr: Learning rate of the last step; without policy "sync", the one after it.
         epoch_ms: Milliseconds from the epoch's first window to its last, evaluation left out.
         per_rank_samples_per_s: Samples per second of each rank's own compute; 0 without work.
         per_rank_batch_share: Part of the epoch's samples that each rank did; sums to 1.
