@@ -9,10 +9,12 @@ component, and the list of nodes is sorted by name. An option that is not known 
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +39,12 @@ def free_job() -> int:
     """Number of a job whose first step meets on a port that is free: SLURM gives no choice."""
     from evener.run.team.slurm import PORTS
 
-    for job in range(os.getpid() % 5000, 10_000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", PORTS[job % len(PORTS)]))
-            except OSError:
-                continue
+    draw = random.SystemRandom()  # not the tests' own seed: other tests run at the same time
+    while True:
+        job = draw.randrange(1, 1_000_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", PORTS[job % len(PORTS)]))
             return job
-    raise AssertionError("no port is free")
 
 
 def batch_environment(layout: Layout, job: int) -> dict[str, str]:
