@@ -66,9 +66,7 @@ class ProgressSink(Sink):
         if not self._usable:
             return
         try:
-            if self._live and self._state.windows:
-                self._show_live()
-                self._stream.write("\n")
+            self._end_live()
             self._stream.flush()
         except (OSError, ValueError):
             pass
@@ -85,6 +83,8 @@ class ProgressSink(Sink):
         else:
             if kind in {"run_resumed", "reformed"}:
                 self._state.restart()
+            elif kind == "run_finished":
+                self._end_live()
             text = describe(event)
             if text is not None:
                 self._print_above(text)
@@ -127,6 +127,13 @@ class ProgressSink(Sink):
         self._stream.write(chop_cells(line, most)[0])
         self._stream.flush()
         self._shown = True
+
+    def _end_live(self) -> None:
+        """Leaves the line as it is; what is said from now on stands below it."""
+        if self._live and self._state.windows:
+            self._show_live()
+            self._stream.write("\n")
+        self._live = self._shown = False
 
     def _line(self, bar: str = "", *, brief: bool = False) -> str:
         return self._state.line(self._total, self._unit or "samples", bar=bar, brief=brief)

@@ -148,6 +148,18 @@ def test_other_lines_come_above_the_live_line() -> None:
     assert above.startswith("eval after step 1: heldout loss 1.25\nstep 1 ")
 
 
+def test_after_the_end_nothing_stands_below_what_is_said() -> None:
+    finished = run_finished_event(t=3.0, window=2, reason="completed")
+    stream = Terminal()
+    with ProgressSink(stream) as sink:
+        for event in (committed_window(0), committed_window(1), finished):
+            sink.emit(event)
+        stream.write("the verdict\n")
+    lines = stream.getvalue().split(CLEAR)[-1].splitlines()
+    assert lines[0].startswith("step 2 ")
+    assert lines[1:] == ["completed after step 2", "the verdict"]
+
+
 def test_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     text = show([committed_window(window) for window in range(3)], Terminal(), total_windows=9)

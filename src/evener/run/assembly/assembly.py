@@ -1,6 +1,5 @@
 """Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from evener.run.assembly.ownership import OptimizerGuard, refuse_second_team
 from evener.run.assembly.precision import HALF, AutocastForward, Precision, choose_precision
 from evener.run.assembly.registry import Registry
 from evener.run.launching.child import apply_threads
+from evener.run.launching.terminal import say
 from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, connect_team
 from evener.run.team.environment import DistributedTrainConfig
@@ -171,7 +171,7 @@ def assemble(
         guard=OptimizerGuard(models, optimizers, flat),
     )
     if not config.quiet and comm.rank == 0:
-        sys.stderr.write("\n".join(team_lines(assembly)) + "\n")
+        say("\n".join(team_lines(assembly)))
     return assembly
 
 

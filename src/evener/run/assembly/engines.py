@@ -1,6 +1,5 @@
 """Builds what runs the windows of a rank, for each policy."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from evener.errors import ConfigError
 from evener.run.assembly.models import check_identity
 from evener.run.assembly.registry import Registry
 from evener.run.assembly.transfer import transfer_state
+from evener.run.launching.terminal import say
 from evener.run.local.engine import LocalEngine
 from evener.run.local.replica import Replica
 from evener.run.local.update import LocalUpdate
@@ -216,4 +216,4 @@ def _never_mind(text: str) -> None:
 
 
 def _warn(text: str) -> None:
-    sys.stderr.write(f"warning: {text}\n")
+    say(f"warning: {text}")

@@ -24,6 +24,7 @@ from evener.run.launching.numbering import meet
 from evener.run.launching.output import OutputPump
 from evener.run.launching.ranks import LocalRanks, bind_store, check_nproc, rank_environment
 from evener.run.launching.signals import SignalQueue
+from evener.run.launching.terminal import say
 from evener.run.launching.verdict import Outcome, exit_code, explain
 from evener.run.team.environment import STORE_FD
 
@@ -93,8 +94,8 @@ def launch(
             outcomes = team.watch()
         finally:
             team.end_all()
-        sys.stderr.write(explain(outcomes, team.stop_signal))
-        sys.stderr.flush()
+        if words := explain(outcomes, team.stop_signal):
+            say(words, end="")
         return exit_code(outcomes, team.stop_signal)
 
 
@@ -326,5 +327,4 @@ def kill_group(group: int) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"evener: {text}\n")
-    sys.stderr.flush()
+    say(f"evener: {text}")

@@ -4,15 +4,17 @@ import os
 import sys
 from contextlib import suppress
 
+CLEAR_LINE = "\r\x1b[2K"
+
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes text to standard error at once.
+    """Writes text to standard error at once; on a terminal, in place of a line of progress.
 
     When nobody reads any more (``2>&1 | head``, a closed terminal), it and all that follows goes
     nowhere.
     """
     try:
-        sys.stderr.write(text + end)
+        sys.stderr.write((CLEAR_LINE if sys.stderr.isatty() else "") + text + end)
         sys.stderr.flush()
     except (OSError, ValueError):
         _let_go()

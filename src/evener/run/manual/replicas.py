@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -17,6 +16,7 @@ from evener.comm.base import Communicator
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.run.assembly.likeness import check_versions
 from evener.run.launching.child import apply_threads
+from evener.run.launching.terminal import say
 from evener.run.manual.line import Line
 from evener.run.manual.models import (
     Model,
@@ -313,9 +313,9 @@ def wrap(
         line.release()
         raise
     if line.comm.rank == 0 and not quiet:
-        sys.stderr.write(
+        say(
             f"replicas of a model: {hardware_summary(members)}\n"
-            f"  backend {line.comm.backend}: {line.reason}\n"
+            f"  backend {line.comm.backend}: {line.reason}"
         )
     return Replicas(chosen, where, line, non_finite=non_finite, members=members, first=first)
 
