@@ -202,6 +202,11 @@ def decode_local_report(row: Sequence[float]) -> LocalReport:
     return report
 
 
+def decode_local_reports(rows: Sequence[Sequence[float]]) -> tuple[LocalReport, ...]:
+    """The reports of all ranks, from rows that may be longer."""
+    return tuple(decode_local_report(row[:LOCAL_REPORT_LENGTH]) for row in rows)
+
+
 def _checksum(values: Sequence[float]) -> float:
     text = ",".join(value.hex() for value in values)
     return float(zlib.crc32(text.encode()))

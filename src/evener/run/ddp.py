@@ -315,6 +315,8 @@ class Ddp(DataSide):
         settled, self._closed = self._closed or sys.exception() is not None, True
         try:
             if not settled:
+                if self._engine.in_epoch:  # closing inside the loop is leaving it
+                    self._engine.leave()
                 self._engine.hurry(min(CLOSING_S, self.assembly.comm.timeout_s))
                 self._engine.settle()
         finally:

@@ -11,13 +11,7 @@ from typing import final
 
 from evener.averaging.weights import power_of_two_near
 from evener.cadence.cadence import CadencePolicy
-from evener.cadence.local import (
-    LOCAL_REPORT_LENGTH,
-    LocalPlan,
-    LocalReport,
-    decode_local_report,
-    encode_local_report,
-)
+from evener.cadence.local import LocalPlan, LocalReport, decode_local_reports, encode_local_report
 from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
 from evener.run.local.flight import Flight
@@ -190,15 +184,21 @@ class LocalEngine(Engine):
         it at the same window: who has goes along until all have, and who has not is led out of the
         epoch. Then all are at one consensus.
         """
-        while self.left and not self.finished:
+        while (self.left and not self.finished) or self._some_are_in_flight():
             if self._flight.plan is None:
                 self._start()
-            self._land()
-        if self._flight.plan is not None:
             self._land()
         if self.left or self._applied is not None:
             self.flush()
         self.left = False
+
+    def _some_are_in_flight(self) -> bool:
+        """Whether a rank has begun an exchange that has not landed; all ranks call it together."""
+        own = self._flight.plan is not None
+        if self._replica.is_shown or self.left or self._plan is None or not self.in_epoch:
+            return own  # in a commit, or outside of a loop: all know the same
+        rows, _ = self.team.meet(Meeting.FLUSH, window=self.window, payload=[float(own)])
+        return any(row[0] for row in rows)
 
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""
@@ -209,7 +209,7 @@ class LocalEngine(Engine):
             Meeting.FLUSH, window=self.window, leaving=int(self.wants_stop()), payload=payload
         )
         self._stop_if(leaving > 0)
-        self._commit([decode_local_report(r[:LOCAL_REPORT_LENGTH]) for r in rows])
+        self._commit(decode_local_reports(rows))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────
 
@@ -328,7 +328,8 @@ class LocalEngine(Engine):
         """Goes on by a plan; what this rank has already done of it counts."""
         rank = self.team.rank
         self._plan = plan
-        self._own = deque(self._leases.queue(rank)[self._steps.work.steps :])
+        done = self._steps.work.steps + self._in_batch  # a batch that is open is not to come again
+        self._own = deque(self._leases.queue(rank)[done:])
         self._epoch_done = self._leases.num_left == 0
         self._steps.follow(plan)
 

@@ -53,6 +53,12 @@ class Replica:
         self.buffers = buffers
         self._verify_every = verify_every
         self._check = ReplicaCheck(flat)
+        self._num_shown = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model shows the consensus now, as in a commit."""
+        return self._num_shown > 0
 
     def verify(self, comm: Communicator, window: int) -> None:
         """Compares the ranks' consensus where that is due; all ranks call it together.
@@ -110,5 +116,9 @@ class Replica:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Shows the consensus in the model for the length of the block."""
-        with self.parameters.shown(), self.buffers.consensus():
-            yield
+        self._num_shown += 1
+        try:
+            with self.parameters.shown(), self.buffers.consensus():
+                yield
+        finally:
+            self._num_shown -= 1

@@ -14,7 +14,7 @@ from evener.cadence.local import (
     LocalPlan,
     LocalReport,
     decode_local_plan,
-    decode_local_report,
+    decode_local_reports,
     encode_local_plan,
     encode_local_report,
     local_plan_length,
@@ -162,7 +162,7 @@ class WindowExchange:
             payload=encode_local_report(report),
         )
         wait_s = time.perf_counter() - started_s
-        reports = tuple(decode_local_report(r[:LOCAL_REPORT_LENGTH]) for r in rows)
+        reports = decode_local_reports(rows)
         refuse_other_rates({rank: report.rates for rank, report in enumerate(reports)})
         self._replica.verify(self._wire.comm, plan.window)
         weight, loss = combine(reports) or (0.0, float("nan"))

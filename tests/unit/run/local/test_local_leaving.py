@@ -161,11 +161,14 @@ def test_break_then_the_next_epoch_and_the_end(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", LOCAL)
-def test_break_in_the_last_window(policy: str) -> None:
-    """A rank without a batch in it ends its loop in the usual way."""
+def test_break_in_the_last_window(policy: str, tmp_path: Path) -> None:
+    """A rank without a batch in it ends its loop in the usual way; both save at the commit."""
 
     def body(comm: Communicator) -> list[int]:
         walk = Walk(comm, policy)
+        walk.ddp.on_commit(
+            lambda result: walk.ddp.save(tmp_path) if result.window % 10 == 0 else None
+        )
         with walk.ddp as ddp:
             for epoch in range(2):
                 for ids, x in walk.loader.epoch(epoch):
@@ -179,6 +182,47 @@ def test_break_in_the_last_window(policy: str) -> None:
 
     first, second = run_team(2, body)
     assert Counter(first + second) == dict.fromkeys(range(SIZE), 2)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(policy: str, tmp_path: Path) -> None:
+    """Ranks come to it at one window, one of them with its next exchange begun, the other not."""
+    saves = threading.Event()
+
+    def body(comm: Communicator) -> tuple[list[int], list[int], tuple[float, int]]:
+        walk = Walk(comm, policy)
+        first: list[int] = []
+        with walk.ddp as ddp:
+            for ids, x in walk.loader.epoch(0):
+                if ddp.window == 3 and not first and (comm.rank or policy == "cadence"):
+                    saves.wait(20 if policy == "async" else 0)
+                    ddp.save(tmp_path)
+                    first = list(walk.seen)
+                elif ddp.window == 3 and not first and walk.in_flight:
+                    saves.set()
+                    ddp.save(tmp_path)
+                    first = list(walk.seen)
+                walk.step(ids, x)
+            assert first
+        return first, walk.seen, walk.check()
+
+    (_, seen, agreed), (_, others, same) = run_team(2, body)
+    assert agreed == same
+    assert Counter(seen + others) == dict.fromkeys(range(SIZE), 1)
+
+
+def test_closing_inside_the_loop_is_leaving_it() -> None:
+    def body(comm: Communicator) -> tuple[float, int]:
+        walk = Walk(comm, "async")
+        for number, (ids, x) in enumerate(walk.loader.epoch(0)):
+            if number == 6 + comm.rank:
+                walk.ddp.close()
+                break
+            walk.step(ids, x)
+        return walk.check()
+
+    first, second = run_team(2, body)
+    assert first == second
 
 
 @pytest.mark.parametrize("policy", LOCAL)
