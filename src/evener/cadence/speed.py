@@ -3,7 +3,8 @@
 A probe before the first window gives the line; windows then correct it. Measured seconds are
 compute only, never a wait for others. Noise on real machines is one-sided and heavy-tailed, so
 everything here rests on medians: a single disturbed window moves nothing, a lasting change is
-recognised by three surprises in a row. Pure: times come in as numbers.
+recognised by three surprises in a row. A window in less than half the time makes old ones and the
+probe be forgotten at once. Pure: times come in as numbers.
 """
 
 import math
@@ -23,6 +24,9 @@ _SURPRISE = 1.3
 
 _SURPRISES_IN_A_ROW = 3
 """So many to the same side are a change of speed, not noise; what was before is forgotten."""
+
+_CLEARLY_FASTER = 2.0
+"""Times faster than predicted that need no repetition: noise makes windows slower, not faster."""
 
 _PROBE_VOTES = 2
 """Observations that the probe counts as, so that a slow first window does not set the speed."""
@@ -248,7 +252,9 @@ class SpeedModel:
 
     def _count_surprise(self, ratio: float) -> None:
         """Count how often in a row ``ratio``, measured over predicted, is off to one side."""
-        if ratio > _SURPRISE:
+        if ratio < 1.0 / _CLEARLY_FASTER:
+            self._surprises = -_SURPRISES_IN_A_ROW
+        elif ratio > _SURPRISE:
             self._surprises = max(self._surprises, 0) + 1
         elif ratio < 1.0 / _SURPRISE:
             self._surprises = min(self._surprises, 0) - 1

@@ -20,6 +20,11 @@ from evener.errors import CheckpointError, ConfigError, ProtocolError
 _DEAD_BAND = 0.02
 """Shares stay as they are while a change promises to save less of the window than this."""
 
+_STEADY_WINDOWS = 16
+"""Shares are held for so many windows, then the best ones are taken, however little they promise. A
+rank's share must move for its fixed cost to be told from that of its samples: held forever, a bad
+first measurement would never come to light."""
+
 _RETRY = 0.02
 """Part of the time spent on looking whether a rank without work has become fast again."""
 
@@ -70,7 +75,8 @@ class SyncPolicy(Policy):
         self._parked: frozenset[int] = frozenset()
         self._misfits: list[int | None] = []
         # Shares in use, by size of the window: the short last one of an epoch has its own.
-        self._in_use: dict[int, tuple[int, ...]] = {}
+        # By the size of windows: their shares, and for how many windows these have been kept.
+        self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
         self.set_micro_batch_sizes(micro_batch_sizes)
 
     @property
@@ -284,12 +290,13 @@ class SyncPolicy(Policy):
             self._idle_windows[retried] = 0
             least[retried] = 1
             return fastest_shares(size, costs, sizes, least)
-        held = self._in_use.get(size)
-        if held is not None and min(held) >= min_share:
+        held, windows = self._in_use.get(size, (None, 0))
+        if held is not None and min(held) >= min_share and windows < _STEADY_WINDOWS:
             held_s = finish_s(held, costs, sizes)
             if best_s >= (1.0 - _DEAD_BAND) * held_s:
+                self._in_use[size] = held, windows + 1
                 return held
-        self._in_use = {**dict(list(self._in_use.items())[-_NUM_SIZES + 1 :]), size: best}
+        self._in_use = {**dict(list(self._in_use.items())[-_NUM_SIZES + 1 :]), size: (best, 0)}
         return best
 
     def _rank_to_retry(

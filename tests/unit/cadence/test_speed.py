@@ -187,6 +187,13 @@ def test_a_lasting_change_is_followed_within_five_windows(factor, before):
     assert model.cost.seconds(24, 8) == pytest.approx(factor * line.seconds(24, 8), rel=0.05)
 
 
+def test_one_window_tells_that_a_probe_was_disturbed():
+    line = CostModel(0.01, 0.004)
+    model = probed(line.scaled(4.0))
+    model.observe(24, 3, line.seconds(24, 8))
+    assert_close(model.cost, line)
+
+
 def test_a_probe_of_another_speed_has_no_vote():
     line = CostModel(0.01, 0.004)
     model = probed(line)

@@ -136,6 +136,21 @@ def test_one_disturbed_window_moves_no_share():
     assert {plan.shares for plan in plans + more} == {(44, 22)}
 
 
+@pytest.mark.parametrize("micro_batch_size", [8, 64])
+@pytest.mark.parametrize(("small", "large"), [(1, 5), (5, 5), (1, 40), (40, 40)])
+def test_a_disturbed_probe_comes_to_light(micro_batch_size, small, large):
+    """Also of a rank whose share is then so small that it tells its fixed cost and no more."""
+    cost = CostModel(0.008, 0.0002)
+    team = Team([cost] * 2, micro_batch_size=micro_batch_size, noise=0.03, probe=False)
+    full_s = cost.seconds(micro_batch_size, micro_batch_size)
+    team.policy.probe(0, [(1, 1, 0.0082), (micro_batch_size, 1, full_s)])
+    team.policy.probe(1, [(1, 1, small * 0.0082), (micro_batch_size, 1, large * full_s)])
+    team.run(64, 50)
+    seconds, plans = team.run(64, 50)
+    assert abs(plans[-1].shares[0] - 32) <= 2
+    assert seconds < 50 * 1.06 * cost.seconds(32, micro_batch_size)
+
+
 def test_a_rank_without_work_is_tried_again_but_rarely():
     team = Team(at_speeds(1.0, 0.01), noise=0.0)
     shares = [plan.shares for plan in team.run(32, 2000)[1][1:]]
