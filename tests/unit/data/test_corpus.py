@@ -153,7 +153,7 @@ def test_what_is_missing_says_so(tmp_path):
     root = write(tmp_path / "r", {"a.jpg": "1", "b.jpg": "2", "c": "3"})
     with pytest.raises(DataError, match=r"only others \(2 x \.jpg, 1 x no suffix\)"):
         find_files([root], None, ())
-    with pytest.raises(DataError, match="none that are not left out"):
+    with pytest.raises(DataError, match="any others are hidden or left out"):
         find_files([root], ("",), ("*",))
 
 
