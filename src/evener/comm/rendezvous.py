@@ -17,6 +17,8 @@ from evener.errors import LaunchError
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.05
 _BACKLOG = 512
+#: For how long a host tries to reach itself: it answers at once, or the address is another's.
+_OWN_HOST_S = 10.0
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
@@ -82,7 +84,7 @@ def open_store(
     """
     server = _servers.get((address, port)) if hosts else None
     if hosts and server is None:
-        server = _servers[address, port] = _serve(address, port, listen_fd)
+        server = _servers[address, port] = _serve(address, port, listen_fd, timeout_s)
     left_s = _await_server(address, port, timeout_s)
     try:
         return _client(address, port, left_s), server
@@ -97,11 +99,31 @@ def open_store(
 _servers: WeakValueDictionary[tuple[str, int], TCPStore] = WeakValueDictionary()
 
 
-def _serve(address: str, port: int, listen_fd: int | None) -> TCPStore:
-    descriptor = _listen(address, port).detach() if listen_fd is None else listen_fd
-    return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
+def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> TCPStore:
+    listener = _listen(address, port) if listen_fd is None else socket.socket(fileno=listen_fd)
+    with listener:
+        # A server of torch's is its own first client, and would try for minutes.
+        reason = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
+        if reason is not None:
+            raise LaunchError(
+                f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
+                f"({reason}): give the address of the host that rank 0 runs on (MASTER_ADDR)"
+            )
+        descriptor = listener.detach()
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+            timeout=timedelta(seconds=max(1.0, timeout_s)),
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"{address}:{port} takes connections but does not answer as rank 0's store "
+            f"({first_line(error)}): is that the address of another host than rank 0's?"
+        ) from None
 
 
 def _client(address: str, port: int, timeout_s: float) -> TCPStore:
@@ -135,11 +157,22 @@ def _listen(address: str, port: int) -> socket.socket:
 def _await_server(address: str, port: int, timeout_s: float) -> float:
     """Wait until something listens there; return the seconds left."""
     patience = _Patience(timeout_s)
+    reason = _reach(address, port, patience)
+    if reason is not None:
+        raise LaunchError(
+            f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({reason}): start "
+            "rank 0 there, and check the address, the port and the firewall between the hosts"
+        )
+    return patience.left_s
+
+
+def _reach(address: str, port: int, patience: _Patience) -> str | None:
+    """Try to connect until it works; say why not when patience is at its end."""
     while True:
         try:
             # Also keeps torch from printing a stack trace for each attempt that comes too early.
             socket.create_connection((address, port), max(0.1, min(2.0, patience.left_s))).close()
-            return patience.left_s
+            return None
         except socket.gaierror as error:
             if error.errno in _NO_SUCH_NAME:
                 raise LaunchError(
@@ -150,10 +183,7 @@ def _await_server(address: str, port: int, timeout_s: float) -> float:
         except OSError as error:
             detail = error.strerror or "no answer"
         if not patience.pause():
-            raise LaunchError(
-                f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({detail}): start "
-                "rank 0 there, and check the address, the port and the firewall between the hosts"
-            )
+            return detail
 
 
 def call_roll(

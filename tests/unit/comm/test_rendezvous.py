@@ -9,9 +9,16 @@ from torch.distributed import HashStore
 
 from evener.comm import rendezvous
 from evener.comm.notices import NoticeBoard
-from evener.comm.rendezvous import call_roll, choose_devices, first_line, is_loopback
+from evener.comm.rendezvous import (
+    call_roll,
+    choose_devices,
+    first_line,
+    is_loopback,
+    open_store,
+)
 from evener.errors import LaunchError
 from helpers.limits import PATIENCE_S
+from helpers.ports import free_port
 
 
 def call_all(store: HashStore, world_sizes: list[int], timeout_s: float = 100.0) -> list[Any]:
@@ -75,6 +82,14 @@ def test_unlike_world_sizes_are_told_on_both_sides() -> None:
     first, second = call_all(HashStore(), [2, 3])
     assert "rank 0 was started for 2 ranks and rank 1 for 3" in first
     assert "rank 1 was started for 3 ranks and rank 0 for 2" in second
+
+
+def test_rank_0_at_the_address_of_another_host_says_so_in_time() -> None:
+    # 192.0.2.0/24 is set aside for documentation: no host has such an address.
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"rank 0 .* does not reach itself at 192\.0\.2\.7:"):
+        open_store("192.0.2.7", free_port(), hosts=True, listen_fd=None, timeout_s=1.0)
+    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_notices_by_rank() -> None:
