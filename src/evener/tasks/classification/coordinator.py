@@ -88,6 +88,12 @@ class DataParallelCoordinator:
     ) -> None:
         names = devices_of_host(devices, torch.cuda.device_count())
         self.devices = tuple(torch.device(name) for name in names)
+        slow = emulate_slow or {}
+        if unknown := [number for number in slow if number not in range(len(names))]:
+            raise ConfigError(
+                f"emulate_slow slows replica {unknown[0]!r}, and there are replicas 0 to "
+                f"{len(names) - 1}; name one of these"
+            )
         config = _classify_config(classify_config)
         if config.labels is None:
             raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
@@ -104,7 +110,6 @@ class DataParallelCoordinator:
         self._unlike = len({_kind(d) for d in self.devices}) > 1
         self._planner = self._make_planner(partition_ratios)
         pipelines = [first, *(first.replica(device) for device in self.devices[1:])]
-        slow = emulate_slow or {}
         micro = None if config.micro_batch_size == "auto" else config.micro_batch_size
         self._replicas = [
             Replica(p, comm, slow=slow.get(rank, 1.0), micro_batch_size=micro)
@@ -227,8 +232,8 @@ class DataParallelCoordinator:
             DataError: A text is empty.
         """
         self._check_usable()
-        pieces = self._pieces(list(texts))
-        parts = self._on_all(lambda r: r.pipeline.predict(pieces[r.comm.rank]))
+        pieces = self._pieces(self.primary_pipeline.encode_texts(texts))
+        parts = self._on_all(lambda r: r.pipeline.predict_encoded(pieces[r.comm.rank]))
         return [prediction for part in parts for prediction in part]
 
     def save(self, folder: str | Path) -> None:

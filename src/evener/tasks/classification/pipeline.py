@@ -1,7 +1,6 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evener.errors import ConfigError, DataError
+from evener.errors import DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.adapter import (
@@ -30,9 +29,7 @@ from evener.tasks.classification.dropout import Draws, own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample
-
-DOCUMENT = "classify.json"
-"""What evener wants to know of an adapter beyond what peft writes."""
+from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
 
 _EVAL_BATCH = 64
 
@@ -90,7 +87,7 @@ class ClassifyPipeline:
         labels: LabelSet,
         config: ClassifyConfig,
         *,
-        base: "BaseNote",
+        base: BaseNote,
         class_weights: Sequence[float] | None = None,
     ) -> None:
         self.model = model
@@ -137,7 +134,7 @@ class ClassifyPipeline:
             if adapter is None:
                 network = add_adapter(base, config.lora)
             else:
-                _check_adapter(Path(adapter).expanduser(), note, labels)
+                check_adapter(Path(adapter).expanduser(), note, labels)
                 network = load_adapter(base, Path(adapter).expanduser())
         made = AdapterModel(network).eval()
         return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
@@ -155,7 +152,7 @@ class ClassifyPipeline:
         """
         folder = Path(folder)
         adapter = folder / "adapter"
-        document = _read_document(adapter)
+        document = read_document(adapter)
         own_base = folder / "base"
         path = str(base or (own_base if own_base.is_dir() else document["base"]["path"]))
         return cls.build(
@@ -213,6 +210,10 @@ class ClassifyPipeline:
         encoded = []
         for number, sample in enumerate(samples):
             place = f"{where} {number}"
+            if not isinstance(sample, Sample):
+                raise DataError(f"{place} is a {type(sample).__name__}; give a Sample(text, label)")
+            if not isinstance(sample.text, str):
+                raise DataError(f"{place} has {sample.text!r} as its text; give it a text")
             if not sample.text.strip():
                 raise DataError(f"{place} has an empty text; give it a text, or leave it out")
             index = self.labels.index(sample.label, place)
@@ -271,14 +272,27 @@ class ClassifyPipeline:
         loss_sum, weight, confusion = self.evaluate_encoded(self.encode(samples))
         return Evaluation(loss=loss_sum / weight if weight else float("nan"), confusion=confusion)
 
-    @torch.no_grad()
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """The classes of texts, in their order.
 
         Raises:
             DataError: A text is empty.
         """
-        encoded = self.encode([Sample(text, 0) for text in texts], "text")
+        return self.predict_encoded(self.encode_texts(texts))
+
+    def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
+        """Token ids of texts without labels.
+
+        Raises:
+            DataError: A text is empty; names it by its place.
+        """
+        if isinstance(texts, str):
+            raise DataError(f"texts is the text {texts[:40]!r} itself; give a list of texts")
+        return self.encode([Sample(text, 0) for text in texts], "text")
+
+    @torch.no_grad()
+    def predict_encoded(self, encoded: Sequence[Encoded]) -> list[Prediction]:
+        """The classes of encoded texts, in their order."""
         predictions = []
         with self.evaluating():
             for start in range(0, len(encoded), _EVAL_BATCH):
@@ -316,7 +330,7 @@ class ClassifyPipeline:
             save_merged(self.model.network, fresh, note.dropout)
             self._write_tokenizer(fresh)
 
-    def _document(self, note: "BaseNote") -> dict[str, Any]:
+    def _document(self, note: BaseNote) -> dict[str, Any]:
         return {
             "labels": list(self.labels.names),
             "seq_len": self.encoder.seq_len,
@@ -353,45 +367,3 @@ class ClassifyPipeline:
             yield
         finally:
             self.model.train(was_training)
-
-
-@dataclass(frozen=True, slots=True)
-class BaseNote:
-    """Where a base is, what tells it from others, and the dropout that it was made with."""
-
-    path: str
-    fingerprint: str
-    dropout: dict[str, float]
-
-
-def _read_document(adapter: Path) -> dict[str, Any]:
-    try:
-        document = json.loads((adapter / DOCUMENT).read_text(encoding="utf-8"))
-        assert isinstance(document, dict)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{adapter} has no {DOCUMENT}; give a folder that a ClassifyPipeline was saved to, or "
-            "a run folder of evener classify"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{adapter / DOCUMENT} cannot be read: {error}") from None
-    return document
-
-
-def _check_adapter(adapter: Path, base: BaseNote, labels: LabelSet) -> None:
-    """Refuses an adapter of another base or for other classes, as far as it says what it is of."""
-    if not (adapter / DOCUMENT).is_file():
-        return
-    document = _read_document(adapter)
-    theirs = document["base"]
-    if theirs["fingerprint"] != base.fingerprint:
-        raise ConfigError(
-            f"the adapter in {adapter} was trained on another base model than {base.path!r}: on "
-            f"{theirs['path']!r}, whose weights differ. Give that base, or train an adapter on "
-            "this one"
-        )
-    if tuple(document["labels"]) != labels.names:
-        raise ConfigError(
-            f"the adapter in {adapter} tells {', '.join(document['labels'])} apart, this run "
-            f"{', '.join(labels.names)}; give the same labels in the same order"
-        )

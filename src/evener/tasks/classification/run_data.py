@@ -55,6 +55,8 @@ def load_data(config: ClassifyRunConfig) -> LabelledData:
     else:
         records = _read(data.path, config)
         words = data.path
+        if config.labels is not None:  # a misspelt label is no small class
+            _side(records, LabelSet(config.labels))
         if data.heldout_path is not None:
             training, heldout = records, _read(data.heldout_path, config)
         else:

@@ -7,6 +7,9 @@ from typing import Literal
 
 from evener.errors import ConfigError, DataError
 
+#: Digits of an index.
+_LONGEST_INDEX = 18
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -63,14 +66,20 @@ class LabelSet:
         """The classes that occur: sorted names, or as many as the highest index says.
 
         Raises:
-            DataError: Fewer than two, or an index below the highest one does not occur.
+            DataError: Fewer than two, names beside indices, or an index that is no class's.
         """
-        labels = {record.label for record in records}
-        indices = {index for label in labels if (index := _as_index(label)) is not None}
-        if len(indices) < len(labels):
-            names = sorted(str(label) for label in labels)
+        named = [record for record in records if _as_index(record.label) is None]
+        numbered = [record for record in records if isinstance(record.label, int)]
+        if named and numbered:
+            raise DataError(
+                f"{numbered[0].where} has the index {numbered[0].label} as its label, and "
+                f"{named[0].where} the name {named[0].label!r}; give all classes by name or all by "
+                "index, or say with labels which index is which name"
+            )
+        if named:
+            names = sorted({str(record.label) for record in records})
         else:
-            names = [str(i) for i in range(max(indices, default=-1) + 1)]
+            names = _indices(records)
         if len(names) < 2:
             where = records[0].where if records else "the data"
             raise DataError(
@@ -89,6 +98,11 @@ class LabelSet:
         Raises:
             DataError: It is unknown or out of range.
         """
+        if isinstance(label, bool) or not isinstance(label, str | int):
+            raise DataError(
+                f"{where}: label {label!r} is a {type(label).__name__}; give a class by name or by "
+                "index"
+            )
         if isinstance(label, str) and label in self._index:
             return self._index[label]
         index = _as_index(label)
@@ -166,4 +180,22 @@ class LabelSet:
 def _as_index(label: str | int) -> int | None:
     if isinstance(label, int):
         return label
-    return int(label) if label.isascii() and label.isdigit() else None
+    # Python turns no longer texts into numbers; none is the index of a class.
+    short = len(label) <= _LONGEST_INDEX
+    return int(label) if short and label.isascii() and label.isdigit() else None
+
+
+def _indices(records: Sequence[Record]) -> list[str]:
+    """The classes from 0 to the highest index, as names.
+
+    Raises:
+        DataError: There are more of them than samples, so that most have none.
+    """
+    where = {index: r.where for r in records if (index := _as_index(r.label)) is not None}
+    highest = max(where, default=-1)
+    if highest >= max(2, len(records)):
+        raise DataError(
+            f"{where[highest]}: label {highest} would make {highest + 1:,} classes, for "
+            f"{len(records):,} samples; number the classes from 0, or name them with labels"
+        )
+    return [str(i) for i in range(highest + 1)]

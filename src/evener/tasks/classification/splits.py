@@ -36,10 +36,11 @@ def split_records(
     for label, groups in sizes.items():
         if all(group in held for group in groups) or not any(group in held for group in groups):
             noun = "group(s)" if records[0].group is not None else "different text(s)"
+            where = next(record.where for record in records if record.label == label)
             raise DataError(
-                f"class {label!r} has {len(groups)} {noun}, too few to be both in training and in "
-                "the held-out part; add samples of it, or give the held-out part as "
-                "data.heldout_path"
+                f"{where}: class {label!r} has {len(groups)} {noun}, too few to be both in "
+                "training and in the held-out part; add samples of it, or give the held-out part "
+                "as data.heldout_path"
             )
     return training, heldout
 

@@ -12,6 +12,7 @@ from torch.optim import AdamW
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.data.cursor import derive_seed
+from evener.data.packing import IGNORED
 from evener.errors import ConfigError, DataError, UsageError
 from evener.run.config.pretrain import OptimizerConfig, load_config
 from evener.run.ddp import Ddp
@@ -236,9 +237,10 @@ class TransformerTrainer:
         if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
             return  # looking would wait for the device
         size = vocabulary_size(self.model)
-        least, largest = (int(x) for x in batch.input_ids.aminmax())
-        # What labels lie below 0 are -100, or for torch to refuse.
-        largest = max(largest, int(batch.labels.max()))
+        # A label of -100 is none; any other must be a token, as those of input_ids.
+        labels = batch.labels.where(batch.labels != IGNORED, 0)
+        extremes = [int(x) for x in (*batch.input_ids.aminmax(), *labels.aminmax())]
+        least, largest = min(extremes), max(extremes)
         if least < 0 or largest >= size:
             raise DataError(
                 f"the batch holds token {least if least < 0 else largest}, and the model has "

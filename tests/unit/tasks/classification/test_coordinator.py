@@ -254,9 +254,13 @@ def test_the_learning_rate_may_change_between_batches() -> None:
         (Sample("text", -1), "label -1 is out of range"),
         (Sample("text", "fourth"), "label 'fourth' is unknown"),
         (Sample(" \n", 0), "sample 1 has an empty text"),
+        (Sample(None, 0), "sample 1 has None as its text"),  # type: ignore[arg-type]
+        (Sample("text", None), "sample 1: label None is a NoneType"),  # type: ignore[arg-type]
+        (Sample("text", True), "sample 1: label True is a bool"),
+        (("text", 0), r"sample 1 is a tuple; give a Sample\(text, label\)"),
     ],
 )
-def test_a_bad_sample_is_named_and_nothing_is_computed(sample: Sample, words: str) -> None:
+def test_a_bad_sample_is_named_and_nothing_is_computed(sample: Any, words: str) -> None:
     with make(["cpu"] * 2) as coordinator:
         before = states(coordinator)[0]
         with pytest.raises(DataError, match=words):
@@ -264,6 +268,19 @@ def test_a_bad_sample_is_named_and_nothing_is_computed(sample: Sample, words: st
         assert coordinator.num_batches == 0
         assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
         assert coordinator.train_batch_parallel([Sample("text", 0)]).total == 1
+
+
+def test_a_bad_text_is_named_by_its_place_in_the_whole_list() -> None:
+    with make(["cpu"] * 3) as coordinator:
+        with pytest.raises(DataError, match="text 5 has an empty text"):
+            coordinator.predict(["a", "b", "c", "d", "e", " "])
+        with pytest.raises(DataError, match="give a list of texts"):
+            coordinator.predict("abc")
+
+
+def test_a_replica_to_be_slowed_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"emulate_slow .* replica 5, .* 0 to 1"):
+        make(["cpu"] * 2, emulate_slow={5: 2.0})
 
 
 @pytest.mark.parametrize(

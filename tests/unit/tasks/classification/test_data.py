@@ -136,6 +136,49 @@ def test_labels_that_are_unknown_or_out_of_range() -> None:
         labels.index(2, "data:7")
 
 
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([0, 1, 4_000_000_000], r":3: label 4000000000 would make 4,000,000,001 classes"),
+        (
+            ["a", "b", 1],
+            r":3 has the index 1 as its label, and data.jsonl:1 the name 'a'",
+        ),
+        (["0", "x" * 9, 1], r"data.jsonl:3 has the index 1 .* data.jsonl:2 the name 'xxxxxxxxx'"),
+    ],
+)
+def test_labels_that_make_no_classes(labels: list[str | int], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        LabelSet.of(records(*labels))
+
+
+def test_indices_may_be_written_as_texts_here_and_there() -> None:
+    labels = LabelSet.of(records(0, "0", 1, "1"))
+    assert labels.names == ("0", "1")
+    assert [labels.index(label, "") for label in (0, "0", 1, "1")] == [0, 0, 1, 1]
+
+
+def test_digits_without_end_are_a_name() -> None:
+    assert len(LabelSet.of(records("1" * 5_000, "a"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [("fruti", r"data.jsonl:41: label 'fruti' is unknown"), (7, r":41: label 7 is out of range")],
+)
+def test_a_label_that_is_not_among_those_given_is_named_with_its_line(
+    tmp_path: Path, label: str | int, words: str
+) -> None:
+    rows = [{"text": f"text {i}", "label": ("fruit", "tool")[i % 2]} for i in range(40)]
+    lines = [json.dumps(row) + "\n" for row in (*rows, {"text": "one", "label": label})]
+    path = write(tmp_path, "".join(lines))
+    config = load_config(
+        ClassifyRunConfig, None, base={"data": {"path": str(path)}, "labels": ["fruit", "tool"]}
+    )
+    with pytest.raises(DataError, match=words):
+        load_data(config)
+
+
 def test_one_class_is_none() -> None:
     with pytest.raises(DataError, match="two or more"):
         LabelSet.of(records("a", "a"))
@@ -170,6 +213,11 @@ def test_equal_texts_are_on_one_side() -> None:
     rows = [Record(f"text {i % 20}", i % 2, None, "") for i in range(80)]
     training, heldout = split_records(rows, 0.3, seed=0)
     assert not {r.text for r in training} & {r.text for r in heldout}
+
+
+def test_a_class_of_one_text_is_named_with_its_line() -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:5: class 'c' has 1 different text"):
+        split_records(records("a", "a", "b", "b", "c"), 0.5, seed=0)
 
 
 def test_a_class_of_one_group_cannot_be_split() -> None:

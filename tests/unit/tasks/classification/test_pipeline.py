@@ -92,6 +92,22 @@ def test_an_adapter_for_other_classes_is_refused(saved: tuple[ClassifyPipeline, 
         ClassifyPipeline.build(model, config(), LabelSet(["a", "b", "c"]))
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "has None as its 'labels'"),
+        ('{"labels": 3}', "has 3 as its 'labels'"),
+        ('{"labels": ["a", "b"], "seq_len": "x"}', "has 'x' as its 'seq_len'"),
+        ('{"labels": [], "seq_len": 8, "end_tokens": 1, "base": {}}', "has {} as its 'base'"),
+    ],
+)
+def test_a_note_that_was_changed_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "classify.json").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        ClassifyPipeline.load(tmp_path)
+
+
 def test_an_adapter_that_fits_no_layer_is_refused(
     saved: tuple[ClassifyPipeline, Path], tmp_path: Path
 ) -> None:

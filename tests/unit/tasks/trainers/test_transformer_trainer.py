@@ -78,6 +78,7 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
         (good.input_ids + 30, good.labels, "tokens 0 to 39"),
         (good.input_ids - 40, good.labels, "holds token -"),
         (good.input_ids, good.labels + 100, "tokens 0 to 39"),
+        (good.input_ids, torch.full_like(good.labels, -5), "holds token -5"),
     ):
         with pytest.raises(DataError, match=said):
             trainer.forward_backward_batch(LMBatch(ids, labels))
