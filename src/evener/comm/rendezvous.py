@@ -100,16 +100,8 @@ _servers: WeakValueDictionary[tuple[str, int], TCPStore] = WeakValueDictionary()
 
 
 def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> TCPStore:
-    listener = _listen(address, port) if listen_fd is None else socket.socket(fileno=listen_fd)
-    with listener:
-        # A server of torch's is its own first client, and would try for minutes.
-        reason = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
-        if reason is not None:
-            raise LaunchError(
-                f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
-                f"({reason}): give the address of the host that rank 0 runs on (MASTER_ADDR)"
-            )
-        descriptor = listener.detach()
+    # A socket that is handed down is bound and does not listen yet; a launcher has made it here.
+    descriptor = _listen_within_reach(address, port, timeout_s) if listen_fd is None else listen_fd
     try:
         return TCPStore(
             address,
@@ -124,6 +116,19 @@ def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> 
             f"{address}:{port} takes connections but does not answer as rank 0's store "
             f"({first_line(error)}): is that the address of another host than rank 0's?"
         ) from None
+
+
+def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
+    """A socket that listens on ``port``, where ``address`` leads to this host."""
+    with _listen(address, port) as listener:
+        # A server of torch's is its own first client, and would try for minutes.
+        reason = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
+        if reason is not None:
+            raise LaunchError(
+                f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
+                f"({reason}): give the address of the host that rank 0 runs on (MASTER_ADDR)"
+            )
+        return listener.detach()
 
 
 def _client(address: str, port: int, timeout_s: float) -> TCPStore:
