@@ -100,7 +100,9 @@ def _logits_and_labels(
     model: nn.Module, batch: LMBatch, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Shapes ``(B * T, V)``, in float32 or float64, and ``(B * T,)``."""
-    logits = model(input_ids=batch.input_ids.to(device), use_cache=False).logits.flatten(0, 1)
+    # A key of transformers' models, which would keep what only generation needs.
+    options = {} if getattr(model, "config", None) is None else {"use_cache": False}
+    logits = model(input_ids=batch.input_ids.to(device), **options).logits.flatten(0, 1)
     wide = logits if logits.dtype is torch.float64 else logits.float()
     return wide, batch.labels.to(device).flatten()
 

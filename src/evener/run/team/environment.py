@@ -153,7 +153,14 @@ class DistributedTrainConfig:
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
         if is_loopback(_split_address(place.get("coordinator_addr", ""), 0)[0]):
             known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
-        return cls(**{**known, **place})
+        place = {**known, **place}
+        if "local_world_size" in place and place.get("local_rank", 0) >= place["local_world_size"]:
+            raise ConfigError(
+                f"{path}: local_rank is {place['local_rank']}, but local_world_size is "
+                f"{place['local_world_size']}; local ranks count from 0 to local_world_size - 1 on "
+                "each host: give both, or none"
+            )
+        return cls(**place)
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
@@ -262,7 +269,8 @@ def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
         coordinator_addr=task.host,
         # A batch script may choose host and port itself.
         coordinator_port=_port(environ) if environ.get("MASTER_PORT") else task.port,
-        local_world_size=task.local_world_size,
+        # Tasks by node may be those of the whole job, of which a step has fewer.
+        local_world_size=min(task.local_world_size, task.world_size),
         launched_by="slurm",
     )
 
@@ -379,6 +387,12 @@ def _check_numbers(config: DistributedTrainConfig) -> None:
         raise ConfigError(
             f"local_rank is {config.local_rank} of local_world_size {config.local_world_size}; "
             "local ranks count from 0"
+        )
+    if config.local_world_size > config.world_size:
+        raise ConfigError(
+            f"local_world_size is {config.local_world_size}, but world_size is "
+            f"{config.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE and "
+            "WORLD_SIZE in the environment)"
         )
     if not 0 <= config.coordinator_port <= 65_535:
         raise ConfigError(

@@ -32,6 +32,9 @@ def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         kind, words = (int, "a whole number") if key in _NUMBERS else (str, "text")
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ConfigError(f"{where}: {key} is {value!r}; give {words}")
+    for key in _NUMBERS:
+        if key in changes and type(changes[key]) is not int:
+            raise ConfigError(f"{key} is {changes[key]!r}; give a whole number")
     place = {**document, **changes}
     if "world_size" not in place:
         raise ConfigError(f"{where}: world_size is missing; give the number of ranks")

@@ -66,6 +66,7 @@ class DistributedTrainer:
         precision: str = "auto",
         options: DdpConfig | None = None,
     ) -> None:
+        _check_kinds(trainer, comm)
         self.trainer = trainer
         self.dist_config = config or DistributedTrainConfig.of_rank(comm.rank, comm.world_size)
         self.rank = comm.rank
@@ -173,6 +174,19 @@ class DistributedTrainer:
     ) -> None:
         self._give_threads_back()
         self._ddp.__exit__(kind, error, traceback)
+
+
+def _check_kinds(trainer: object, comm: object) -> None:
+    if not isinstance(comm, DistributedComm):
+        raise ConfigError(
+            f"comm is a {type(comm).__name__}; give this rank's end: DistributedComm.remote(config)"
+            ", or one element of the list DistributedComm.local(num_ranks)"
+        )
+    if not isinstance(trainer, TransformerTrainer):
+        comm.close()  # the others learn at once that this rank will not come
+        raise ConfigError(
+            f"trainer is a {type(trainer).__name__}; give a TransformerTrainer(model)"
+        )
 
 
 def _check_places(comm: DistributedComm, config: DistributedTrainConfig) -> None:

@@ -236,6 +236,8 @@ class TransformerTrainer:
             )
         if batch.input_ids.device.type != "cpu" or batch.labels.device.type != "cpu":
             return  # looking would wait for the device
+        if getattr(self.model, "get_input_embeddings", None) is None:
+            return  # not of transformers: how many tokens it has is not known
         size = vocabulary_size(self.model)
         # A label of -100 is none; any other must be a token, as those of input_ids.
         labels = batch.labels.where(batch.labels != IGNORED, 0)
@@ -254,11 +256,13 @@ def _settings(given: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerCon
     return load_config(OptimizerConfig, None, base=given)
 
 
-def _check_limits(max_steps: int | None, total_tokens: float | None) -> None:
-    if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 1):
-        raise ConfigError(f"max_steps is {max_steps}; give 1 or more, or None for no end")
-    if total_tokens is not None and not 0 < total_tokens < math.inf:
-        raise ConfigError(f"total_tokens is {total_tokens}; give a number above 0, or None")
+def _check_limits(max_steps: object, total_tokens: object) -> None:
+    if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+        raise ConfigError(f"max_steps is {max_steps!r}; give 1 or more, or None for no end")
+    if total_tokens is None:
+        return
+    if not isinstance(total_tokens, int | float) or not 0 < total_tokens < math.inf:
+        raise ConfigError(f"total_tokens is {total_tokens!r}; give a number above 0, or None")
 
 
 def _schedule(

@@ -503,6 +503,24 @@ def test_a_bad_value_of_a_file_is_named(tmp_path, text, named):
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "changes", "words"),
+    [
+        ("local_rank: 3\nlocal_world_size: 2", {}, "local_rank is 3, but local_world_size is 2"),
+        ("local_world_size: 5", {}, "local_world_size is 5, but world_size is 2"),
+        ("", {"world_size": "2"}, "world_size is '2'; give a whole number"),
+    ],
+)
+def test_local_numbers_of_a_file_that_fit_no_host(tmp_path, text, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        in_file(tmp_path, f"world_size: 2\nrank: 1\ncoordinator_addr: node7\n{text}", **changes)
+
+
+def test_more_ranks_on_a_host_than_in_the_team():
+    with pytest.raises(ConfigError, match="local_world_size is 7, but world_size is 2"):
+        DistributedTrainConfig(2, local_world_size=7)
+
+
 def test_an_address_is_looked_up_when_asked():
     DistributedTrainConfig(coordinator_addr="localhost").check_address()
     DistributedTrainConfig(coordinator_addr="::1").check_address()

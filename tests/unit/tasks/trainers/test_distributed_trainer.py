@@ -387,6 +387,14 @@ def test_a_barrier_waits_for_all_and_names_who_has_gone() -> None:
     assert "rank 1 has closed" in str(first)
 
 
+def test_what_is_no_end_and_no_trainer_is_named() -> None:
+    (end,) = DistributedComm.local(1)
+    with pytest.raises(ConfigError, match="comm is a list; give this rank's end"):
+        DistributedTrainer(TransformerTrainer(llama(1)), [end])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"trainer is a Llama.*; give a TransformerTrainer"):
+        DistributedTrainer(llama(1), end)  # type: ignore[arg-type]
+
+
 def test_a_team_of_no_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_ranks is 0"):
         DistributedComm.local(0)

@@ -1,5 +1,6 @@
 """``TransformerTrainer`` and its batches: options, what is refused, the learning rate."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from helpers.language import llama, lm_batch, vector
         ({"optimizer": {"lr": -1}}, ["lr is -1", "more than 0"]),
         ({"max_steps": 0}, ["max_steps is 0", "1 or more"]),
         ({"max_steps": True}, ["max_steps is True"]),
+        ({"max_steps": "4"}, ["max_steps is '4'", "1 or more"]),
+        ({"max_steps": 2.5}, ["max_steps is 2.5"]),
+        ({"total_tokens": "x"}, ["total_tokens is 'x'"]),
         ({"total_tokens": 0}, ["total_tokens is 0"]),
         ({"total_tokens": float("inf")}, ["total_tokens is inf"]),
     ],
@@ -82,6 +86,27 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     ):
         with pytest.raises(DataError, match=said):
             trainer.forward_backward_batch(LMBatch(ids, labels))
+
+
+class OwnModel(nn.Module):
+    """A model that is not of transformers: token ids in, an object with logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 4), nn.Linear(4, 40)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.embedding(input_ids)))
+
+
+def test_a_model_of_ones_own_needs_only_logits() -> None:
+    model, batch = OwnModel(), lm_batch(1, 2)
+    trainer = TransformerTrainer(model)
+    logits = model(batch.input_ids).logits.flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, batch.labels.flatten()).item()
+    assert trainer.forward_backward_batch(batch) == pytest.approx(expected, rel=1e-6)
+    assert trainer.apply_gradients() is not None
+    trainer.close()
 
 
 def test_what_is_no_batch_is_refused() -> None:
