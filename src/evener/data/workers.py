@@ -1,8 +1,8 @@
 """Worker processes: a fetcher that loads elsewhere, and what runs at the other end.
 
 Workers are spawned, not forked: a rank holds threads and sockets that do not survive a fork.
-Tensors come back through shared memory without a name, so that nothing stays behind on
-``/dev/shm`` however a process ends.
+Tensors come back through shared memory that loses its name as soon as it is there, so that nothing
+stays behind on ``/dev/shm``; what a worker was killed over in that moment is swept up after it.
 """
 
 import multiprocessing
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from pickle import loads
 from typing import Any, Final, final
 
@@ -298,7 +299,9 @@ class _Worker:
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join(_GRACE_S)
-        if self.process.exitcode is not None:
+        if (code := self.process.exitcode) is not None:
+            if code < 0:
+                _sweep_up_after(self.process.pid)
             self.process.close()
 
 
@@ -366,6 +369,13 @@ class ProcessFetcher(Fetcher):
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             worker.bury(deadline)
+
+
+def _sweep_up_after(pid: int | None) -> None:
+    """Removes shared memory that a killed process had made and not yet taken the name from."""
+    with suppress(OSError):
+        for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            segment.unlink(missing_ok=True)
 
 
 def _is_by_value(recipe: Recipe) -> bool:
