@@ -60,8 +60,8 @@ LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
 EXTRAS = "hf,data,tensorboard,dashboard,dev"
 
-# These start processes that want the cores for themselves; the other tests run side by side.
-SERIAL_TESTS = ("conformance", "processes", "numerics", "recipes")
+# These hold peers to short deadlines and have the cores for themselves; others run side by side.
+SERIAL_TESTS = ("conformance",)
 
 
 # ── setup ────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,7 @@ def clone(tmp_path):
     (tmp_path / ".ci").mkdir()
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "tests" / "processes").mkdir(parents=True)
+    (tmp_path / "tests" / "conformance").mkdir(parents=True)
     return tmp_path
 
 
@@ -175,8 +175,8 @@ def test_test_runs_everything_and_sums_up_in_one_line(dev, clone):
     ran = calls(clone)
     assert {"ruff check .", "ruff format --check .", "mypy", "lint-imports --no-logo"} <= set(ran)
     side_by_side, serial = [line for line in ran if "-m pytest" in line]
-    assert "--ignore=tests/processes tests" in side_by_side
-    assert serial.endswith(" tests/processes")
+    assert "--ignore=tests/conformance tests" in side_by_side
+    assert serial.endswith(" tests/conformance")
     lines = done.stdout.splitlines()
     assert "not run, needs a GPU: c" in lines
     assert lines[-1].startswith("==== static checks passed; 4 passed, 0 failed, 2 skipped in ")
