@@ -14,6 +14,9 @@ that needs it; a wait for a busy core is not multiplied, but part of that time. 
 inside backward, so there the delay comes before the exchange of each bucket, and overlap with the
 rest stays possible.
 
+Each rank has a core of its own as far as there are enough, and the slow ones share (``--cores``):
+unlike devices do not take time from one another.
+
 ``evener.cadence`` and ``evener.async`` make local optimizer steps on one micro-batch each, in turns
 of some windows; the window at the end of a turn, which shares out what is left, is part of it.
 
@@ -71,12 +74,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--speeds", type=speeds, default="1,0.3333", help="relative to the fastest")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=4, help="global batches a turn")
+    parser.add_argument("--windows", type=int, default=8, help="global batches a turn")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument(
         "--micro-batch-size",
         type=int,
-        help="of solo and evener; an equal share. Small ones spread emulated sleep more evenly",
+        default=4,
+        help="of solo and evener. Small ones spread emulated sleep more evenly",
     )
     parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
     parser.add_argument("--local-windows", type=int, default=4, help="theirs a turn, about")
@@ -91,13 +95,15 @@ def parse_arguments() -> argparse.Namespace:
         "--cores",
         type=core_numbers,
         metavar="CORE,...",
-        help="the core of each rank, as devices have theirs; the operating system's choice without",
+        help="the core of each rank, as devices have theirs, or 'any'; spread by speed without",
     )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    if arguments.cores is not None and len(arguments.cores) != len(arguments.speeds):
+    if arguments.cores is None:
+        arguments.cores = spread(arguments.speeds)
+    if arguments.cores and len(arguments.cores) != len(arguments.speeds):
         parser.error(
             f"{len(arguments.cores)} cores for {len(arguments.speeds)} ranks: give one each"
         )
@@ -105,11 +111,23 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def core_numbers(text: str) -> list[int]:
-    """``0,1,1`` as numbers."""
+    """``0,1,1`` as numbers; none for ``any``."""
+    if text == "any":
+        return []
     usable = os.sched_getaffinity(0)
     cores = [int(t) if t.isdecimal() else -1 for t in text.split(",")]
     if unknown := [c for c in cores if c not in usable]:
         raise argparse.ArgumentTypeError(f"core {unknown[0]} is none of {sorted(usable)}")
+    return cores
+
+
+def spread(speeds: Sequence[float]) -> list[int]:
+    """A core for each rank, the fastest first, each on the core that has least to do so far."""
+    load = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
+    cores = [0] * len(speeds)
+    for rank in sorted(range(len(speeds)), key=lambda r: -speeds[r]):
+        cores[rank] = min(load, key=lambda core: load[core])
+        load[cores[rank]] += speeds[rank]
     return cores
 
 
@@ -136,9 +154,8 @@ def way_names(text: str) -> list[str]:
 
 def samples_of_local_turn(arguments: argparse.Namespace) -> int:
     """Samples of some windows in which the slowest rank makes ``anchor`` local steps."""
-    equal_share = -(-arguments.batch_size // len(arguments.speeds))
     steps = sum(arguments.anchor * s / min(arguments.speeds) for s in arguments.speeds)
-    return arguments.local_windows * round(steps) * (arguments.micro_batch_size or equal_share)
+    return arguments.local_windows * round(steps) * arguments.micro_batch_size
 
 
 class Way:
@@ -149,8 +166,7 @@ class Way:
         self.batch_size = arguments.batch_size
         self.rank = rank
         self.world_size = len(arguments.speeds)
-        equal_share = -(-self.batch_size // self.world_size)
-        self.micro_batch_size: int = arguments.micro_batch_size or equal_share
+        self.micro_batch_size: int = arguments.micro_batch_size
         # An epoch is a turn of evener's. (A loop cannot be left after some windows: a rank without
         # a share does not come out of the loader for them.)
         self.data = Tokens(arguments.batch_size * arguments.windows, SEQ_LEN)
@@ -335,7 +351,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     before = load_average()
     rank, world_size = int(os.environ["RANK"]), len(arguments.speeds)
-    if arguments.cores is not None:
+    if arguments.cores:
         os.sched_setaffinity(0, {arguments.cores[rank]})
     dist.init_process_group(
         "gloo",
