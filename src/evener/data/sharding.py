@@ -6,6 +6,7 @@ and for corpora of many files.
 
 import itertools
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,11 +30,11 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> list[int]:
         Numbers of batches, in rising order.
 
     Raises:
-        ConfigError: A number is out of range.
+        ConfigError: A number is not whole, or out of range.
     """
     _check(rank, world_size)
-    if num_batches < 0:
-        raise ConfigError(f"num_batches is {num_batches}; give 0 or more")
+    if not is_whole(num_batches) or num_batches < 0:
+        raise ConfigError(f"num_batches is {num_batches!r}; give a whole number of 0 or more")
     return list(range(rank, num_batches, world_size))
 
 
@@ -68,7 +69,15 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
     return ordered[rank::world_size]
 
 
+def is_whole(value: object) -> bool:
+    """Whether something is a whole number, such as an ``int`` or one of NumPy's."""
+    return isinstance(value, Integral)
+
+
 def _check(rank: int, world_size: int) -> None:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if not is_whole(value):
+            raise ConfigError(f"{name} is {value!r}; give a whole number")
     if world_size < 1:
         raise ConfigError(f"world_size is {world_size}; a team has at least one rank")
     if not 0 <= rank < world_size:

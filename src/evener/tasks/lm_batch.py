@@ -10,6 +10,8 @@ from torch import Tensor
 from evener.data.packing import IGNORED
 from evener.errors import DataError
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,23 +63,18 @@ class LMBatch:
             pad_id: Fills up short ones on the right; it is never counted as a target.
 
         Raises:
-            DataError: There is no document, or one has fewer than two tokens.
+            DataError: There is no document, or one has fewer than two tokens, or something else
+                than whole numbers.
         """
         if not documents:
             raise DataError("LMBatch.of_documents was given no document; give at least one")
-        for number, document in enumerate(documents):
-            if len(document) < 2:
-                raise DataError(
-                    f"document {number} has {len(document)} tokens; two are needed for one to be "
-                    "predicted: leave it out"
-                )
-        longest = max(len(document) for document in documents) - 1
-        input_ids = torch.full((len(documents), longest), pad_id, dtype=torch.int64)
-        labels = torch.full((len(documents), longest), IGNORED, dtype=torch.int64)
-        for row, document in enumerate(documents):
-            tokens = torch.tensor(document, dtype=torch.int64)
-            input_ids[row, : len(document) - 1] = tokens[:-1]
-            labels[row, : len(document) - 1] = tokens[1:]
+        rows = [_tokens(number, document) for number, document in enumerate(documents)]
+        longest = max(len(tokens) for tokens in rows) - 1
+        input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
+        labels = torch.full((len(rows), longest), IGNORED, dtype=torch.int64)
+        for row, tokens in enumerate(rows):
+            input_ids[row, : len(tokens) - 1] = tokens[:-1]
+            labels[row, : len(tokens) - 1] = tokens[1:]
         return cls(input_ids, labels)
 
     @property
@@ -89,3 +86,28 @@ class LMBatch:
     def num_tokens(self) -> int:
         """Targets that count: the weight of the batch's mean loss."""
         return int((self.labels != IGNORED).sum().item())
+
+
+def _tokens(number: int, document: object) -> Tensor:
+    """The token ids of a document, int64 of shape ``(tokens,)``."""
+    try:
+        tokens = torch.as_tensor(document)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = None
+    if tokens is not None and not tokens.numel():
+        tokens = tokens.to(torch.int64)  # torch takes an empty list for one of floats
+    if tokens is None or tokens.dim() != 1 or tokens.dtype not in _WHOLE:
+        raise DataError(
+            f"document {number} is {_shown(document)}; give its token ids: a list of whole numbers"
+        )
+    if len(tokens) < 2:
+        raise DataError(
+            f"document {number} has {len(tokens)} tokens; two are needed for one to be "
+            "predicted: leave it out"
+        )
+    return tokens.to(torch.int64)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -58,3 +58,9 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
         shard_files(["a", "b"], 0, 3)
     with pytest.raises(DataError, match="'a' is among the files twice"):
         shard_files(["a", "b", "a"], 0, 2)
+
+
+@pytest.mark.parametrize("numbers", [(2.5, 0, 1), (4, 0.0, 1), (4, 0, "2"), (None, 0, 1)])
+def test_numbers_that_are_not_whole_are_named(numbers):
+    with pytest.raises(ConfigError, match="give a whole number"):
+        shard_batches(*numbers)

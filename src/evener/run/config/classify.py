@@ -1,5 +1,6 @@
 """The keys of a classification run: every key, its default, its limits. No torch here."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +18,10 @@ from evener.run.config.pretrain import (
 )
 
 _AboveZero = Annotated[Number, Field(gt=0)]
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class LoraConfig(Section):
@@ -90,11 +95,23 @@ class ClassifyConfig(Section):
     @field_validator("class_weights", mode="before")
     @classmethod
     def _known_weights(cls, value: object) -> object:
-        if value is None or value == "balanced" or isinstance(value, list | dict):
+        if value is None or value == "balanced":
+            return value
+        numbers = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(numbers, list) and all(_is_weight(number) for number in numbers):
             return value
         raise ValueError(
-            "give 'balanced', a list with a number for each class, or names and numbers"
+            "give 'balanced', a list with a number above 0 for each class, or names and numbers"
         )
+
+    @model_validator(mode="after")
+    def _room_for_text(self) -> "ClassifyConfig":
+        if self.end_tokens >= self.seq_len:
+            raise ValueError(
+                f"end_tokens={self.end_tokens} leave no room for text in seq_len={self.seq_len}; "
+                "give fewer end_tokens or a larger seq_len"
+            )
+        return self
 
 
 class ClassifyDataConfig(Section):

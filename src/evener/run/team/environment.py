@@ -349,8 +349,8 @@ def _master_addr(environ: Mapping[str, str]) -> str:
 
 
 def _checked_host(host: str) -> str:
-    host = host.strip().removeprefix("[").removesuffix("]")
-    if not host or any(c.isspace() or c == "/" for c in host):
+    host = re.sub(r"^\[(.*)\]$", r"\1", host.strip())
+    if not host or any(c.isspace() or c in "/[]" for c in host):
         raise ConfigError(
             f"coordinator_addr is {host!r}, which is no host; give a name or an IP address "
             "(MASTER_ADDR in the environment)"

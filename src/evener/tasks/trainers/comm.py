@@ -6,6 +6,7 @@ from typing import Self, final
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
+from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.run.team.backends import connect_team
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
@@ -40,10 +41,10 @@ class DistributedComm:
             timeout_s: Longest wait for another rank.
 
         Raises:
-            ConfigError: A number is out of range.
+            ConfigError: A number is not whole, or out of range.
         """
-        if num_ranks < 1:
-            raise ConfigError(f"num_ranks is {num_ranks}; give 1 or more")
+        if not is_whole(num_ranks) or num_ranks < 1:
+            raise ConfigError(f"num_ranks is {num_ranks!r}; give a whole number of 1 or more")
         if num_ranks == 1:
             return [cls(SingleCommunicator(timeout_s=timeout_s))]
         team = ThreadTeam(num_ranks, timeout_s=timeout_s)

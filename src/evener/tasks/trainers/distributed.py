@@ -72,7 +72,7 @@ class DistributedTrainer:
         self.rank = comm.rank
         self.world_size = comm.world_size
         try:
-            _check_places(comm, self.dist_config)
+            _check_places(comm, self.dist_config, trainer.max_steps)
             # Processes have agreed on it when they met.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             self._ddp = trainer.join_team(
@@ -189,15 +189,18 @@ def _check_kinds(trainer: object, comm: object) -> None:
         )
 
 
-def _check_places(comm: DistributedComm, config: DistributedTrainConfig) -> None:
-    """All ranks say their places, so that all find the same mistake.
+def _check_places(
+    comm: DistributedComm, config: DistributedTrainConfig, max_steps: int | None
+) -> None:
+    """All ranks say their places and how long they train, so that all find the same mistake.
 
     Raises:
-        ConfigError: Names the first rank whose config does not fit its connection.
+        ConfigError: Names the first rank whose config does not fit its connection, or that makes
+            another number of steps than rank 0.
     """
-    row = [config.rank, config.world_size]
+    row = [config.rank, config.world_size, max_steps or 0]
     rows = comm.communicator.all_gather_rows(row, what="places of the ranks")
-    for rank, (said, world_size) in enumerate(rows):
+    for rank, (said, world_size, steps) in enumerate(rows):
         if int(world_size) != comm.world_size:
             raise ConfigError(
                 f"rank {rank} has world_size {int(world_size)} in its DistributedTrainConfig, and "
@@ -207,4 +210,9 @@ def _check_places(comm: DistributedComm, config: DistributedTrainConfig) -> None
             raise ConfigError(
                 f"the DistributedTrainConfig of rank {rank} says rank {int(said)}; give each rank "
                 "the end of DistributedComm.local with its own number"
+            )
+        if steps != rows[0][2]:
+            raise ConfigError(
+                f"the TransformerTrainer of rank {rank} has max_steps={int(steps) or None}, that "
+                f"of rank 0 {int(rows[0][2]) or None}; give all the same max_steps"
             )

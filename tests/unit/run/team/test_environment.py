@@ -363,6 +363,8 @@ def test_fields_in_the_order_that_is_public():
         ({"comm_backend": "mpi"}, "choose one of auto, nccl, gloo, cpu"),
         ({"coordinator_addr": "10.0.0.1:9000", "coordinator_port": 9}, "give the port once"),
         ({"coordinator_addr": "[::1]:9000", "coordinator_port": 9}, "give the port once"),
+        ({"coordinator_addr": "[::1"}, "'[::1', which is no host"),
+        ({"coordinator_addr": "::1]"}, "'::1]', which is no host"),
         ({"coordinator_port": 65_536}, "coordinator_port is 65536"),
         ({"local_world_size": 0}, "local_world_size 0"),
     ],

@@ -265,3 +265,17 @@ def test_the_example_file_names_every_section() -> None:
     config = load_config(ClassifyRunConfig, ROOT / "examples" / "classify.yaml")
     assert config.class_weights == "balanced"
     assert config.model_fields_set >= {"data", "model", "lora", "optimizer", "eval", "checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"class_weights": [0, 1]}, "a number above 0 for each class"),
+        ({"class_weights": {"a": -1.0}}, "a number above 0 for each class"),
+        ({"class_weights": [1.0, "b"]}, "a number above 0 for each class"),
+        ({"seq_len": 8, "end_tokens": 8}, "end_tokens=8 leave no room for text in seq_len=8"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ClassifyRunConfig(**keys)

@@ -314,6 +314,16 @@ def test_every_rank_is_told_of_ends_that_were_mixed_up() -> None:
         assert "of rank 0 says rank 1" in str(error)
 
 
+def test_ranks_that_would_end_at_other_steps_are_refused_on_every_rank() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), OPTIMIZER, max_steps=None if comm.rank else 3)
+        DistributedTrainer(trainer, comm, config, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert "rank 1 has max_steps=None, that of rank 0 3; give all the same" in str(error)
+
+
 def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
         trainer = TransformerTrainer(llama(1 + comm.rank), OPTIMIZER)
@@ -398,6 +408,8 @@ def test_what_is_no_end_and_no_trainer_is_named() -> None:
 def test_a_team_of_no_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_ranks is 0"):
         DistributedComm.local(0)
+    with pytest.raises(ConfigError, match="num_ranks is '2'; give a whole number"):
+        DistributedComm.local("2")  # type: ignore[arg-type]
 
 
 def test_a_network_team_needs_an_address_that_is_known_and_a_port() -> None:

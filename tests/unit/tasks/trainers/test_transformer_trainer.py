@@ -140,6 +140,8 @@ def test_documents_become_sequences_with_their_next_tokens() -> None:
     assert batch.input_ids.tolist() == [[5, 6], [8, 1]]
     assert batch.labels.tolist() == [[6, 7], [9, -100]]
     assert (batch.num_sequences, batch.num_tokens) == (2, 3)
+    again = LMBatch.of_documents([torch.tensor([5, 6, 7], dtype=torch.int32), (8, 9)], pad_id=1)
+    assert torch.equal(again.input_ids, batch.input_ids)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,19 @@ def test_a_batch_that_is_none_is_refused(input_ids: Any, labels: Any, said: str)
 
 
 @pytest.mark.parametrize(
-    ("documents", "said"), [([], "no document"), ([[1, 2], [3]], "document 1 has 1 tokens")]
+    ("documents", "said"),
+    [
+        ([], "no document"),
+        ([[1, 2], [3]], "document 1 has 1 tokens"),
+        ([[1, 2], []], "document 1 has 0 tokens"),
+        (["two words"], "document 0 is 'two words'; give its token ids"),
+        ([[1, 2], ["a", "b"]], r"document 1 is \['a', 'b'\]; give its token ids"),
+        ([[1, 2], None], "document 1 is None; give its token ids"),
+        ([[1.0, 2.5]], r"document 0 is \[1.0, 2.5\]; give its token ids: a list of whole numbers"),
+        ([[[1, 2], [3, 4]]], "document 0 is .*; give its token ids"),
+        ([[True, False]], "document 0 is .*; give its token ids"),
+    ],
 )
-def test_documents_without_a_target_are_refused(documents: list[list[int]], said: str) -> None:
+def test_documents_without_a_target_are_refused(documents: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         LMBatch.of_documents(documents)
