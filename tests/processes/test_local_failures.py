@@ -133,7 +133,17 @@ def play(rank: Rank, policy: str, point: str, kind: str, victim: int) -> dict[st
         except CollectiveError as error:
             seen |= {"error": type(error).__name__, "message": str(error)}
             seen["missing"] = getattr(error, "missing", ())
+            rank.send("told")
+            rank.receive()  # all have been told; rank 0, which serves the store, stays until then
         return seen | state(ddp, loader)
+
+
+def let_go(team: RankTeam, *ranks: int) -> None:
+    """Waits until these ranks have been told what is wrong, and lets them end."""
+    for rank in ranks:
+        assert team.receive(rank) == "told"
+    for rank in ranks:
+        team.send(rank, "end")
 
 
 def survivors(outcomes: list[Outcome], victim: int) -> list[dict[str, Any]]:
@@ -170,6 +180,7 @@ def assert_one_state(members: list[dict[str, Any]], *, applied: bool) -> None:
 )
 def test_a_killed_rank(policy: str, point: str, victim: int) -> None:
     with RankTeam(play, 3, policy, point, "SIGKILL", victim) as team:
+        let_go(team, *({0, 1, 2} - {victim}))
         outcomes = team.wait(SOON_S)
     assert outcomes[victim].died_of == signal.SIGKILL
     members = survivors(outcomes, victim)
@@ -197,6 +208,7 @@ def test_a_stopped_rank(policy: str, point: str) -> None:
             assert team.receive(rank) == "here"
         for rank in (0, 2):
             team.send(rank, "go")
+        let_go(team, 0, 2)
         outcomes = team.wait(SOON_S)
     assert outcomes[victim].stopped
     members = survivors(outcomes, victim)
@@ -214,6 +226,8 @@ def test_a_stopped_rank(policy: str, point: str) -> None:
 def test_a_rank_that_is_cut_off(policy: str) -> None:
     """Its network fails: it loses its peers as they lose it, and nobody waits for a deadline."""
     with RankTeam(play, 3, policy, "before the exchange", "cut", 1) as team:
+        assert team.receive(1) == "harm"
+        let_go(team, 0, 1, 2)
         outcomes = team.wait(SOON_S)
     members = survivors(outcomes, -1)
     for member in members:
