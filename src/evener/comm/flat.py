@@ -75,6 +75,7 @@ class FlatBuffers:
         self._places = {name: i for i, (name, _) in enumerate(parameters)}
         self._turns = _turns(buckets or (), self._places)
         self.groups: tuple[FlatGroup, ...] = ()
+        self._buckets: list[tuple[FlatGroup, Bucket]] = []
         self.parameters: tuple[Parameter, ...] = ()
         self.names: tuple[str, ...] = ()
         self._index: dict[str, int] = {}
@@ -103,8 +104,7 @@ class FlatBuffers:
 
     def buckets_of(self, part: int | None) -> list[tuple[FlatGroup, Bucket]]:
         """The buckets of a part in the order of exchange, each with its group; all for ``None``."""
-        found = [(group, bucket) for group in self.groups_of(part) for bucket in group.buckets]
-        return sorted(found, key=lambda pair: pair[1].number)
+        return [pair for pair in self._buckets if part is None or pair[0].part == part]
 
     def in_model_order(self) -> list[int]:
         """Flat numbers of the parameters, in the order in which the model has them."""
@@ -282,6 +282,8 @@ class FlatBuffers:
             self.names += group.names
             for i in group.indices:
                 self._add_place(i, group)
+        every = [(group, bucket) for group in self.groups for bucket in group.buckets]
+        self._buckets = sorted(every, key=lambda pair: pair[1].number)
 
     def _add_place(self, i: int, group: FlatGroup) -> None:
         parameter = self.parameters[i]
