@@ -17,7 +17,7 @@ from evener.run.loading.evaluation import EvaluationLoader
 from evener.run.loading.intake import Intake, is_stream, read_dataset, read_loader
 from evener.run.loading.loaders import make_loader
 from evener.run.loading.stream import StreamLoader, stream_of
-from evener.run.loading.team_loop import TeamLoader
+from evener.run.loading.team_loop import Feed, TeamLoader
 from evener.run.local.engine import LocalEngine
 from evener.run.team.team import Meeting
 
@@ -250,8 +250,7 @@ class DataSide:
         elif not isinstance(micro_batch_size, str):
             micro = micro_batch_size
         assembly.set_micro_batch_size(micro)
-        return make_loader(
-            self._engine,
+        feed = Feed(
             make_fetcher(intake.dataset, intake.collate_fn, seed, intake.num_workers, prefetch),
             Cursor(num_samples, seed),
             intake.order,
@@ -260,6 +259,7 @@ class DataSide:
             max_steps=max_steps,
             pin_memory=intake.pin_memory,
         )
+        return make_loader(self._engine, feed)
 
     def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
         engine = self._engine

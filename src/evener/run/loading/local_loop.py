@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any, final
 
-from evener.data.cursor import Cursor, Slice
-from evener.data.loader import Fetcher, Pending
-from evener.run.loading.intake import Indices, Order
-from evener.run.loading.team_loop import TeamLoader
+from evener.data.cursor import Slice
+from evener.data.loader import Pending
+from evener.run.loading.intake import Indices
+from evener.run.loading.team_loop import Feed, TeamLoader
 from evener.run.local.engine import LocalEngine
 from evener.run.windows.memory import MicroBatchTooLarge
 
@@ -23,28 +23,8 @@ class LocalLoader(TeamLoader):
     windows inside ``__next__``.
     """
 
-    def __init__(
-        self,
-        engine: LocalEngine,
-        fetcher: Fetcher,
-        cursor: Cursor,
-        order: Order,
-        *,
-        batch_size: int,
-        micro_batch_size: int,
-        max_steps: int | None,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            engine,
-            fetcher,
-            cursor,
-            order,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            max_steps=max_steps,
-            pin_memory=pin_memory,
-        )
+    def __init__(self, engine: LocalEngine, feed: Feed) -> None:
+        super().__init__(engine, feed)
         self._engine = engine
         self._queued: dict[Slice, deque[tuple[int, int, Pending]]] = {}
 
@@ -56,7 +36,7 @@ class LocalLoader(TeamLoader):
 
     def _train(self, permutation: Indices) -> Generator[Any, None, None]:
         engine = self._engine
-        engine.limit = self._max_steps
+        engine.limit = self._feed.max_steps
         engine.exchange_plan()
         while not engine.finished:
             piece = engine.take()

@@ -4,6 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -21,6 +22,30 @@ from evener.run.windows.memory import MicroBatchTooLarge
 from evener.run.windows.share import Share
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a loader hands out.
+
+    Attributes:
+        fetcher: Loads the samples.
+        cursor: Which have been committed.
+        order: In which order they come.
+        batch_size: Samples of an optimizer step: of the team in SYNC, of one rank otherwise.
+        micro_batch_size: Most samples of one forward and backward.
+        max_steps: Optimizer steps of the run; ``None`` for no limit.
+        pin_memory: Whether batches go into pinned memory.
+    """
+
+    fetcher: Fetcher
+    cursor: Cursor
+    order: Order
+    batch_size: int
+    micro_batch_size: int
+    max_steps: int | None
+    pin_memory: bool = False
+
+
 class TeamLoader(ABC):
     """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
 
@@ -29,28 +54,13 @@ class TeamLoader(ABC):
     inside ``__next__``, so ranks may go round the loop a different number of times.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        fetcher: Fetcher,
-        cursor: Cursor,
-        order: Order,
-        *,
-        batch_size: int,
-        micro_batch_size: int,
-        max_steps: int | None,
-        pin_memory: bool = False,
-    ) -> None:
+    def __init__(self, engine: Engine, feed: Feed) -> None:
         self._team_engine = engine
-        self._fetcher = fetcher
-        self.cursor = cursor
-        self._order = order
-        self._pin_memory = pin_memory
+        self._feed = feed
+        self.cursor = feed.cursor
+        self.batch_size = feed.batch_size
         self._next = 0
         self._left = False
-        self.batch_size = batch_size
-        self._micro_batch_size = micro_batch_size
-        self._max_steps = max_steps
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch: windows of ``batch_size`` samples, the last one shorter."""
@@ -60,7 +70,7 @@ class TeamLoader(ABC):
     def micro_batch_size(self) -> int:
         """Most samples in one forward and backward on this rank."""
         limit = self._team_engine.limits.own
-        return min(self._micro_batch_size, limit or self._micro_batch_size)
+        return min(self._feed.micro_batch_size, limit or self._feed.micro_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
@@ -99,7 +109,7 @@ class TeamLoader(ABC):
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)
         self._left = False
-        indices = self._order.of(epoch)
+        indices = self._feed.order.of(epoch)
         self._compare(indices)
         engine.in_epoch = True
         try:
@@ -128,7 +138,7 @@ class TeamLoader(ABC):
     @property
     def _finished(self) -> bool:
         engine = self._team_engine
-        done = self._max_steps is not None and engine.turns >= self._max_steps
+        done = self._feed.max_steps is not None and engine.turns >= self._feed.max_steps
         return engine.stopping or done
 
     @abstractmethod
@@ -152,7 +162,7 @@ class TeamLoader(ABC):
 
     def _compare(self, indices: Indices) -> None:
         """Refuses a sampler that draws other samples on another rank."""
-        if not (own := self._order.fingerprint(indices)):
+        if not (own := self._feed.order.fingerprint(indices)):
             return
         team = self._team_engine.team
         for rank, other in enumerate(team.introduce({"order": own})):
@@ -166,12 +176,12 @@ class TeamLoader(ABC):
     def _received(self, pending: Pending) -> Any:
         """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
         batch = pending.result()
-        return tree_map(_pinned, batch) if self._pin_memory else batch
+        return tree_map(_pinned, batch) if self._feed.pin_memory else batch
 
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
         self._forget()
-        self._fetcher.close()
+        self._feed.fetcher.close()
 
     def _submit(
         self, epoch: int, positions: Sequence[int], permutation: Indices
@@ -180,7 +190,7 @@ class TeamLoader(ABC):
         queue: deque[tuple[int, int, Pending]] = deque()
         for part in split_evenly(positions, self.micro_batch_size):
             indices = [permutation[p] for p in part]
-            queue.append((part[0], len(part), self._fetcher.submit(epoch, indices)))
+            queue.append((part[0], len(part), self._feed.fetcher.submit(epoch, indices)))
         return queue
 
     def _seed(self, window: int, first_position: int) -> None:
@@ -195,29 +205,8 @@ class TeamLoader(ABC):
 class SyncLoader(TeamLoader):
     """The loader of SYNC: windows are slices of the epoch, split by share."""
 
-    def __init__(
-        self,
-        engine: WindowEngine,
-        fetcher: Fetcher,
-        cursor: Cursor,
-        order: Order,
-        *,
-        batch_size: int,
-        micro_batch_size: int,
-        max_steps: int | None,
-        probe: bool,
-        pin_memory: bool = False,
-    ) -> None:
-        super().__init__(
-            engine,
-            fetcher,
-            cursor,
-            order,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            max_steps=max_steps,
-            pin_memory=pin_memory,
-        )
+    def __init__(self, engine: WindowEngine, feed: Feed, *, probe: bool) -> None:
+        super().__init__(engine, feed)
         self._engine = engine
         self._probe = probe
         # By the plan itself: a plan may be replaced by another one for the same window.
@@ -299,7 +288,7 @@ class SyncLoader(TeamLoader):
                 return
 
     def _is_last(self, plan: WindowPlan) -> bool:
-        return self._max_steps is not None and plan.window + 1 >= self._max_steps
+        return self._feed.max_steps is not None and plan.window + 1 >= self._feed.max_steps
 
     def _fetch(self, plan: WindowPlan, permutation: Indices) -> None:
         """Asks for this rank's samples of a window, unless that has been done."""
@@ -320,13 +309,13 @@ class SyncLoader(TeamLoader):
         window = range(0) if gap is None else gap[: self.batch_size]
         if engine.team.rank < len(window):
             position = window[engine.team.rank]
-            sample = self._fetcher.load_once(self.cursor.epoch, permutation[position])
+            sample = self._feed.fetcher.load_once(self.cursor.epoch, permutation[position])
             sizes = self._sizes_to_time()
             while sizes:
                 size = sizes.popleft()
                 share = engine.open_share(1, timing=True)
                 self._seed(engine.window, position)
-                batch = self._fetcher.collate([sample] * size)
+                batch = self._feed.fetcher.collate([sample] * size)
                 share.start_micro_batch(size)
                 try:
                     yield batch
