@@ -1,6 +1,5 @@
 """A pretraining run, from data to the closing table: what every rank does."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
@@ -8,8 +7,6 @@ from typing import Any
 
 from evener.checkpoint import Checkpoint
 from evener.errors import EvenerError
-from evener.observe.progress import ProgressSink
-from evener.observe.tensorboard import TensorBoardSink
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain import RunConfig
@@ -133,22 +130,16 @@ class PretrainingRun:
             )
             return self._result(self.resumed.path)
         with ExitStack() as stack:
-            self.recorder = stack.enter_context(closing(RunRecorder(self.ddp, self.folder)))
+            self.recorder = stack.enter_context(RunRecorder(self.ddp, self.folder))
             self.checkpointer = stack.enter_context(closing(self._make_checkpointer()))
-            try:
-                self._start()
-                return self._train()
-            except Exception as error:
-                self.recorder.finish(self.ddp.window, "failed", f"{type(error).__name__}: {error}")
-                raise
+            self._start()
+            return self._train()
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
-        if self.ddp.is_main_process and not self.options.quiet:
-            self.recorder.add_sink(ProgressSink(sys.stderr))
-        if self.ddp.is_main_process and self.config.tensorboard:
-            self.recorder.add_sink(TensorBoardSink(self.folder / "tensorboard"))
+        tensorboard = self.folder / "tensorboard" if self.config.tensorboard else None
+        self.recorder.show(terminal=not self.options.quiet, tensorboard=tensorboard)
         self.recorder.start(
             run=self.folder.name,
             policy=self.config.policy,

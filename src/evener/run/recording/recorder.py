@@ -1,12 +1,14 @@
 """Turns what the team does into events, and the events into what people see; on rank 0."""
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from evener.checkpoint import WrittenCheckpoint
 from evener.observe.events import (
@@ -24,7 +26,9 @@ from evener.observe.events import (
 )
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.lineage import effective_events
+from evener.observe.progress import ProgressSink
 from evener.observe.tally import EventTally
+from evener.observe.tensorboard import TensorBoardSink
 from evener.run.config.folders import EVENTS
 from evener.run.ddp import Ddp
 from evener.run.launching.terminal import say
@@ -58,6 +62,13 @@ class RunRecorder:
         self.tally = EventTally()
         if self._active:
             self._sinks = [JsonlSink(self._path, on_warning=_warn)]
+
+    def show(self, *, terminal: bool, tensorboard: Path | None) -> None:
+        """Tells people too: on standard error, and in a folder of TensorBoard files."""
+        if self._active and terminal:
+            self.add_sink(ProgressSink(sys.stderr))
+        if self._active and tensorboard is not None:
+            self.add_sink(TensorBoardSink(tensorboard))
 
     def add_sink(self, sink: Sink) -> None:
         """Hands every further event to this sink too; it is closed with the recorder."""
@@ -199,6 +210,22 @@ class RunRecorder:
         """Closes all sinks; idempotent."""
         while self._sinks:
             self._sinks.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Records an error as the end of the run, and closes."""
+        try:
+            if isinstance(error, Exception):
+                self.finish(self._ddp.window, "failed", f"{type(error).__name__}: {error}")
+        finally:
+            self.close()
 
     def _row(self, rank: int, record: RankRecord) -> RankRow:
         return RankRow(

@@ -1,6 +1,5 @@
 """``evener classify``: one rank's part of a run, from data to the report."""
 
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,6 @@ from safetensors.torch import save as save_bytes
 
 from evener.checkpoint import Checkpoint
 from evener.errors import CheckpointError, EvenerError
-from evener.observe.progress import ProgressSink
-from evener.observe.tensorboard import TensorBoardSink
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.config.classify_presets import classify_parent
 from evener.run.config.folders import agree_on_folder, release_folder
@@ -113,22 +110,16 @@ class ClassificationRun:
             )
             return
         with ExitStack() as stack:
-            self.recorder = stack.enter_context(closing(RunRecorder(self.ddp, self.folder)))
+            self.recorder = stack.enter_context(RunRecorder(self.ddp, self.folder))
             self.checkpointer = stack.enter_context(closing(self._make_checkpointer()))
-            try:
-                self._start()
-                self._train()
-            except Exception as error:
-                self.recorder.finish(self.ddp.window, "failed", f"{type(error).__name__}: {error}")
-                raise
+            self._start()
+            self._train()
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
-        if self.ddp.is_main_process and not self.options.quiet:
-            self.recorder.add_sink(ProgressSink(sys.stderr))
-        if self.ddp.is_main_process and self.config.tensorboard:
-            self.recorder.add_sink(TensorBoardSink(self.folder / "tensorboard"))
+        tensorboard = self.folder / "tensorboard" if self.config.tensorboard else None
+        self.recorder.show(terminal=not self.options.quiet, tensorboard=tensorboard)
         self.recorder.start(
             run=self.folder.name,
             policy="sync",
