@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from evener.run.config.pretrain import (
     Beta,
     CheckpointConfig,
+    MicroBatchSize,
     ModelConfig,
     NotNegative,
     Number,
@@ -71,19 +72,10 @@ class ClassifyConfig(Section):
     end_tokens: Positive = Field(
         default=1, description="end-of-text tokens after a text, where its tokenizer adds none"
     )
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: MicroBatchSize = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
     seed: NotNegative = 0
-
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _whole_or_auto(cls, value: object) -> object:
-        if value == "auto" or (
-            isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        ):
-            return value
-        raise ValueError("give a whole number of samples from 1, or 'auto'")
 
     @field_validator("labels")
     @classmethod

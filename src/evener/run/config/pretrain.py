@@ -30,12 +30,20 @@ def _no_bool(value: object) -> object:
 
 _Schema = TypeVar("_Schema", bound=BaseModel)
 
+
+def _whole_or_auto(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise ValueError("give a whole number of samples from 1, or 'auto'")
+
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
+MicroBatchSize = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 
 
 BPE = "bpe"
@@ -160,7 +168,7 @@ class RunConfig(Section):
         default=32,
         description="samples of one optimizer step: of the whole team in sync, else of a rank",
     )
-    micro_batch_size: int | Literal["auto"] = "auto"
+    micro_batch_size: MicroBatchSize = "auto"
     max_steps: Positive | None = Field(default=None, description="optimizer steps; or give epochs")
     epochs: Positive = 1
     seed: NotNegative = 0
@@ -195,15 +203,6 @@ class RunConfig(Section):
         default=False, description="measure each rank alone and an equal split, at the end"
     )
     tensorboard: bool = False
-
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _whole_or_auto(cls, value: object) -> object:
-        if value == "auto" or (
-            isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        ):
-            return value
-        raise ValueError("give a whole number of samples from 1, or 'auto'")
 
     @model_validator(mode="after")
     def _one_model(self) -> "RunConfig":
