@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evener.errors import ConfigError
+from evener.run.team.address import parse_address
 
 #: Where nodes meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT = 29_500
@@ -104,21 +105,8 @@ def choose_node(options: NodeOptions, port: int | None, timeout_s: float) -> Nod
 
 
 def _split_address(address: str, port: int | None) -> tuple[str, int]:
-    """Host and port of ``HOST``, ``HOST:PORT``, ``[V6]``, ``[V6]:PORT`` or a bare IPv6 address."""
-    host, text = address.strip(), ""
-    if host.startswith("[") and "]" in host:
-        host, _, text = host[1:].partition("]")
-    elif host.count(":") == 1:
-        host, _, text = host.partition(":")
-        text = f":{text}"
-    if not host or any(c.isspace() or c == "/" for c in host) or text[:1] not in ("", ":"):
-        raise ConfigError(
-            f"--master-addr is {address!r}, which is no host; give a name or an IP address of "
-            "node 0, with :PORT behind it or without"
-        )
-    if text and not (text[1:].isdecimal() and 1 <= int(text[1:]) <= 65_535):
-        raise ConfigError(f"--master-addr is {address!r}; give a port from 1 to 65535 after ':'")
-    own = int(text[1:]) if text else None
+    """Host and port of node 0, of which the port may be given in either place or in neither."""
+    host, own = parse_address(address, "--master-addr")
     if own is not None and port is not None and own != port:
         raise ConfigError(
             f"--master-addr is {address!r}, but --port is {port}; name one port, the same on "

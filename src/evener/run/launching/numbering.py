@@ -19,7 +19,7 @@ from evener.errors import LaunchError
 from evener.run.launching.nodes import Node
 from evener.run.launching.ranks import MAX_NPROC, LocalRanks
 from evener.run.launching.terminal import say
-from evener.run.team.environment import is_loopback
+from evener.run.team.address import is_loopback
 from evener.version import __version__
 
 _LONGEST_LINE_BYTES = 4096

@@ -1,18 +1,17 @@
 """Who am I in the team: read once from the environment, checked, and then only passed on."""
 
 import os
-import re
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.errors import ConfigError
 from evener.run.team import slurm
+from evener.run.team.address import is_loopback, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"
@@ -22,7 +21,6 @@ STORE_FD = "EVENER_STORE_FD"
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _LOOPBACK = "127.0.0.1"
-_WITH_PORT = re.compile(r"(\[.*\]|[^:]+):(\d+)")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -94,9 +92,14 @@ class DistributedTrainConfig:
         set_field(self, "role", _choice("role", self.role, DistributedRole))
         set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
         set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
-        host, port = _split_address(self.coordinator_addr, self.coordinator_port)
-        set_field(self, "coordinator_addr", _checked_host(host))
-        set_field(self, "coordinator_port", port)
+        host, port = parse_address(self.coordinator_addr, "coordinator_addr")
+        if port is not None and self.coordinator_port not in (0, port):
+            raise ConfigError(
+                f"coordinator_addr is {self.coordinator_addr!r} and coordinator_port is "
+                f"{self.coordinator_port}; give the port once"
+            )
+        set_field(self, "coordinator_addr", host)
+        set_field(self, "coordinator_port", port or self.coordinator_port)
         set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
         _check_numbers(self)
         if self.role is not _role(self.rank):
@@ -151,7 +154,8 @@ class DistributedTrainConfig:
 
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
-        if is_loopback(_split_address(place.get("coordinator_addr", ""), 0)[0]):
+        host, _ = parse_address(place.get("coordinator_addr", _LOOPBACK), "coordinator_addr")
+        if is_loopback(host):
             known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
         place = {**known, **place}
         if "local_world_size" in place and place.get("local_rank", 0) >= place["local_world_size"]:
@@ -308,14 +312,6 @@ def _port(environ: Mapping[str, str]) -> int:
     return port
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or number leads to this host alone, wherever it is used."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
     try:
         return kind(value)
@@ -324,51 +320,14 @@ def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
         raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
 
 
-def _split_address(address: str, port: int) -> tuple[str, int]:
-    """Takes the port off an address such as ``node7:29500`` or ``[2001:db8::1]:29500``."""
-    if not isinstance(address, str):
-        raise ConfigError(f"coordinator_addr is {address!r}; give a name or an IP address as text")
-    found = _WITH_PORT.fullmatch(address.strip())
-    if found is None:
-        return address, port
-    if port not in (0, int(found[2])):
-        raise ConfigError(
-            f"coordinator_addr is {address!r} and coordinator_port is {port}; give the port once"
-        )
-    return found[1], int(found[2])
-
-
 def _master_addr(environ: Mapping[str, str]) -> str:
-    host = environ["MASTER_ADDR"]
-    if found := _WITH_PORT.fullmatch(host.strip()):
+    host, port = parse_address(environ["MASTER_ADDR"], "MASTER_ADDR")
+    if port is not None:
         raise ConfigError(
-            f"MASTER_ADDR is {host!r}, which holds a port; set MASTER_ADDR={found[1]} and "
-            f"MASTER_PORT={found[2]}"
+            f"MASTER_ADDR is {environ['MASTER_ADDR']!r}, which holds a port; set "
+            f"MASTER_ADDR={host} and MASTER_PORT={port}"
         )
     return host
-
-
-def _checked_host(host: str) -> str:
-    host = re.sub(r"^\[(.*)\]$", r"\1", host.strip())
-    if not host or any(c.isspace() or c in "/[]" for c in host):
-        raise ConfigError(
-            f"coordinator_addr is {host!r}, which is no host; give a name or an IP address "
-            "(MASTER_ADDR in the environment)"
-        )
-    if _is_wildcard(host):
-        raise ConfigError(
-            f"coordinator_addr is {host!r}, which stands for every address and is that of no host; "
-            "give the name or IP address under which the others reach rank 0 (MASTER_ADDR in the "
-            "environment)"
-        )
-    return host
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def _check_numbers(config: DistributedTrainConfig) -> None:

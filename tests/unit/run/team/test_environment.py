@@ -471,7 +471,7 @@ def test_an_address_that_is_given_may_hold_the_port():
     config = DistributedTrainConfig(2, 1, 1, "worker", "10.1.2.3:9000", "cpu", "gloo")
     assert (config.coordinator_addr, config.coordinator_port) == ("10.1.2.3", 9000)
     assert DistributedTrainConfig(coordinator_addr="fe80::1").coordinator_port == 0
-    with pytest.raises(ConfigError, match="coordinator_port is 99999"):
+    with pytest.raises(ConfigError, match="coordinator_addr is 'node7:99999'; give a port"):
         DistributedTrainConfig(coordinator_addr="node7:99999")
     with pytest.raises(ConfigError, match="coordinator_addr is None; give a name"):
         DistributedTrainConfig(coordinator_addr=None)
@@ -493,7 +493,7 @@ def test_an_address_that_is_given_may_hold_the_port():
         (FILE.replace("gloo", "mpi"), ["comm_backend is 'mpi'"]),
         (FILE.replace("node7", "my host"), ["coordinator_addr is 'my host'", "no host"]),
         (FILE.replace("node7", "0.0.0.0"), ["coordinator_addr is '0.0.0.0'", "of no host"]),
-        (FILE.replace("node7", "'[::]'"), ["coordinator_addr is '::'"]),
+        (FILE.replace("node7", "'[::]'"), ["coordinator_addr is '[::]'"]),
         (FILE.replace("29500", "99999"), ["coordinator_port is 99999"]),
         ("world_size: [", ["team.yaml:1:", "broken YAML"]),
     ],

@@ -1,0 +1,84 @@
+"""Addresses as people write them: a host, and perhaps a port behind it."""
+
+import re
+import socket
+from contextlib import suppress
+from ipaddress import ip_address
+
+from evener.errors import ConfigError
+
+_NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
+_LARGEST_PORT = 65_535
+
+
+def parse_address(address: object, name: str) -> tuple[str, int | None]:
+    """Takes an address apart; asks no network.
+
+    Args:
+        address: ``HOST``, ``HOST:PORT``, ``[IPv6]``, ``[IPv6]:PORT`` or an IPv6 address alone.
+        name: What it is called, for errors.
+
+    Returns:
+        The host, without brackets, and the port where there is one.
+
+    Raises:
+        ConfigError: It is no text, no host, stands for every address, or the port is none.
+    """
+    if not isinstance(address, str):
+        raise ConfigError(f"{name} is {address!r}; give a name or an IP address as text")
+    host, port = _split(address.strip())
+    if not _is_host(host):
+        raise ConfigError(
+            f"{name} is {address!r}, which is no host; give a name or an IP address of rank 0's "
+            "host, with :PORT behind it or without (an IPv6 address then stands in brackets)"
+        )
+    if _is_wildcard(host):
+        raise ConfigError(
+            f"{name} is {address!r}, which stands for every address and is that of no host; give "
+            "the name or IP address under which the others reach rank 0"
+        )
+    if port is None:
+        return host, None
+    if not (port.isdecimal() and 1 <= int(port) <= _LARGEST_PORT):
+        raise ConfigError(f"{name} is {address!r}; give a port from 1 to {_LARGEST_PORT} after ':'")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or number leads to this host alone, wherever it is used."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    if "/" in text:  # the address of a page
+        return "", None
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        if rest and not rest.startswith(":"):
+            return "", None
+        return (host, rest[1:] if rest else None) if "]" in text else ("", None)
+    if text.count(":") == 1:
+        host, _, port = text.partition(":")
+        return host, port
+    return text, None
+
+
+def _is_host(host: str) -> bool:
+    if ":" not in host:
+        return _NAME.fullmatch(host) is not None
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_wildcard(host: str) -> bool:
+    with suppress(ValueError):
+        return ip_address(host).is_unspecified
+    with suppress(OSError):
+        return not any(socket.inet_aton(host))  # shorter ways to write it, such as 0
+    return False
