@@ -62,7 +62,8 @@ class DistributedTrainConfig:
         backend: What this rank computes on.
         comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
         coordinator_port: Port of that store; 0 only in a team of one.
-        local_world_size: Ranks on this host.
+        local_world_size: Ranks on this host. 0 says that it is not known: then all of them where
+            the address is a loopback one, else those up to this one.
         hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
             torchrun's agent has opened it.
         store_fd: Socket, bound by the launcher, on which this process shall open the store.
@@ -82,7 +83,7 @@ class DistributedTrainConfig:
     comm_backend: AverageBackend = AverageBackend.AUTO
     _: KW_ONLY
     coordinator_port: int = 0
-    local_world_size: int = 1
+    local_world_size: int = 0
     hosts_store: bool = True
     store_fd: int | None = None
     launched_by: str = "alone"
@@ -102,6 +103,10 @@ class DistributedTrainConfig:
         set_field(self, "coordinator_port", port or self.coordinator_port)
         set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
         _check_numbers(self)
+        if not self.local_world_size:
+            known = self.world_size if is_loopback(host) else self.local_rank + 1
+            set_field(self, "local_world_size", known)
+        _check_local_numbers(self)
         if self.role is not _role(self.rank):
             raise ConfigError(
                 f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
@@ -112,8 +117,8 @@ class DistributedTrainConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
         """Reads this process's place from what started it.
 
-        In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step,
-        otherwise a team of one.
+        In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step of
+        several tasks, otherwise a team of one.
 
         Args:
             environ: Instead of the process's environment.
@@ -156,14 +161,8 @@ class DistributedTrainConfig:
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
         host, _ = parse_address(place.get("coordinator_addr", _LOOPBACK), "coordinator_addr")
         if is_loopback(host):
-            known |= {"local_rank": place["rank"], "local_world_size": place["world_size"]}
+            known["local_rank"] = place["rank"]
         place = {**known, **place}
-        if "local_world_size" in place and place.get("local_rank", 0) >= place["local_world_size"]:
-            raise ConfigError(
-                f"{path}: local_rank is {place['local_rank']}, but local_world_size is "
-                f"{place['local_world_size']}; local ranks count from 0 to local_world_size - 1 on "
-                "each host: give both, or none"
-            )
         return cls(**place)
 
     @classmethod
@@ -265,6 +264,9 @@ def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
             f"SLURM_PROCID is {task.rank}, but the step has {task.world_size} tasks "
             "(SLURM_NTASKS); start all ranks with one srun"
         )
+    if task.world_size == 1:
+        # Such as the shell of `srun --pty bash`: it has no others, and may start ranks of its own.
+        return DistributedTrainConfig()
     return DistributedTrainConfig(
         world_size=task.world_size,
         rank=task.rank,
@@ -342,18 +344,22 @@ def _check_numbers(config: DistributedTrainConfig) -> None:
             f"rank is {config.rank}, but world_size is {config.world_size}; ranks count from 0 to "
             "world_size - 1"
         )
-    if config.local_rank < 0 or config.local_world_size < 1:
+    if not 0 <= config.coordinator_port <= 65_535:
         raise ConfigError(
-            f"local_rank is {config.local_rank} of local_world_size {config.local_world_size}; "
-            "local ranks count from 0"
+            f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
         )
+
+
+def _check_local_numbers(config: DistributedTrainConfig) -> None:
     if config.local_world_size > config.world_size:
         raise ConfigError(
             f"local_world_size is {config.local_world_size}, but world_size is "
             f"{config.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE and "
             "WORLD_SIZE in the environment)"
         )
-    if not 0 <= config.coordinator_port <= 65_535:
+    if not 0 <= config.local_rank < config.local_world_size:
         raise ConfigError(
-            f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
+            f"local_rank is {config.local_rank}, but local_world_size is "
+            f"{config.local_world_size}; local ranks count from 0 to local_world_size - 1 on each "
+            "host"
         )

@@ -197,6 +197,13 @@ def test_a_slurm_shell_without_srun_is_a_team_of_one(environ):
     assert place(environ).launched_by == "alone"
 
 
+def test_a_slurm_step_of_one_task_may_start_ranks_of_its_own():
+    """The shell of `srun --pty bash` is one, perhaps with several devices."""
+    changes = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+    config = place(SLURM, **changes, MASTER_ADDR="node01")
+    assert (config.world_size, config.launched_by) == (1, "alone")
+
+
 def test_older_name_of_the_step():
     assert place(SLURM, SLURM_STEP_ID=None, SLURM_STEPID="0").launched_by == "slurm"
 
@@ -264,9 +271,9 @@ def test_heterogeneous_jobs_of_older_releases():
 
 def test_a_step_in_one_component_of_a_heterogeneous_job_stays_there():
     step = {"SLURM_STEP_NODELIST": "big1", "SLURM_JOB_NODELIST": "big1"}
-    counts = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
+    counts = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
     config = place(HETEROGENEOUS, **step, **counts, SLURM_GTIDS="0")
-    assert (config.world_size, config.coordinator_addr) == (1, "big1")
+    assert (config.world_size, config.coordinator_addr) == (2, "big1")
 
 
 def test_a_step_on_part_of_its_component():
@@ -366,13 +373,26 @@ def test_fields_in_the_order_that_is_public():
         ({"coordinator_addr": "[::1"}, "'[::1', which is no host"),
         ({"coordinator_addr": "::1]"}, "'::1]', which is no host"),
         ({"coordinator_port": 65_536}, "coordinator_port is 65536"),
-        ({"local_world_size": 0}, "local_world_size 0"),
+        ({"local_world_size": -1}, "local_world_size is -1"),
+        ({"local_rank": -1}, "local_rank is -1, but local_world_size is"),
+        ({"local_rank": 1}, "local_rank is 1, but local_world_size is 1"),
+        ({"local_rank": 2, "world_size": 2}, "local_rank is 2, but local_world_size is 2"),
     ],
 )
 def test_impossible_fields_are_refused(fields, named):
     with pytest.raises(ConfigError) as caught:
         DistributedTrainConfig(**fields)
     assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "local_world_size"), [("127.0.0.1", 4), ("localhost:9", 4), ("10.0.0.1", 2)]
+)
+def test_ranks_of_this_host_follow_the_address_unless_they_are_told(address, local_world_size):
+    config = DistributedTrainConfig(4, 3, 1, "worker", address)
+    assert config.local_world_size == local_world_size
+    told = DistributedTrainConfig(4, 3, 1, "worker", address, local_world_size=3)
+    assert told.local_world_size == 3
 
 
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────
