@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from evener import (
     DdpConfig,
@@ -61,6 +62,30 @@ def test_processes_train_as_one_on_the_union_batch(world_size: int, tmp_path: Pa
     for mine in vectors:
         assert torch.equal(mine, vectors[0])
     assert relative_error(vectors[0], true) <= 1e-6
+
+
+def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
+    """As under ``evener launch``, whose port torch has taken for its own store."""
+    dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+    place = {"local_rank": rank.rank // 2, "local_world_size": 2, "launched_by": "evener"}
+    config = DistributedTrainConfig.of_rank(
+        rank.rank, rank.world_size, coordinator_addr="no-such-host.invalid", **place
+    )
+    with (
+        DistributedComm.remote(config, timeout_s=PATIENCE_S) as comm,
+        DistributedTrainer(TransformerTrainer(llama(1)), comm, options=QUIET) as trainer,
+    ):
+        trainer.train_batch(own_batch(0, rank.rank))
+        found = (trainer.step, trainer.dist_config.local_rank, trainer.world_size)
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_that_have_a_process_group_meet_through_it(tmp_path: Path) -> None:
+    Zygote.get().preload(*NEEDED)
+    found = run_ranks(meet_in_group, 3, f"file://{tmp_path}/store")
+    # The place is the one that was given to `remote`.
+    assert found == [(1, 0, 3), (1, 0, 3), (1, 1, 3)]
 
 
 def train_large(rank: Rank) -> list[tuple[str, int]]:

@@ -81,7 +81,7 @@ class Communicator(ABC):
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
-        self.timeout_s = _check_timeout(timeout_s)
+        self.timeout_s = check_timeout(timeout_s)
         self._ended: _End | None = None
         self._closed = False
         self._num_calls = 0
@@ -242,7 +242,7 @@ class Communicator(ABC):
         Args:
             timeout_s: Seconds, counted from now for the call under way.
         """
-        self.timeout_s = min(self.timeout_s, _check_timeout(timeout_s))
+        self.timeout_s = min(self.timeout_s, check_timeout(timeout_s))
         self._hurry(time.monotonic() + timeout_s)
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class Communicator(ABC):
         if self._ended is not None:
             raise self._ended.error(f"rank {self.rank} cannot start {what!r}: ")
         self._num_calls += 1
-        seconds = self.timeout_s if timeout_s is None else _check_timeout(timeout_s)
+        seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Call(self._num_calls, kind, what, seconds)
 
     def _end(self, error: CollectiveError) -> CollectiveError:
@@ -373,7 +373,13 @@ def _flat(tensor: Tensor, what: str) -> Tensor:
     return tensor.detach().view(-1)
 
 
-def _check_timeout(timeout_s: float) -> float:
-    if not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s is {timeout_s}: every wait needs a deadline above 0 seconds")
-    return float(timeout_s)
+def check_timeout(timeout_s: float) -> float:
+    """The deadline, if it is one.
+
+    Raises:
+        ConfigError: It is no number, not above 0, or never.
+    """
+    given: object = timeout_s
+    if isinstance(given, int | float) and 0 < timeout_s < float("inf"):
+        return float(timeout_s)
+    raise ConfigError(f"timeout_s is {timeout_s!r}: every wait needs a deadline above 0 seconds")

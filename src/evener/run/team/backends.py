@@ -86,9 +86,10 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
         for name in ("backend", "policy"):
             mine, theirs = getattr(first, name), getattr(facts, name)
             if mine != theirs:
+                where = " (comm_backend of a DistributedTrainConfig)" if name == "backend" else ""
                 raise ConfigError(
                     f"{name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}; give the same on "
-                    "every rank"
+                    f"every rank{where}"
                 )
     if len(team) == 1:
         return "none", "one rank, nothing to exchange"
@@ -96,7 +97,10 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
     obstacle = _obstacle_to_nccl(team)
     if backend is AverageBackend.NCCL:
         if obstacle:
-            raise ConfigError(f"backend is 'nccl', but {obstacle}: use backend='gloo' or 'auto'")
+            raise ConfigError(
+                f"backend is 'nccl', but {obstacle}: use backend='gloo' or 'auto' (in a "
+                "DistributedTrainConfig that is its comm_backend)"
+            )
         return "nccl", "asked for"
     if backend is AverageBackend.AUTO:
         if obstacle:

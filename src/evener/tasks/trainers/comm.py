@@ -1,16 +1,18 @@
 """The ranks that a ``DistributedTrainer`` trains with: threads of this process, or processes."""
 
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, final
 
 from evener.cadence.policies import ApplyPolicy
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Communicator, SingleCommunicator, check_timeout
+from evener.comm.existing import default_group
 from evener.comm.threads import ThreadTeam
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.run.team.backends import connect_team
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
-from evener.run.team.placement import choose_device
+from evener.run.team.placement import choose_device, place_in
 
 _TIMEOUT_S = 600.0
 
@@ -22,12 +24,20 @@ class DistributedComm:
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
+        config: This rank's place.
         shares_process: Whether the other ranks are threads of this process.
         communicator: What exchanges; not part of the public interface.
     """
 
-    def __init__(self, communicator: Communicator, *, shares_process: bool = False) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        config: DistributedTrainConfig,
+        *,
+        shares_process: bool = False,
+    ) -> None:
         self.communicator = communicator
+        self.config = config
         self.shares_process = shares_process
         self.rank = communicator.rank
         self.world_size = communicator.world_size
@@ -45,14 +55,18 @@ class DistributedComm:
         """
         if not is_whole(num_ranks) or num_ranks < 1:
             raise ConfigError(f"num_ranks is {num_ranks!r}; give a whole number of 1 or more")
+        places = [DistributedTrainConfig.of_rank(rank, num_ranks) for rank in range(num_ranks)]
         if num_ranks == 1:
-            return [cls(SingleCommunicator(timeout_s=timeout_s))]
-        team = ThreadTeam(num_ranks, timeout_s=timeout_s)
-        return [cls(team.communicator(rank), shares_process=True) for rank in range(num_ranks)]
+            return [cls(SingleCommunicator(timeout_s=timeout_s), places[0])]
+        team = ThreadTeam(num_ranks, timeout_s=check_timeout(timeout_s))
+        return [cls(team.communicator(p.rank), p, shares_process=True) for p in places]
 
     @classmethod
     def remote(cls, config: DistributedTrainConfig, *, timeout_s: float = _TIMEOUT_S) -> Self:
         """Meets the other ranks over the network; all ranks call it together.
+
+        A script that has called ``torch.distributed.init_process_group`` has met them already: with
+        a default group of as many ranks, they meet through it, and the address is not used.
 
         Args:
             config: This rank's place. Its ``comm_backend`` says how ranks exchange, its ``backend``
@@ -60,21 +74,25 @@ class DistributedComm:
             timeout_s: Longest wait for another rank.
 
         Raises:
-            ConfigError: The address is unknown here, there is no port, or a device that was asked
-                for is not there.
+            ConfigError: The address is unknown here, there is no port, a device that was asked for
+                is not there, or the default group numbers its ranks otherwise.
             LaunchError: A rank did not come, or was started for another ``world_size``.
         """
-        config.check_address()
-        if config.world_size > 1 and not config.coordinator_port:
+        if not isinstance(config, DistributedTrainConfig):
             raise ConfigError(
-                f"coordinator_port is 0 for a team of {config.world_size}; give every rank the "
-                "same free port of rank 0's host, such as 29500"
+                f"config is a {type(config).__name__}; give this rank's place, such as "
+                "DistributedTrainConfig.from_env()"
             )
+        check_timeout(timeout_s)
         device = choose_device("auto", config)
         communicator, _ = connect_team(
-            config, AverageBackend.AUTO.value, ApplyPolicy.SYNC.value, device, timeout_s
+            _meeting_place(config),
+            AverageBackend.AUTO.value,
+            ApplyPolicy.SYNC.value,
+            device,
+            timeout_s,
         )
-        return cls(communicator)
+        return cls(communicator, config)
 
     def barrier(self) -> None:
         """Returns when every rank has called it.
@@ -99,3 +117,23 @@ class DistributedComm:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:
+    """The same rank, with an address at which the others can be met."""
+    group = default_group()
+    if group is not None and config.world_size > 1 and group.size() == config.world_size:
+        if group.rank() != config.rank:
+            raise ConfigError(
+                f"rank is {config.rank}, and this process is rank {group.rank()} of the default "
+                "process group; number ranks alike in both"
+            )
+        place = place_in(group)
+        return replace(place, backend=config.backend, comm_backend=config.comm_backend)
+    config.check_address()
+    if config.world_size > 1 and not config.coordinator_port:
+        raise ConfigError(
+            f"coordinator_port is 0 for a team of {config.world_size}; give every rank the "
+            "same free port of rank 0's host, such as 29500"
+        )
+    return config

@@ -9,6 +9,7 @@ from typing import Self, final
 
 import torch
 
+from evener.comm.base import Communicator
 from evener.comm.layout import Bucket
 from evener.data.sharding import shard_batches
 from evener.errors import ConfigError
@@ -38,12 +39,13 @@ class DistributedTrainer:
     Args:
         trainer: What this rank trains with.
         comm: This rank's end; closed with the trainer.
-        config: This rank's place; for an end of ``DistributedComm.local`` it may be left out.
+        config: This rank's place; that of ``comm`` if left out.
         verify_every: After every so many updates, compare the weights of all ranks by hashes, and
             halt where they differ; 0 does not look. One pass over the weights, 16 bytes a rank.
+            If left out, that of ``options``, or 1.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
             device. Ranks may differ.
-        options: Further options; clipping follows the trainer's, and buckets its model.
+        options: Further options. Clipping is the trainer's and deadlines are those of ``comm``.
 
     Attributes:
         trainer: As given.
@@ -62,25 +64,29 @@ class DistributedTrainer:
         comm: DistributedComm,
         config: DistributedTrainConfig | None = None,
         *,
-        verify_every: int = 1,
+        verify_every: int | None = None,
         precision: str = "auto",
         options: DdpConfig | None = None,
     ) -> None:
         _check_kinds(trainer, comm)
         self.trainer = trainer
-        self.dist_config = config or DistributedTrainConfig.of_rank(comm.rank, comm.world_size)
+        self._comm = comm.communicator
+        self.dist_config = config or comm.config
         self.rank = comm.rank
         self.world_size = comm.world_size
         try:
-            _check_places(comm, self.dist_config, trainer.max_steps)
+            _check_alike(comm, self.dist_config, trainer)
             # Processes have agreed on it when they met.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
+            options = options or DdpConfig()
+            if verify_every is None:
+                verify_every = options.verify_every or 1
             self._ddp = trainer.join_team(
-                environment=self.dist_config,
+                environment=_as_process(self.dist_config, comm),
                 communicator=comm.communicator,
                 backend=wanted.value,
                 precision=precision,
-                config=replace(options or DdpConfig(), verify_every=verify_every),
+                config=replace(options, verify_every=verify_every),
             )
         except BaseException:
             comm.close()  # the others learn at once that this rank will not come
@@ -141,7 +147,11 @@ class DistributedTrainer:
 
         Returns:
             The mean loss per counted token of this rank's batches; ``nan`` where it had none.
+
+        Raises:
+            ConfigError: On every rank: they have not been given as many batches.
         """
+        _check_lengths(self._comm, len(batches))
         own = shard_batches(len(batches), self.rank, self.world_size)
         loss_sum, num_tokens = 0.0, 0
         for turn in range(-(-len(batches) // self.world_size)):
@@ -189,18 +199,31 @@ def _check_kinds(trainer: object, comm: object) -> None:
         )
 
 
-def _check_places(
-    comm: DistributedComm, config: DistributedTrainConfig, max_steps: int | None
+def _as_process(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:
+    """A place that says whether cores are still to be shared among the ranks of a host."""
+    by_hand = config.launched_by == "alone" and config.world_size > 1 and not comm.shares_process
+    return replace(config, launched_by="the user") if by_hand else config
+
+
+def _check_alike(
+    comm: DistributedComm, config: DistributedTrainConfig, trainer: TransformerTrainer
 ) -> None:
     """All ranks say their places and how long they train, so that all find the same mistake.
 
     Raises:
-        ConfigError: Names the first rank whose config does not fit its connection, or that makes
-            another number of steps than rank 0.
+        ConfigError: Names the first rank whose config does not fit its connection, or that trains
+            longer or at other learning rates than rank 0.
     """
-    row = [config.rank, config.world_size, max_steps or 0]
+    length = {
+        "max_steps": trainer.max_steps,
+        "total_tokens": trainer.total_tokens,
+        "warmup": trainer.settings.warmup,
+        "min_lr_ratio": trainer.settings.min_lr_ratio,
+    }
+    # No number among them is below 0.
+    row = [config.rank, config.world_size, *(-1 if n is None else n for n in length.values())]
     rows = comm.communicator.all_gather_rows(row, what="places of the ranks")
-    for rank, (said, world_size, steps) in enumerate(rows):
+    for rank, (said, world_size, *numbers) in enumerate(rows):
         if int(world_size) != comm.world_size:
             raise ConfigError(
                 f"rank {rank} has world_size {int(world_size)} in its DistributedTrainConfig, and "
@@ -211,8 +234,27 @@ def _check_places(
                 f"the DistributedTrainConfig of rank {rank} says rank {int(said)}; give each rank "
                 "the end of DistributedComm.local with its own number"
             )
-        if steps != rows[0][2]:
+        for name, mine, theirs in zip(length, rows[0][2:], numbers, strict=True):
+            if mine != theirs:
+                raise ConfigError(
+                    f"the TransformerTrainer of rank {rank} has {name}={_shown(theirs)}, that of "
+                    f"rank 0 {_shown(mine)}; give all the same {name}"
+                )
+
+
+def _shown(number: float) -> str:
+    if number < 0:
+        return "None"
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _check_lengths(comm: Communicator, num_batches: int) -> None:
+    """All ranks say how many batches an epoch has: otherwise some would silently be left out."""
+    rows = comm.all_gather_rows([num_batches], what="batches of an epoch")
+    for rank, (theirs,) in enumerate(rows):
+        if theirs != rows[0][0]:
             raise ConfigError(
-                f"the TransformerTrainer of rank {rank} has max_steps={int(steps) or None}, that "
-                f"of rank 0 {int(rows[0][2]) or None}; give all the same max_steps"
+                f"rank {rank} was given {int(theirs)} batches for an epoch, rank 0 "
+                f"{int(rows[0][0])}; give train_epoch the same list on every rank: it deals the "
+                "batches out itself"
             )

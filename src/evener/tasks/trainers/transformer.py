@@ -52,6 +52,7 @@ class TransformerTrainer:
         model: The model.
         optimizer: Its optimizer.
         max_steps: As given.
+        total_tokens: As given.
 
     Raises:
         ConfigError: An option is unknown or out of range.
@@ -70,6 +71,7 @@ class TransformerTrainer:
         _check_limits(max_steps, total_tokens)
         self.model = model
         self.max_steps = max_steps
+        self.total_tokens = total_tokens
         self.settings = _settings(optimizer)
         self.optimizer: AdamW = make_optimizer(model, self.settings)
         self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)
@@ -94,7 +96,7 @@ class TransformerTrainer:
         Args:
             environment: This rank's place.
             communicator: The ranks, instead of connecting to them.
-            config: Further options of ``Ddp.setup``.
+            config: Further options of ``Ddp.setup``; without ``max_grad_norm``.
             policy: See ``ApplyPolicy``; ``apply_gradients`` needs ``"sync"``.
             **options: ``backend``, ``devices`` and ``precision`` of ``Ddp.setup``.
 
@@ -108,6 +110,12 @@ class TransformerTrainer:
                 "this TransformerTrainer is in a team already, or has trained alone; make a new one"
             )
         config = config or DdpConfig()
+        if config.max_grad_norm is not None:
+            raise ConfigError(
+                f"max_grad_norm is {config.max_grad_norm} in DdpConfig, and a TransformerTrainer "
+                "has a limit of its own; give it there: "
+                f"TransformerTrainer(model, {{'max_grad_norm': {config.max_grad_norm}}})"
+            )
         self._ddp = Ddp.setup(
             self.model,
             self.optimizer,

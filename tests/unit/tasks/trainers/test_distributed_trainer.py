@@ -324,6 +324,54 @@ def test_ranks_that_would_end_at_other_steps_are_refused_on_every_rank() -> None
         assert "rank 1 has max_steps=None, that of rank 0 3; give all the same" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ({"total_tokens": 500}, {"total_tokens": 900.5}, "total_tokens=900.5, that of rank 0 500;"),
+        ({"total_tokens": 500}, {}, "total_tokens=None, that of rank 0 500;"),
+        ({}, {"optimizer": {"warmup": 0.2}}, "warmup=0.2, that of rank 0 0.1;"),
+        ({}, {"optimizer": {"min_lr_ratio": 0}}, "min_lr_ratio=0, that of rank 0 0.1;"),
+    ],
+)
+def test_ranks_whose_learning_rates_would_part_are_refused_before_they_do(
+    mine: dict[str, Any], theirs: dict[str, Any], said: str
+) -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        trainer = TransformerTrainer(llama(1), **(theirs if comm.rank else mine))
+        DistributedTrainer(trainer, comm, config, **quiet())
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert f"the TransformerTrainer of rank 1 has {said}" in str(error)
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_an_epoch_of_other_batches_on_one_rank_is_refused_on_every_rank(count: int) -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        batches = [lm_batch(n, 1) for n in range(count if comm.rank else 5)]
+        with DistributedTrainer(TransformerTrainer(llama(1)), comm, config, **quiet()) as d:
+            d.train_epoch(batches)
+
+    for error in on_threads(2, program):
+        assert isinstance(error, ConfigError)
+        assert f"rank 1 was given {count} batches for an epoch, rank 0 5; give" in str(error)
+
+
+def test_options_are_followed_or_refused() -> None:
+    (end,) = DistributedComm.local(1)
+    with pytest.raises(ConfigError, match=r"max_grad_norm is 0\.5 in DdpConfig.*give it there"):
+        DistributedTrainer(TransformerTrainer(llama(1)), end, **quiet(max_grad_norm=0.5))
+
+    def verify_every(given: int | None, **options: Any) -> int:
+        (end,) = DistributedComm.local(1)
+        trainer = TransformerTrainer(llama(1))
+        with DistributedTrainer(trainer, end, verify_every=given, **quiet(**options)) as d:
+            return d.trainer.ddp.assembly.engine.options.verify_every
+
+    assert [verify_every(None), verify_every(0), verify_every(3)] == [1, 0, 3]
+    assert [verify_every(None, verify_every=5), verify_every(2, verify_every=5)] == [5, 2]
+
+
 def test_ranks_with_other_models_are_refused_on_every_rank() -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
         trainer = TransformerTrainer(llama(1 + comm.rank), OPTIMIZER)
@@ -412,7 +460,18 @@ def test_a_team_of_no_ranks_is_refused() -> None:
         DistributedComm.local("2")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("timeout_s", [0, -1.0, math.inf, math.nan, "60"])
+def test_a_deadline_is_a_number_of_seconds(timeout_s: Any) -> None:
+    for num_ranks in (1, 2):
+        with pytest.raises(ConfigError, match="every wait needs a deadline"):
+            DistributedComm.local(num_ranks, timeout_s=timeout_s)
+    with pytest.raises(ConfigError, match="every wait needs a deadline"):
+        DistributedComm.remote(DistributedTrainConfig(), timeout_s=timeout_s)
+
+
 def test_a_network_team_needs_an_address_that_is_known_and_a_port() -> None:
+    with pytest.raises(ConfigError, match="config is a dict; give this rank's place"):
+        DistributedComm.remote({"world_size": 2})  # type: ignore[arg-type]
     place = {"launched_by": "alone", "coordinator_addr": "no-such-host.invalid"}
     with pytest.raises(ConfigError, match="which this host cannot resolve"):
         DistributedComm.remote(DistributedTrainConfig.of_rank(0, 2, **place))
