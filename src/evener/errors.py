@@ -50,12 +50,12 @@ class NonFiniteGradientError(UserError, ArithmeticError):
 
 
 class ReplicasDifferError(UserError, RuntimeError):
-    """Ranks hold different parameters where all should hold the same; raised on every rank.
+    """Ranks hold different state where all should hold the same; raised on every rank.
 
     Attributes:
-        rank: The first rank whose parameter is not that of most ranks.
-        parameter: Name of the first such parameter, in the order of the model.
-        window: The window that was applied last, counted over the whole run.
+        rank: The first rank on which it is not what most ranks have.
+        parameter: Name of the first such parameter or buffer, in the order of the model.
+        window: The window that was applied last, counted over the whole run; -1 before the first.
     """
 
     def __init__(self, message: str, *, rank: int, parameter: str, window: int) -> None:

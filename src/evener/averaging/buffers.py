@@ -1,6 +1,6 @@
 """Averages a model's buffers (such as BatchNorm's running statistics) over ranks, by weight."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,18 +26,23 @@ class BufferAverager:
     every buffer becomes ``consensus + Σ weight · difference / Σ weight``. Differences are averaged,
     not values, so that a buffer which nobody changed keeps its bits. Integer buffers (counters
     such as ``num_batches_tracked``) add their differences instead: a counter then reads what one
-    process would have counted.
+    process would have counted. Complex and empty buffers are left alone.
+
+    Attributes:
+        names: Of the buffers, in the order of the model.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.comm = comm
-        places: dict[int, tuple[nn.Module, str]] = {}
-        for module in model.modules():
+        places: dict[int, tuple[str, nn.Module, str]] = {}
+        for prefix, module in model.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
                 if buffer.numel() and not buffer.is_complex():
-                    places.setdefault(id(buffer), (module, key))
+                    name = f"{prefix}.{key}" if prefix else key
+                    places.setdefault(id(buffer), (name, module, key))
+        self.names = tuple(name for name, _, _ in places.values())
         # By place, not by object: a module may assign a new tensor instead of writing in place.
-        self._places = list(places.values())
+        self._places = [(module, key) for _, module, key in places.values()]
         self._seen = self._buffers
         self._device = self._seen[0].device if self._seen else torch.device("cpu")
         self._consensus = [b.detach().clone() for b in self._seen]
@@ -50,6 +55,15 @@ class BufferAverager:
     @property
     def _buffers(self) -> list[torch.Tensor]:
         return [getattr(module, key) for module, key in self._places]
+
+    @property
+    def agreed(self) -> Sequence[torch.Tensor]:
+        """What all ranks have agreed on, in the order of ``names``: equal on all of them."""
+        return self._consensus
+
+    def committed(self) -> Sequence[torch.Tensor]:
+        """The same as the model holds it, where nothing has written to it since."""
+        return self._consensus if self.changed() else self._buffers
 
     def changed(self) -> bool:
         """Whether a buffer was written on this rank since the last agreement."""

@@ -311,6 +311,7 @@ class Ddp(DataSide):
 
         Raises:
             CollectiveError: A rank was lost, or did not come.
+            ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
         """
         settled, self._closed = self._closed or sys.exception() is not None, True
         try:

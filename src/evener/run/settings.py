@@ -35,9 +35,10 @@ class DdpConfig:
             does nothing.
         lr_scale_ratio: CADENCE and ASYNC: multiplies the learning rate by
             ``1 + (world_size - 1) * lr_scale_ratio``; 0 leaves it as it is.
-        verify_every: After every so many windows, compare the parameters of all ranks by hashes,
-            and raise ``ReplicasDifferError`` where they differ; 0 does not look. In CADENCE and
-            ASYNC it is their consensus, when the next window is exchanged.
+        verify_every: After every so many windows, at the end of an epoch, before a checkpoint and
+            on leaving, compare the parameters and averaged buffers of all ranks by hashes, and
+            raise ``ReplicasDifferError`` where they differ; 0 does not look. In CADENCE and ASYNC
+            it is their consensus, when the next window is exchanged or the epoch ends.
         gradient_buckets: SYNC: labels with names of parameters, such as
             ``[("block 1", ["1.weight", "1.bias"]), ("block 0", ["0.weight"])]``: gradients are
             exchanged in that order, those of a bucket at once, and what no bucket names at the end.

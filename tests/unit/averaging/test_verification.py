@@ -1,27 +1,44 @@
-"""Hashes of parameters: any difference counts, nothing else does."""
+"""Hashes of parameters and buffers: any difference counts, nothing else does."""
+
+import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat import FlatBuffers
-from evener.errors import ReplicasDifferError
+from evener.errors import ProtocolError, ReplicasDifferError
 from helpers.teams import run_team
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 LARGE = 300_000  # more than is hashed at once
 
 
-def hashes(*parameters: torch.Tensor, world_size: int = 2) -> list[int]:
-    named = [(f"p{i}", nn.Parameter(p.clone())) for i, p in enumerate(parameters)]
-    flat = FlatBuffers(named, world_size)
-    found = ReplicaCheck(flat).hashes()
+def check_of(model: nn.Module, comm: Communicator, world_size: int = 2) -> ReplicaCheck:
+    flat = FlatBuffers(list(model.named_parameters()), world_size)
+    return ReplicaCheck(model, flat, BufferAverager(model, comm), every=1)
+
+
+def hashes(*parameters: Tensor, world_size: int = 2) -> list[int]:
+    model = nn.ParameterDict({f"p{i}": nn.Parameter(p.clone()) for i, p in enumerate(parameters)})
+    flat = FlatBuffers(list(model.named_parameters()), world_size)
+    with SingleCommunicator() as comm:
+        found = ReplicaCheck(model, flat, BufferAverager(model, comm)).hashes()
     return [found[flat.index_of(f"p{i}")] for i in range(len(parameters))]
 
 
-def numbers(dtype: torch.dtype, size: int = LARGE) -> torch.Tensor:
+def buffer_hashes(**buffers: Tensor) -> list[int]:
+    model = nn.Module()
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    with SingleCommunicator() as comm:
+        return check_of(model, comm).hashes()
+
+
+def numbers(dtype: torch.dtype, size: int = LARGE) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
@@ -62,12 +79,45 @@ def test_a_zero_with_a_sign_is_another_zero_and_a_nan_is_itself() -> None:
     assert hashes(torch.tensor([torch.nan])) == hashes(torch.tensor([torch.nan]))
 
 
+BUFFERS = {
+    "mean": torch.linspace(-1, 1, 7),
+    "fp16": torch.ones(3, dtype=torch.float16),
+    "mask": torch.tensor([[True, False], [True, True]]),
+    "count": torch.tensor(5),
+    "uint8": torch.tensor([1, 2, 255], dtype=torch.uint8),
+    "wide": torch.arange(6.0, dtype=torch.float64).view(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_buffer_of_any_type_counts(name: str) -> None:
+    before = buffer_hashes(**BUFFERS)
+    spoilt = copy.deepcopy(BUFFERS)
+    last = spoilt[name].view(-1)
+    last[-1] = not last[-1] if last.dtype is torch.bool else last[-1] + 1
+    after = buffer_hashes(**spoilt)
+    changed = [key for key, a, b in zip(BUFFERS, before, after, strict=True) if a != b]
+    assert changed == [name]
+
+
+def test_a_buffer_counts_by_its_elements_not_by_its_strides() -> None:
+    wide = BUFFERS["wide"]
+    turned = wide.t().contiguous().t()
+    assert turned.stride() != wide.stride()
+    assert buffer_hashes(x=turned) == buffer_hashes(x=wide)
+
+
+def test_buffers_that_are_not_made_equal_are_not_compared() -> None:
+    assert buffer_hashes(empty=torch.zeros(0), complex=torch.zeros(2, dtype=torch.cfloat)) == []
+
+
 def test_ranks_that_agree_go_on_and_one_rank_has_nobody_to_ask() -> None:
     def program(comm: Communicator) -> None:
         model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.float64)])
         for p in model.parameters():
             nn.init.ones_(p)
-        check = ReplicaCheck(FlatBuffers(list(model.named_parameters()), comm.world_size))
+        model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        check = check_of(model, comm, comm.world_size)
         check.compare(comm, 0)
         check.compare(comm, 1)
 
@@ -81,7 +131,7 @@ def test_two_that_differ_are_named_with_rank_0_as_the_measure() -> None:
         model = nn.Linear(3, 2)
         nn.init.ones_(model.weight)
         nn.init.constant_(model.bias, float(comm.rank))
-        check = ReplicaCheck(FlatBuffers(list(model.named_parameters()), comm.world_size))
+        check = check_of(model, comm)
         with pytest.raises(ReplicasDifferError) as caught:
             check.compare(comm, 7)
         return caught.value
@@ -89,3 +139,68 @@ def test_two_that_differ_are_named_with_rank_0_as_the_measure() -> None:
     for error in run_team(2, program):
         assert (error.rank, error.parameter, error.window) == (1, "bias", 7)
         assert "parameter 'bias' of rank 1 is not that of rank 0" in str(error)
+
+
+class Nested(nn.Module):
+    """Holds a buffer, and after it a layer with both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool), persistent=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "first"),
+    [
+        (("head.weight", "norm.running_mean"), "norm.running_mean"),
+        (("norm.num_batches_tracked", "norm.bias"), "norm.bias"),
+        (("norm.weight", "mask"), "mask"),
+        (("mask", "weight"), "weight"),
+        (("norm.running_var", "norm.num_batches_tracked"), "norm.running_var"),
+    ],
+)
+def test_the_first_of_the_model_is_named_whichever_kind_it_is(
+    spoilt: tuple[str, ...], first: str
+) -> None:
+    def program(comm: Communicator) -> ReplicasDifferError:
+        model = Nested()
+        check = check_of(model, comm)
+        if comm.rank == 2:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name in spoilt:
+                    tensor.data.copy_(tensor == 0)
+        with pytest.raises(ReplicasDifferError) as caught:
+            check.compare(comm, 4)
+        return caught.value
+
+    kind = "parameter" if first in dict(Nested().named_parameters()) else "buffer"
+    for error in run_team(3, program):
+        assert (error.rank, error.parameter, error.window) == (2, first, 4)
+        assert f"after window 4, {kind} {first!r} of rank 2 is not that of rank 0" in str(error)
+        assert "Remedy" in str(error)
+
+
+def test_what_a_rank_writes_after_the_agreement_is_its_own() -> None:
+    """The layer has seen a batch on one rank only: what was agreed on is compared."""
+
+    def program(comm: Communicator) -> None:
+        model = nn.BatchNorm1d(3)
+        check = check_of(model, comm)
+        if comm.rank == 1:
+            model(torch.randn(4, 3))
+        check.compare(comm, 0)
+
+    run_team(2, program)
+
+
+def test_ranks_that_compare_different_numbers_of_tensors_say_so() -> None:
+    def program(comm: Communicator) -> None:
+        model = nn.Linear(2, 1, bias=comm.rank == 0)
+        with pytest.raises(ProtocolError, match=r"different numbers .* \(2, 1\)"):
+            check_of(model, comm).compare(comm, 0)
+
+    run_team(2, program)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.parameters import ParameterAverager
+from evener.averaging.verification import ReplicaCheck
 from evener.cadence.cadence import CadencePolicy
 from evener.cadence.fixed import FixedShares
 from evener.cadence.guard import make_guard
@@ -103,7 +104,8 @@ def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
 
 
 def _sync(parts: Parts) -> WindowEngine:
-    options, buffers = _options(parts), BufferAverager(parts.model, parts.team.comm)
+    buffers = BufferAverager(parts.model, parts.team.comm)
+    options = _options(parts, buffers)
     return WindowEngine(
         team=parts.team,
         flat=parts.flat,
@@ -126,14 +128,11 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
     cadence = config.make_cadence(team.world_size)
     if config.speed_hint is not None:
         cadence.with_speeds(config.speed_hint)
+    buffers = BufferAverager(parts.model, team.comm)
+    options = _options(parts, buffers)
     return LocalEngine(
         team=team,
-        replica=Replica(
-            parts.flat,
-            ParameterAverager(parts.flat),
-            BufferAverager(parts.model, team.comm),
-            verify_every=config.verify_every,
-        ),
+        replica=Replica(parts.flat, ParameterAverager(parts.flat), buffers, options.check),
         update=LocalUpdate(
             parts.flat,
             parts.optimizers,
@@ -148,13 +147,13 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
             max_batch_diff=config.max_batch_diff,
             in_background=background is not None,
         ),
-        options=_options(parts),
+        options=options,
         background=background,
         avoid_ones=has_batch_statistics(parts.model),
     )
 
 
-def _options(parts: Parts) -> EngineOptions:
+def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
     team, config, members = parts.team, parts.config, parts.members
 
     def bring_up_to_date(counters: dict[str, Any], receives: bool) -> dict[str, Any]:
@@ -175,7 +174,6 @@ def _options(parts: Parts) -> EngineOptions:
     return EngineOptions(
         max_grad_norm=config.max_grad_norm,
         non_finite=config.non_finite,
-        verify_every=config.verify_every,
         unlike_devices=not alike,
         loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
         slowdown=Slowdown(
@@ -183,6 +181,7 @@ def _options(parts: Parts) -> EngineOptions:
             clock=compute_clock(members[team.rank].device),
             sleep=patient_sleep(stop_requested),
         ),
+        check=ReplicaCheck(parts.model, parts.flat, buffers, every=config.verify_every),
         check_model=lambda: check_identity(parts.model, parts.flat),
         stop_requested=stop_requested,
         before_update=parts.schedule.before_update,

@@ -196,7 +196,8 @@ class RunConfig(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
     verify_every: NotNegative = Field(
-        default=0, description="windows after which the ranks' weights are compared; 0: never"
+        default=0,
+        description="windows after which the ranks' weights are compared, and at the end; 0: never",
     )
     timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     measure: bool = Field(

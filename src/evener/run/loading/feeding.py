@@ -188,10 +188,12 @@ class DataSide:
 
         Raises:
             CheckpointError: Rank 0 could not write it.
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         self._meet(Meeting.SAVE)
         self._engine.prepare_save()
         self._engine.settle()  # parameters may be a window ahead of the data position
+        self._engine.verify()
         failure = ""
         if self.assembly.team.rank == 0:
             with self._engine.consensus():

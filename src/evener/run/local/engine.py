@@ -209,6 +209,7 @@ class LocalEngine(Engine):
             Meeting.FLUSH, window=self.window, leaving=int(self.wants_stop()), payload=payload
         )
         self._stop_if(leaving > 0)
+        self.verify()
         self._commit(decode_local_reports(rows))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────
@@ -326,10 +327,9 @@ class LocalEngine(Engine):
 
     def _follow(self, plan: LocalPlan) -> None:
         """Goes on by a plan; what this rank has already done of it counts."""
-        rank = self.team.rank
         self._plan = plan
         done = self._steps.work.steps + self._in_batch  # a batch that is open is not to come again
-        self._own = deque(self._leases.queue(rank)[done:])
+        self._own = deque(self._leases.queue(self.team.rank)[done:])
         self._epoch_done = self._leases.num_left == 0
         self._steps.follow(plan)
 

@@ -37,7 +37,7 @@ class Replica:
         flat: The trainable parameters.
         parameters: Keeps their consensus.
         buffers: Keeps that of buffers.
-        verify_every: Windows after which the ranks' consensus is compared; 0 for never.
+        check: Compares the ranks' consensus.
     """
 
     def __init__(
@@ -45,14 +45,12 @@ class Replica:
         flat: FlatBuffers,
         parameters: ParameterAverager,
         buffers: BufferAverager,
-        *,
-        verify_every: int = 0,
+        check: ReplicaCheck,
     ) -> None:
         self.flat = flat
         self.parameters = parameters
         self.buffers = buffers
-        self._verify_every = verify_every
-        self._check = ReplicaCheck(flat)
+        self._check = check
         self._num_shown = 0
 
     @property
@@ -72,8 +70,9 @@ class Replica:
         Raises:
             ReplicasDifferError: The consensus after the window before differs.
         """
-        if self._verify_every and window and window % self._verify_every == 0:
-            self._check.compare(comm, window - 1, self.parameters.consensus)
+        if window and self._check.is_due(window - 1):
+            agreed = self.parameters.consensus, self.buffers.agreed
+            self._check.compare(comm, window - 1, *agreed)
 
     def snapshot(self) -> Snapshot:
         """Takes this rank's differences from the consensus as they are now."""

@@ -54,8 +54,12 @@ class Checkpointer:
 
         Args:
             cursor_state: The data position that belongs to the state.
+
+        Raises:
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         self._ddp.assembly.engine.prepare_save()
+        self._ddp.assembly.engine.verify()
         if self._writer is None:
             return
         self.report()

@@ -174,6 +174,7 @@ class WindowEngine(Engine):
 
     def consensus(self) -> AbstractContextManager[None]:
         """Shows the agreed buffers; parameters are equal at all times."""
+        self.flat.attach_data()  # what was assigned to .data counts
         return self.buffers.consensus()
 
     def restored(self) -> None:
@@ -278,10 +279,12 @@ class WindowEngine(Engine):
     def _apply(
         self, plan: WindowPlan, met: Met, part: int | None = None
     ) -> tuple[WindowResult, float]:
-        """Averages and updates, unless the optimizers have taken their turns already."""
-        if not self._turns:
+        """Averages and updates, unless the optimizers have taken their turns; then compares."""
+        if self._turns:
+            result, sync_s = self._end_turns(plan, met), 0.0
+        else:
             self._refuse_non_finite(plan, met, part)
-            return self._updater.apply(
+            result, sync_s = self._updater.apply(
                 plan,
                 met.reports,
                 self.share,
@@ -289,11 +292,17 @@ class WindowEngine(Engine):
                 buffers_changed=met.buffers_changed,
                 part=part,
             )
+        started_s = time.perf_counter()
+        if self.options.check.is_due(plan.window):
+            self.options.check.compare(self.team.comm, plan.window)
+        return result, sync_s + time.perf_counter() - started_s
+
+    def _end_turns(self, plan: WindowPlan, met: Met) -> WindowResult:
         turns, self._turns = self._turns, []
         weight, skipped = turns[0].weight, all(turn.skipped for turn in turns)
         if met.buffers_changed:
             self._updater.agree_on_buffers(self.share, weight, f"window {plan.window}")
-        result = replace(
+        return replace(
             turns[-1],
             weight=weight,
             skipped=skipped,
@@ -301,7 +310,6 @@ class WindowEngine(Engine):
             applied_t=time.time(),
             ranks=tuple(RankRecord.of(r) for r in met.reports),
         )
-        return result, 0.0
 
     def _take_turn(self, part: int, plan: WindowPlan, met: Met) -> WindowResult:
         self._refuse_non_finite(plan, met, part)

@@ -71,8 +71,15 @@ class WindowMeetings:
         return rows
 
     def flush(self) -> None:
-        """Commits the window before; all ranks call it together."""
-        payload = encode_row(WindowReport(), (), self._note(), self._engine.team.world_size)
+        """Commits the window before; all ranks call it together.
+
+        Where ranks are compared at all, they are now, so that the last window of a run is not left
+        out. The rows say so: a rank without a share joins in from inside its loader.
+        """
+        check = self._engine.options.check
+        is_new = self.applied is not None and not check.is_due(self.applied.result.window)
+        note = self._note(compares=check.is_wanted and is_new)
+        payload = encode_row(WindowReport(), (), note, self._engine.team.world_size)
         self._commit([decode_row(n) for n in self.meet(Meeting.FLUSH, payload)])
 
     def close(
@@ -140,7 +147,9 @@ class WindowMeetings:
             leaving=2 if abandon else int(self._engine.wants_stop()),
         )
 
-    def _note(self, *, park: int | None = None, part: int | None = None) -> Note:
+    def _note(
+        self, *, park: int | None = None, part: int | None = None, compares: bool = False
+    ) -> Note:
         wait_s, sync_s = (a.wait_s, a.sync_s) if (a := self.applied) else (0.0, 0.0)
         return Note(
             park=park,
@@ -151,12 +160,15 @@ class WindowMeetings:
             part=part,
             rates=self._updater.rates(),
             limit=self._engine.limits.own,
+            compares=compares,
         )
 
     def _commit(self, rows: Sequence[Row]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""
         if self.applied is None:
             return
+        if any(row.note.compares for row in rows):
+            self._engine.verify()
         applied, self.applied = self.applied, None
         if applied.lease is not None:
             self._plans.commit(applied.lease)

@@ -12,7 +12,7 @@ from evener.cadence.plan import (
 )
 from evener.errors import UsageError
 
-_NOTE_LENGTH = 8
+_NOTE_LENGTH = 9
 
 
 def payload_length(world_size: int) -> int:
@@ -33,6 +33,7 @@ class Note:
         part: The optimizer that is to be stepped alone; ``None`` closes the window.
         rates: Sum of its learning rates, which must be the same on every rank.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
+        compares: Whether all ranks are to compare what they hold, now that they are at rest.
     """
 
     park: int | None = None
@@ -43,6 +44,7 @@ class Note:
     part: int | None = None
     rates: float = 0.0
     limit: int = 0
+    compares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,14 @@ def encode_row(
         0.0 if note.part is None else note.part + 1.0,
         note.rates,
         float(note.limit),
+        float(note.compares),
     )
     return [*encode_report(report), *plan, *blank, *remarks]
 
 
 def decode_row(numbers: Sequence[float]) -> Row:
     """Undoes ``encode_row``."""
-    park, changed, wait_s, sync_s, trainable, part, rates, limit = numbers[-_NOTE_LENGTH:]
+    park, changed, wait_s, sync_s, trainable, part, rates, *rest = numbers[-_NOTE_LENGTH:]
     note = Note(
         park=int(park) - 1 if park else None,
         buffers_changed=changed > 0,
@@ -89,7 +92,8 @@ def decode_row(numbers: Sequence[float]) -> Row:
         trainable=int(trainable),
         part=int(part) - 1 if part else None,
         rates=rates,
-        limit=int(limit),
+        limit=int(rest[0]),
+        compares=rest[1] > 0,
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
-from evener.averaging.verification import ReplicaCheck
 from evener.averaging.weights import combine, power_of_two_near
 from evener.cadence.plan import WindowPlan, WindowReport
 from evener.comm.base import Communicator
@@ -55,7 +54,6 @@ class Updater:
         if len(optimizers) > 1:
             for part in range(len(optimizers)):
                 self._averagers[part] = GradientAverager(flat, comm, part)
-        self._check = ReplicaCheck(flat)
 
     def use(self, comm: Communicator) -> None:
         """Goes on with other ranks."""
@@ -93,7 +91,6 @@ class Updater:
 
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
-            ReplicasDifferError: Ranks have come apart.
         """
         total_weight, loss = combine(reports) or (0.0, math.nan)
         what = f"window {plan.window}"
@@ -122,7 +119,6 @@ class Updater:
         self.flat.zero_(part)
         elapsed_s = time.perf_counter() - started_s
         self.update_s = elapsed_s + self._options.slowdown.after(slow_start)
-        sync_s += self._verify(plan.window)
         return WindowResult(
             window=plan.window,
             epoch=plan.epoch,
@@ -149,15 +145,6 @@ class Updater:
     def may_skip(self, reports: Sequence[WindowReport]) -> bool:
         """Whether what is not finite is to be left out rather than to stop the team."""
         return self._options.non_finite == "skip" or self._options.loss_scale.explains(reports)
-
-    def _verify(self, window: int) -> float:
-        """Compares the ranks' parameters where that is due; returns the seconds it took."""
-        every = self._options.verify_every
-        if not every or (window + 1) % every:
-            return 0.0
-        started_s = time.perf_counter()
-        self._check.compare(self._averagers[None].comm, window)
-        return time.perf_counter() - started_s
 
     def _overflowed(
         self, norm: float, plan: WindowPlan, progress: Progress, part: int | None

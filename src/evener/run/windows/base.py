@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.verification import ReplicaCheck
 from evener.cadence.policies import Planner
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
@@ -30,10 +31,10 @@ class EngineOptions:
 
     max_grad_norm: float | None = None
     non_finite: str = "raise"
-    verify_every: int = 0
     unlike_devices: bool = False
     loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
     slowdown: Slowdown
+    check: ReplicaCheck
     check_model: Callable[[], None]
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
@@ -157,6 +158,18 @@ class Engine(ABC):
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
         """Shows what all ranks have agreed on in the model, for the length of a block."""
+
+    def verify(self) -> None:
+        """Compares what all ranks have agreed on, where ``verify_every`` is given.
+
+        All ranks call it together, outside of an exchange: at a commit, or between epochs.
+
+        Raises:
+            ReplicasDifferError: On every rank.
+        """
+        if self.options.check.is_wanted:
+            with self.consensus():
+                self.options.check.compare(self.team.comm, self.window - 1)
 
     @abstractmethod
     def restored(self) -> None:

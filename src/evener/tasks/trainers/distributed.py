@@ -40,9 +40,9 @@ class DistributedTrainer:
         trainer: What this rank trains with.
         comm: This rank's end; closed with the trainer.
         config: This rank's place; that of ``comm`` if left out.
-        verify_every: After every so many updates, compare the weights of all ranks by hashes, and
-            halt where they differ; 0 does not look. One pass over the weights, 16 bytes a rank.
-            If left out, that of ``options``, or 1.
+        verify_every: After every so many updates, and after the last, compare weights and averaged
+            buffers of all ranks by hashes, and halt where they differ; 0 does not look. One pass
+            over them, 16 bytes a rank. If left out, that of ``options``, or 1.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``"auto"`` is the fast one of this rank's
             device. Ranks may differ.
         options: Further options. Clipping is the trainer's and deadlines are those of ``comm``.

@@ -10,7 +10,7 @@ from torch import nn
 
 from evener.checkpoint import WrittenCheckpoint, find_newest
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.errors import CheckpointError
+from evener.errors import CheckpointError, ReplicasDifferError
 from evener.run.ddp import Ddp
 from evener.run.recording.checkpointing import Checkpointer
 from evener.run.windows.results import Progress
@@ -19,9 +19,9 @@ from helpers.teams import run_team, setup
 CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}
 
 
-def team_of(comm: Communicator) -> Ddp:
+def team_of(comm: Communicator, **config: int) -> Ddp:
     model = nn.Linear(2, 1)
-    return setup(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    return setup(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1), **config)
 
 
 def checkpointer_of(
@@ -72,6 +72,24 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
     assert checkpoint.asset("notes.txt") == b"hello"
     assert checkpoint.document("state.json")["cursor"] == CURSOR
     assert set(checkpoint.tensors("model")) == {"weight", "bias"}
+
+
+def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        with team_of(comm, verify_every=1000) as ddp:
+            checkpointer = checkpointer_of(ddp, tmp_path)
+            ddp.assembly.engine.progress = Progress(window=2)
+            checkpointer.save(CURSOR)
+            if comm.rank == 1:
+                ddp.assembly.model.get_parameter("bias").data += 1e-3
+            ddp.assembly.engine.progress = Progress(window=4)
+            with pytest.raises(ReplicasDifferError, match="after window 3, parameter 'bias'"):
+                checkpointer.save(CURSOR)
+            checkpointer.finish()
+            checkpointer.close()
+
+    run_team(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
