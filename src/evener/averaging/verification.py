@@ -43,6 +43,9 @@ class ReplicaCheck:
         flat: Its trainable parameters.
         buffers: Those of its buffers that are made equal.
         every: Windows after which to compare; 0 for never.
+
+    Attributes:
+        every: As given.
     """
 
     def __init__(
@@ -50,18 +53,18 @@ class ReplicaCheck:
     ) -> None:
         self._flat = flat
         self._buffers = buffers
-        self._every = every
+        self.every = every
         self._places = {name: place for place, name in enumerate(_in_order(model))}
         self._factors: dict[torch.device, Tensor] = {}
 
     @property
     def is_wanted(self) -> bool:
         """Whether to compare at all."""
-        return self._every > 0
+        return self.every > 0
 
     def is_due(self, window: int) -> bool:
         """Whether to compare after this window, wherever in an epoch it is."""
-        return self.is_wanted and (window + 1) % self._every == 0
+        return self.is_wanted and (window + 1) % self.every == 0
 
     def compare(
         self,
