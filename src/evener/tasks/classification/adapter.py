@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -36,6 +36,10 @@ TARGETS: Mapping[str, list[str]] = {
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
 }
 
+#: Beside the adapter, the configuration of its base with a head. Under the usual name
+#: ``config.json``, transformers would take the folder for that of a whole model.
+BASE_CONFIG = "base_config.json"
+
 
 @final
 class AdapterModel(nn.Module):
@@ -63,8 +67,13 @@ class AdapterModel(nn.Module):
         return {name: value for name, value in whole.items() if name in trained}
 
 
-def add_adapter(base: nn.Module, config: LoraConfig) -> nn.Module:
+def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] = ()) -> nn.Module:
     """Puts a new adapter on a base and freezes the rest, but for the head.
+
+    Args:
+        base: A model for sequence classification.
+        config: The adapter.
+        new_modules: What else starts from random weights: it is trained and saved as the head is.
 
     Raises:
         ConfigError: ``lora.target_modules`` names layers that the base does not have.
@@ -84,6 +93,7 @@ def add_adapter(base: nn.Module, config: LoraConfig) -> nn.Module:
                     lora_alpha=config.alpha,
                     lora_dropout=config.dropout,
                     target_modules=targets,
+                    modules_to_save=list(new_modules) or None,
                 ),
             )
     except ValueError as error:
@@ -99,15 +109,10 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
     """Puts a saved adapter and its head on a base, to go on training it.
 
     Raises:
-        ConfigError: There is none, or it does not fit this base.
+        ConfigError: It does not fit this base.
     """
     from peft import PeftModel
 
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{folder} holds no adapter (adapter_config.json); give a folder that save or peft's "
-            "save_pretrained has written"
-        )
     try:
         with hushed():
             network: nn.Module = PeftModel.from_pretrained(
@@ -124,11 +129,20 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
     return network
 
 
-def save_adapter(network: nn.Module, folder: Path, base_path: str) -> None:
-    """Writes adapter and head; ``PeftModel.from_pretrained`` loads them onto the base."""
+def save_adapter(
+    network: nn.Module, folder: Path, base_path: str, dropout: Mapping[str, float]
+) -> None:
+    """Writes adapter and head, and the configuration to load the base with.
+
+    ``PeftModel.from_pretrained`` loads them onto the base.
+    """
     network.peft_config["default"].base_model_name_or_path = base_path  # type: ignore[index, union-attr]
     with hushed():
         network.save_pretrained(folder)  # type: ignore[operator]
+        # The classes, and what pads: decoders look for the last token before that.
+        config = copy.deepcopy(network.get_base_model().config)  # type: ignore[operator]
+        _restore(config, dropout)
+        config.to_json_file(folder / BASE_CONFIG)
     (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
 
 
@@ -139,9 +153,21 @@ def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) 
     """
     with hushed(), torch.no_grad():
         whole = copy.deepcopy(network).cpu().merge_and_unload()  # type: ignore[operator]
-        for key, rate in dropout.items():
-            setattr(whole.config, key, rate)
+        _restore(whole.config, dropout)
         whole.save_pretrained(folder)
+
+
+def save_base(network: nn.Module, folder: Path, dropout: Mapping[str, float]) -> None:
+    """Writes the base as it was before the adapter."""
+    with hushed():
+        bare = copy.deepcopy(network).cpu().unload()  # type: ignore[operator]
+        _restore(bare.config, dropout)
+        bare.save_pretrained(folder)
+
+
+def _restore(config: Any, dropout: Mapping[str, float]) -> None:
+    for key, rate in dropout.items():
+        setattr(config, key, rate)
 
 
 @contextmanager

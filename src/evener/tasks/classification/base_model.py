@@ -2,7 +2,8 @@
 
 import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,27 @@ from evener.tasks.language_model import (
     refuse_unknown_keys,
     with_given_keys,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base model with a head for the classes.
+
+    Attributes:
+        model: In float32 on the CPU, in ``eval()``, without dropout.
+        dropout: The rates that were switched off, by configuration key.
+        new_modules: What the folder held no weights of, by module name, so that it is trained and
+            saved with the adapter. Empty where the whole base started from random weights.
+        new_head: Whether the last layer is one of these, or starts from random weights.
+        fingerprint: Tells the backbone from others.
+    """
+
+    model: nn.Module
+    dropout: dict[str, float]
+    new_modules: tuple[str, ...]
+    new_head: bool
+    fingerprint: str
+
 
 _HASHED_ELEMENTS = 4096
 """Of each tensor so many, evenly spread, go into a fingerprint: enough to tell models apart."""
@@ -44,9 +66,7 @@ def base_folder(path: str) -> Path:
     )
 
 
-def build_base(
-    config: ModelConfig, labels: Sequence[str], encoder: TextEncoder
-) -> tuple[nn.Module, dict[str, float]]:
+def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder) -> Base:
     """Makes a base model with a new head, in float32 on the CPU, without dropout.
 
     What is frozen is not dropped out: only the adapter is regularised, and a replica's random
@@ -57,12 +77,9 @@ def build_base(
         labels: Names of the classes.
         encoder: Makes the model's input.
 
-    Returns:
-        The model, and the dropout rates that were switched off, by configuration key.
-
     Raises:
-        ConfigError: An unknown type, a bad key, a folder without a model, a model that is too
-            short or has too few embeddings.
+        ConfigError: An unknown type, a bad key, a folder without a model or with a part of one, a
+            model that is too short, has too few embeddings, or writes what it answers.
     """
     names = {
         "num_labels": len(labels),
@@ -71,7 +88,16 @@ def build_base(
         "pad_token_id": encoder.pad_id,
     }
     with quiet():
-        model = _load(config.path, names) if config.path else _from_scratch(config, names, encoder)
+        model, new = (
+            _load(config.path, names)
+            if config.path
+            else (_from_scratch(config, names, encoder), frozenset())
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"the base model is a {model.config.model_type}, which reads a text and writes another "  # type: ignore[union-attr]
+            "one; give an encoder, such as bert, or a decoder, such as llama"
+        )
     rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     if encoder.vocab_size > rows:
         raise ConfigError(
@@ -84,23 +110,69 @@ def build_base(
             f"seq_len is {encoder.seq_len}, but the base model takes at most {longest} tokens; "
             "lower seq_len"
         )
-    rates = _dropout_rates(model.config)
+    prefix = f"{model.base_model_prefix}."
+    return Base(
+        model=model.eval(),
+        dropout=_switch_off_dropout(model),
+        new_modules=_modules_of(new, prefix),
+        new_head=config.path is None or any(not name.startswith(prefix) for name in new),
+        fingerprint=_fingerprint(model, new),
+    )
+
+
+def folder_fingerprint(path: str) -> str:
+    """``Base.fingerprint`` of the base in a folder.
+
+    Raises:
+        ConfigError: There is none that could be a classifier's.
+    """
+    with quiet():
+        return _fingerprint(*_load(path, {}))
+
+
+def _modules_of(parameters: Iterable[str], prefix: str) -> tuple[str, ...]:
+    """Names of the modules that hold parameters: of those beside the backbone, the outermost."""
+    return tuple(
+        sorted(
+            {
+                name.rpartition(".")[0] if name.startswith(prefix) else name.partition(".")[0]
+                for name in parameters
+            }
+        )
+    )
+
+
+def _switch_off_dropout(model: nn.Module) -> dict[str, float]:
+    """Sets every rate of dropout to 0; returns those of the configuration that were not."""
+    config: Any = model.config
+    rates = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0  # type: ignore[assignment]
-    return model.eval(), rates
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+    for key in rates:  # some layers look there in each forward
+        setattr(config, key, 0.0)
+    return rates
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Hash of a base's parameters but for the head: their names, shapes and a sample of values."""
+def _fingerprint(model: nn.Module, new: frozenset[str]) -> str:
+    """Hash of the backbone's parameters: their names, shapes and a sample of values.
+
+    Args:
+        model: With a head, which is left out.
+        new: Parameters that hold random numbers, left out, too.
+    """
     hasher = hashlib.blake2b(digest_size=16)
-    backbone = model.base_model
-    assert isinstance(backbone, nn.Module)
-    for name, parameter in sorted(backbone.named_parameters()):
+    prefix = f"{model.base_model_prefix}."
+    for name, parameter in sorted(model.base_model.named_parameters()):  # type: ignore[union-attr]
+        if prefix + name in new:
+            continue
         hasher.update(f"{name} {tuple(parameter.shape)} ".encode())
         flat = parameter.detach().reshape(-1)
         step = -(-flat.numel() // _HASHED_ELEMENTS) or 1
@@ -108,16 +180,18 @@ def fingerprint(model: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-def _load(path: str, names: Mapping[str, Any]) -> nn.Module:
+def _load(path: str, names: Mapping[str, Any]) -> tuple[nn.Module, frozenset[str]]:
+    """The model of a folder, and its parameters of which the folder holds no weights."""
     from transformers import AutoModelForSequenceClassification
 
     folder = base_folder(path)
     try:
-        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        model, found = AutoModelForSequenceClassification.from_pretrained(
             folder,
             local_files_only=True,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,  # a head for other classes
+            output_loading_info=True,
             **names,
         )
     except Exception as error:  # damaged files, other kinds of models: each fails in its own way
@@ -125,7 +199,19 @@ def _load(path: str, names: Mapping[str, Any]) -> nn.Module:
             f"model.path {path!r} cannot be loaded as a classifier: {in_short(error)}; give a "
             "folder written by save_pretrained or a checkpoint of evener"
         ) from error
-    return model
+    unlike = {name for name, *_ in found["mismatched_keys"]}
+    new = frozenset(unlike | set(found["missing_keys"]))
+    prefix = f"{model.base_model_prefix}."
+    # Masked language models are saved without the pooler that a classifier puts on them.
+    lost = [n for n in sorted(new) if n.startswith(prefix) and (n in unlike or ".pool" not in n)]
+    if lost:
+        raise ConfigError(
+            f"model.path {path!r} holds no weights that fit {lost[0]!r}"
+            + (f" and {len(lost) - 1} other parameters" if len(lost) > 1 else "")
+            + f" of the {model.config.model_type} that its config.json describes; give a folder "
+            "whose config.json and weights belong together"
+        )
+    return model, new
 
 
 def _from_scratch(config: ModelConfig, names: Mapping[str, Any], encoder: TextEncoder) -> nn.Module:
@@ -162,14 +248,3 @@ def _check_type(name: str) -> None:
             f"model.type {name!r} has no classifier in transformers; give such as "
             f"{', '.join(close or ('llama', 'bert', 'qwen3'))}"
         )
-
-
-def _dropout_rates(config: Any) -> dict[str, float]:
-    """Rates above 0 in a configuration, for whoever loads the saved model."""
-    return {
-        key: value
-        for key, value in config.to_dict().items()
-        if ("dropout" in key or key.endswith(("_pdrop", "drop_rate")))
-        and isinstance(value, float)
-        and value > 0
-    }

@@ -96,6 +96,7 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
         data.labels,
         tokenizer=Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None,
         class_weights=data.labels.weights(config.class_weights, data.train.indices),
+        quiet=environment.rank != 0,
     )
     schedule = SampleSchedule(config.optimizer)
     ddp = Ddp.setup(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.tasks.classification.finished_tokenizer import finished_files
 from evener.tasks.tokenizer import (
     ByteTokenizer,
     is_byte_level,
@@ -111,6 +112,8 @@ class TextEncoder:
             backend = tokenizer.backend_tokenizer
             backend.no_truncation()
             backend.no_padding()
+            # Whether `<|endoftext|>` in a text is that text, or the end of it.
+            backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
 
             def ids_of(text: str) -> list[int]:
                 return list(backend.encode(text, add_special_tokens=False).ids)
@@ -132,6 +135,16 @@ class TextEncoder:
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
             seq_len=seq_len,
             files=files,
+        )
+
+    def finished_files(self) -> dict[str, bytes]:
+        """What ``AutoTokenizer`` loads a tokenizer from that gives the ids of ``encode``."""
+        return finished_files(
+            self.files,
+            prefix=self._prefix,
+            suffix=self._suffix,
+            pad_id=self.pad_id,
+            seq_len=self.seq_len,
         )
 
     def encode(self, text: str) -> list[int]:

@@ -70,11 +70,12 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
-    """The trainable head, if it is one linear layer."""
+    """The trainable head, if it is one linear layer; a new pooler before it is none of it."""
     heads = [
         module
         for name, module in model.named_modules()
         if ".modules_to_save." in f"{name}." and isinstance(module, nn.Linear)
+        if ".pool" not in name
     ]
     return heads[0] if len(heads) == 1 else None
 

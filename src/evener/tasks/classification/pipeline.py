@@ -1,7 +1,7 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +14,18 @@ from torch import Tensor
 from evener.errors import DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.config.pretrain import ModelConfig
+from evener.run.launching.terminal import say
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
-    hushed,
     load_adapter,
     replacing,
     save_adapter,
+    save_base,
     save_merged,
     write_json,
 )
-from evener.tasks.classification.base_model import base_folder, build_base, fingerprint
+from evener.tasks.classification.base_model import base_folder, build_base, folder_fingerprint
 from evener.tasks.classification.dropout import Draws, own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
@@ -110,6 +111,7 @@ class ClassifyPipeline:
         *,
         tokenizer: Path | None = None,
         class_weights: Sequence[float] | None = None,
+        quiet: bool = False,
     ) -> Self:
         """Makes a classifier on the CPU, in ``eval()``.
 
@@ -120,6 +122,7 @@ class ClassifyPipeline:
             tokenizer: Folder of the tokenizer; that of the base by default, bytes where the base
                 starts from scratch.
             class_weights: A weight for each class.
+            quiet: Does not say where it cannot be told whether an adapter is one of this base.
 
         Raises:
             ConfigError: Base, adapter and tokenizer do not fit one another.
@@ -129,13 +132,18 @@ class ClassifyPipeline:
         adapter = getattr(model_config, "adapter", None)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            base, rates = build_base(model_config, labels.names, encoder)
-            note = BaseNote(str(folder) if folder else "", fingerprint(base), rates)
+            base = build_base(model_config, labels.names, encoder)
+            note = BaseNote(
+                str(folder.absolute()) if folder else "", base.fingerprint, base.dropout
+            )
             if adapter is None:
-                network = add_adapter(base, config.lora)
+                network = add_adapter(base.model, config.lora, base.new_modules)
             else:
-                check_adapter(Path(adapter).expanduser(), note, labels)
-                network = load_adapter(base, Path(adapter).expanduser())
+                given = Path(adapter).expanduser()
+                doubt = check_adapter(given, note, labels, folder_fingerprint)
+                if doubt and not quiet:
+                    say(f"warning: {doubt}")
+                network = load_adapter(base.model, given)
         made = AdapterModel(network).eval()
         return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
 
@@ -310,8 +318,8 @@ class ClassifyPipeline:
         """Writes ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
 
         ``PeftModel.from_pretrained`` loads the adapter onto the base,
-        ``AutoModelForSequenceClassification.from_pretrained`` the merged weights; both folders
-        hold the tokenizer.
+        ``AutoModelForSequenceClassification.from_pretrained`` the merged weights. Both folders hold
+        the configuration of the whole, and a tokenizer that ends, cuts and pads texts as here.
 
         Raises:
             EvenerError: They cannot be written.
@@ -320,15 +328,16 @@ class ClassifyPipeline:
         note = self._base
         if not note.path:
             with replacing(folder / "base") as fresh:
-                self._save_base(fresh)
+                save_base(self.model.network, fresh, note.dropout)
+                _write_files(fresh, self.encoder.files)
             note = replace(note, path=str(folder / "base"))
         with replacing(folder / "adapter") as fresh:
-            save_adapter(self.model.network, fresh, note.path)
+            save_adapter(self.model.network, fresh, note.path, note.dropout)
             write_json(fresh / DOCUMENT, self._document(note))
-            self._write_tokenizer(fresh)
+            _write_files(fresh, self.encoder.finished_files())
         with replacing(folder / "merged") as fresh:
             save_merged(self.model.network, fresh, note.dropout)
-            self._write_tokenizer(fresh)
+            _write_files(fresh, self.encoder.finished_files())
 
     def _document(self, note: BaseNote) -> dict[str, Any]:
         return {
@@ -337,19 +346,6 @@ class ClassifyPipeline:
             "end_tokens": self.config.end_tokens,
             "base": {"path": note.path, "fingerprint": note.fingerprint},
         }
-
-    def _save_base(self, folder: Path) -> None:
-        with hushed():
-            network = copy.deepcopy(self.model.network).cpu()
-            bare = network.unload()  # type: ignore[operator]
-            for key, rate in self._base.dropout.items():
-                setattr(bare.config, key, rate)
-            bare.save_pretrained(folder)
-        self._write_tokenizer(folder)
-
-    def _write_tokenizer(self, folder: Path) -> None:
-        for name, content in self.encoder.files.items():
-            (folder / name).write_bytes(content)
 
     def logits(self, batch: Batch) -> Tensor:
         """Float32 logits ``(B, num_classes)`` on the device."""
@@ -367,3 +363,8 @@ class ClassifyPipeline:
             yield
         finally:
             self.model.train(was_training)
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

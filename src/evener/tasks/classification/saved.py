@@ -48,27 +48,90 @@ def read_document(adapter: Path) -> dict[str, Any]:
     return whole
 
 
-def check_adapter(adapter: Path, base: BaseNote, labels: LabelSet) -> None:
+def check_adapter(
+    adapter: Path, base: BaseNote, labels: LabelSet, fingerprint_of: Callable[[str], str]
+) -> str | None:
     """Refuses an adapter of another base or for other classes, as far as it says what it is of.
 
+    Args:
+        adapter: Its folder.
+        base: What it is to be put on.
+        labels: The classes of this run.
+        fingerprint_of: Of the base in a folder.
+
+    Returns:
+        A warning, where it cannot be told whether the base is the right one.
+
     Raises:
-        ConfigError: Names both bases, or both sets of classes.
+        ConfigError: Names both bases, or both sets of classes; or says why it is no adapter that
+            can be gone on with.
     """
     if not (adapter / DOCUMENT).is_file():
-        return
+        return _check_foreign(adapter, base, fingerprint_of)
     document = read_document(adapter)
     theirs = document["base"]
     if theirs["fingerprint"] != base.fingerprint:
-        raise ConfigError(
-            f"the adapter in {adapter} was trained on another base model than {base.path!r}: on "
-            f"{theirs['path']!r}, whose weights differ. Give that base, or train an adapter on "
-            "this one"
-        )
+        raise _other_base(adapter, base, f"{theirs['path']!r}, whose weights differ")
     if tuple(document["labels"]) != labels.names:
         raise ConfigError(
             f"the adapter in {adapter} tells {', '.join(document['labels'])} apart, this run "
             f"{', '.join(labels.names)}; give the same labels in the same order"
         )
+    return None
+
+
+def _check_foreign(
+    adapter: Path, base: BaseNote, fingerprint_of: Callable[[str], str]
+) -> str | None:
+    """Judges an adapter that peft has saved without evener, by what peft notes of its base."""
+    noted = _peft_config(adapter)
+    kind, task, named = (
+        noted.get(key) for key in ("peft_type", "task_type", "base_model_name_or_path")
+    )
+    if kind != "LORA" or task != "SEQ_CLS":
+        raise ConfigError(
+            f"the adapter in {adapter} is of kind {kind} for {task}; give a LORA adapter for "
+            "SEQ_CLS (a classifier), or leave model.adapter out to train a new one"
+        )
+    folder = Path(named).expanduser() if isinstance(named, str) and named else None
+    if folder is not None and folder.is_dir():
+        try:
+            is_same = fingerprint_of(str(folder)) == base.fingerprint
+        except ConfigError as error:
+            raise _other_base(adapter, base, f"{named!r}, which does not load ({error})") from error
+        if not is_same:
+            raise _other_base(adapter, base, f"{named!r}, whose weights differ")
+    elif not base.path:
+        raise _other_base(adapter, base, repr(named))
+    elif folder is None or folder.name != Path(base.path).name:
+        return (
+            f"the adapter in {adapter} was trained on {named!r}, which is no folder here: whether "
+            f"{base.path!r} holds the same weights cannot be told, and on others it is of no use. "
+            "Make sure that it does"
+        )
+    return None
+
+
+def _other_base(adapter: Path, base: BaseNote, theirs: str) -> ConfigError:
+    ours = repr(base.path) if base.path else "this one, which starts from random weights"
+    return ConfigError(
+        f"the adapter in {adapter} was trained on another base model than {ours}: on {theirs}. "
+        "Give that base, or train an adapter on this one"
+    )
+
+
+def _peft_config(adapter: Path) -> dict[str, Any]:
+    path = adapter / "adapter_config.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{adapter} holds no adapter (adapter_config.json); give a folder that save or peft's "
+            "save_pretrained has written"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; save the adapter again") from None
+    return document if isinstance(document, dict) else {}
 
 
 def _is_number(value: object) -> bool:

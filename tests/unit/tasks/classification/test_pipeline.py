@@ -1,5 +1,6 @@
 """A classifier on one device: what it saves loads elsewhere, and what does not fit is refused."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_peft_loads_the_adapter_and_transformers_the_merged_weights(
         adapted = PeftModel.from_pretrained(base, folder / "adapter").eval()
         merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder / "merged")
-    ids = torch.tensor([[*tokenizer.encode("a text"), tokenizer.eos_token_id]])
+    ids = torch.tensor([tokenizer.encode("a text")])
     with torch.no_grad():
         assert torch.allclose(adapted(ids).logits, expected, atol=1e-6)
         assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
@@ -115,6 +116,7 @@ def test_an_adapter_that_fits_no_layer_is_refused(
     wider = {"type": "llama", "config": {**TINY_LLAMA["config"], "hidden_size": 24}}
     build(wider).save(tmp_path)
     (tmp_path / "adapter" / "classify.json").unlink()
+    shutil.rmtree(tmp_path / "base")  # which would tell whether it is the one that is given
     model = ClassifyModelConfig(path=str(saved[1] / "base"), adapter=str(tmp_path / "adapter"))
     with pytest.raises(ConfigError, match="does not fit this base model"):
         ClassifyPipeline.build(model, config(), LabelSet(LABELS))
@@ -143,6 +145,25 @@ def test_the_base_is_not_dropped_out_and_gets_its_rates_back(tmp_path: Path) -> 
     assert torch.equal(logits_of(pipeline, "a text"), logits_of(pipeline, "a text"))
     pipeline.save(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path / "merged").hidden_dropout_prob == 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("opt", {"ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0.5, "layerdrop": 0.9}),
+        ("falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),  # asks its configuration
+        ("bloom", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),  # keeps rates in its layers
+    ],
+)
+def test_dropout_that_is_no_layer_of_its_own_is_switched_off_too(
+    kind: str, keys: dict[str, Any]
+) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    pipeline = build({"type": kind, "config": size | keys})
+    expected = logits_of(pipeline, "a text")
+    pipeline.model.train()
+    for _ in range(4):
+        assert torch.allclose(logits_of(pipeline, "a text"), expected, atol=1e-5)
 
 
 def test_replicas_share_the_frozen_base_and_nothing_else() -> None:
@@ -175,6 +196,7 @@ def test_options_that_do_not_fit_the_base(
         ({"type": "lama"}, "'lama' has no classifier"),
         ({"type": "llama", "config": {"hiden_size": 8}}, "unknown key 'model.config.hiden_size'"),
         ({"path": "/nowhere"}, "has no config.json"),
+        ({"type": "bart", "config": {"d_model": 16}}, "is a bart, which reads a text and writes"),
     ],
 )
 def test_bases_that_are_none(model: dict[str, Any], words: str) -> None:
