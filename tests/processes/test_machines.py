@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def by_torchrun(node, address, port, *further):
     return (*torchrun, *nodes, "-m", "evener", "pretrain", "run.yaml", *further)
 
 
+def by_torchrun_without_names(node, address, port, *further):
+    """The same where machines do not know one another's names, and torchrun numbers them."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", COUNTS[node])
+    own = ("--local-addr", ADDRESSES[node], "--rdzv-conf", f"is_host={1 - node}")
+    evener = ("-m", "evener", "pretrain", "run.yaml")
+    return (*torchrun, "--nnodes", 2, *rendezvous, *own, *evener, *further)
+
+
 # ── launchers on one host, in folders of their own ───────────────────────────────────────────────
 
 
@@ -178,6 +188,49 @@ def test_two_machines_over_a_slow_cable(labs, hashes, started):
     )
     assert sent[0] >= num_bytes * (1 + both)
     assert sent[1] >= num_bytes * both
+
+
+@pytest.mark.root
+def test_torchrun_numbers_machines_that_do_not_know_names(labs, hashes):
+    with TwoMachines() as machines:
+        running = [
+            lab.sandbox.start(
+                *machines.command(node, *by_torchrun_without_names(node, ADDRESSES[0], 29_500))
+            )
+            for node, lab in enumerate(labs)
+        ]
+        for ended in [each.end(WAIT_S) for each in running]:
+            assert ended.code == 0, ended.err
+    told = {path.name: path.read_text() for path in hashes.iterdir()}
+    assert sorted(told) == ["0", "1", "2"]
+    assert len(set(told.values())) == 1
+
+
+@pytest.mark.root
+def test_ranks_of_a_process_group_need_not_know_names(labs):
+    program = """
+        import torch
+        import torch.distributed as dist
+        from evener import Ddp
+
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
+            print(ddp.rank, ddp.world_size, ddp.all_reduce(ddp.rank))
+        dist.destroy_process_group()
+    """
+    with TwoMachines() as machines:
+        running = []
+        for node, lab in enumerate(labs):
+            lab.sandbox.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+            nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
+            launch = (sys.executable, "-m", "evener", "launch", "--nproc", 1, *nodes)
+            script = lab.sandbox.script(textwrap.dedent(program))
+            running.append(lab.sandbox.start(*machines.command(node, *launch, script)))
+        first, second = [each.end(WAIT_S) for each in running]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.out, second.out) == ("0 2 0.5\n", "1 2 0.5\n")
 
 
 @pytest.mark.root

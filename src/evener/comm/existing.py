@@ -4,6 +4,7 @@ The group is used to exchange addresses, and then left alone: evener's own conne
 deadline on every wait and survive its loss, and a collective of the user cannot fall in between.
 """
 
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from evener.comm.rendezvous import is_loopback, own_address
 from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
@@ -59,9 +61,9 @@ def find_place(group: Any) -> GroupPlace:
     own = socket.gethostname()
     hosts = _gather(group, own.encode())
     one_host = len(set(hosts)) == 1
-    address = "127.0.0.1" if one_host else hosts[0].decode()
-    listen_fd, port = None, 0
+    address, listen_fd, port = "127.0.0.1", None, 0
     if rank == 0 and world_size > 1:
+        address = address if one_host else _reachable_address()
         try:
             server = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=world_size)
         except OSError as error:
@@ -70,9 +72,18 @@ def find_place(group: Any) -> GroupPlace:
                 "the network of this host"
             ) from error
         port, listen_fd = server.getsockname()[1], server.detach()
-    port = int(_gather(group, str(port).encode())[0])
+    said = _gather(group, f"{port} {address}".encode())[0].decode()
+    port, address = int(said.partition(" ")[0]), said.partition(" ")[2]
     local = [r for r, host in enumerate(hosts) if host == own.encode()[:_BYTES]]
     return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, listen_fd)
+
+
+def _reachable_address() -> str:
+    """This host as the others can reach it: a number where possible, as names need not be known."""
+    name = socket.gethostname()
+    # On the network on which the ranks have met, where that is known.
+    address = own_address(os.environ.get("MASTER_ADDR") or name, 1)
+    return name if is_loopback(address) else address
 
 
 def _gather(group: Any, payload: bytes) -> list[bytes]:

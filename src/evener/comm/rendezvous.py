@@ -302,11 +302,17 @@ def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ..
                 f"GLOO_SOCKET_IFNAME is {wanted!r} ({first_line(error)}): name interfaces of this "
                 f"host with an address, of {', '.join(n for _, n in socket.if_nameindex())}"
             ) from None
-    host = address if is_loopback(address) else _own_address(address, port)
+    host = address if is_loopback(address) else own_address(address, port)
     return (ProcessGroupGloo.create_device(hostname=host),)
 
 
-def _own_address(address: str, port: int) -> str:
+def own_address(address: str, port: int) -> str:
+    """A number under which this host is seen from ``address``; 127.0.0.1 if it has no network.
+
+    Args:
+        address: Name or number of any host, this one included.
+        port: Of it; any will do, nothing is sent.
+    """
     # Many hosts map their own name to 127.0.1.1, where no peer finds them: then ask for the address
     # of the default route. A datagram socket sends nothing on connect.
     for target in (address, "192.0.2.1", "2001:db8::1"):
