@@ -132,6 +132,7 @@ def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
 def test_predictions_for_a_file(folder: Path) -> None:
     run(folder, configure(folder, epochs=8))
     (folder / "texts.jsonl").write_text('{"text": "1 alpha beta"}\n"2 gamma delta"\n')
+    (folder / "train.jsonl").unlink()  # what it was trained on is needed no more
     said = run(folder, "run.yaml", "--predict", "texts.jsonl", "--quiet")
     rows = [json.loads(line) for line in said.splitlines()]
     assert [row["label"] for row in rows] == ["first", "second"]

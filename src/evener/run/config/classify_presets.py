@@ -54,7 +54,9 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"
         )
-    _check_surroundings(config)
+    _check_packages(config)
+    if options.predict is None:  # a saved classifier needs nothing else
+        _check_paths(config)
     if options.resume and holds_runs:
         check_resumable(classify_parent(options), name)
     return config.model_copy(update={"name": name})
@@ -100,7 +102,7 @@ def model_override(base: Path | None) -> str:
     return f"model.path={json.dumps(str(base))}"
 
 
-def _check_surroundings(config: ClassifyRunConfig) -> None:
+def _check_paths(config: ClassifyRunConfig) -> None:
     places = {
         "data.path": config.data.path,
         "data.heldout_path": config.data.heldout_path,
@@ -114,6 +116,9 @@ def _check_surroundings(config: ClassifyRunConfig) -> None:
                 f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
                 f"{Path.cwd()}); evener downloads nothing"
             )
+
+
+def _check_packages(config: ClassifyRunConfig) -> None:
     for package in ("transformers", "peft"):
         if find_spec(package) is None:
             raise ConfigError(

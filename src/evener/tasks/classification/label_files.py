@@ -2,15 +2,17 @@
 
 import csv
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from evener.data.record_files import parse_line
 from evener.errors import DataError
-from evener.tasks.classification.samples import Record
+from evener.tasks.classification.samples import Record, bad_character
 
 _CSV = (".csv", ".tsv")
+_LONGEST_FIELD = 2**31 - 1
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")
 
 
@@ -66,9 +68,12 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
     before = 1
-    with path.open(encoding="utf-8-sig", newline="") as text:
+    # Bytes that are no UTF-8 go through as surrogates, and are refused with the line they are in.
+    decoded = path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+    with decoded as text, _fields_of_any_length():
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
+            _check_header(path, reader.fieldnames or ())
             for row in reader:
                 where, before = f"{path}:{before + 1}", reader.line_num
                 if None in row or None in row.values():
@@ -78,8 +83,26 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
                         f"{delimiter!r}"
                     )
                 yield where, row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise DataError(f"{path}:{before + 1} is malformed: {error}; mend the line") from None
+
+
+@contextmanager
+def _fields_of_any_length() -> Iterator[None]:
+    """The module's own limit is 128 kB, which a text may well have."""
+    before = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if bad := bad_character(name):
+            raise DataError(f"{path}:1 is malformed: {bad} is no character; save the file as UTF-8")
+        if names.count(name) > 1:
+            raise DataError(f"{path}:1 names two columns {name!r}; give each a name of its own")
 
 
 def _num_columns(row: dict[Any, Any]) -> int:
@@ -102,10 +125,22 @@ def _record(
                 f"{where} lacks {key!r}; it has {', '.join(map(repr, row)) or 'nothing'}. Name the "
                 "keys with data.text_key, data.label_key and data.group_key"
             )
+    for key, value in row.items():
+        if isinstance(value, str) and (bad := bad_character(value)):
+            raise DataError(
+                f"{where} is malformed: {key!r} holds {bad}, which is no character; save the file "
+                "as UTF-8, or mend the line"
+            )
     text, label = row[text_key], row[label_key] if label_key is not None else 0
     if not isinstance(text, str) or not text.strip():
         what = "an empty text" if isinstance(text, str) else f"{text!r} as its text"
         raise DataError(f"{where} has {what}; give it a text, or leave the line out")
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         raise DataError(f"{where} has {label!r} as its label; give a class by name or by index")
-    return Record(text, label, None if group_key is None else str(row[group_key]), where)
+    group = None if group_key is None else row[group_key]
+    if group_key is not None and (group is None or group == ""):
+        raise DataError(
+            f"{where} has {group!r} as its {group_key!r}; give every sample a group (of its own, "
+            "where it has nothing in common with others), or leave data.group_key out"
+        )
+    return Record(text, label, None if group is None else str(group), where)

@@ -29,7 +29,7 @@ from evener.tasks.classification.base_model import base_folder, build_base, fold
 from evener.tasks.classification.dropout import Draws, own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
-from evener.tasks.classification.samples import LabelSet, Sample
+from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
 
 _EVAL_BATCH = 64
@@ -224,6 +224,11 @@ class ClassifyPipeline:
                 raise DataError(f"{place} has {sample.text!r} as its text; give it a text")
             if not sample.text.strip():
                 raise DataError(f"{place} has an empty text; give it a text, or leave it out")
+            if bad := bad_character(sample.text):
+                raise DataError(
+                    f"{place} holds {bad}, which is no character; decode its text with the right "
+                    "encoding, or with errors='replace'"
+                )
             index = self.labels.index(sample.label, place)
             encoded.append((self.encoder.encode(sample.text), index))
         return encoded

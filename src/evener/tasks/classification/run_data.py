@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evener.errors import DataError
@@ -50,19 +50,20 @@ def load_data(config: ClassifyRunConfig) -> LabelledData:
     data = config.data
     if data.path is None:
         records = stdlib_functions()
+        labels = _labels(config, records)
         training, heldout = split_records(records, data.heldout_fraction, config.seed)
         words = "functions of Python's standard library by package, split by file"
     else:
         records = _read(data.path, config)
         words = data.path
-        if config.labels is not None:  # a misspelt label is no small class
-            _side(records, LabelSet(config.labels))
+        # Before the split: a misspelt label is no small class, nor are 0 and "0" two of them.
+        labels = _labels(config, records)
+        records = [replace(r, label=labels.names[labels.index(r.label, r.where)]) for r in records]
         if data.heldout_path is not None:
             training, heldout = records, _read(data.heldout_path, config)
         else:
             training, heldout = split_records(records, data.heldout_fraction, config.seed)
             words += f", split by {data.group_key or 'text'}"
-    labels = LabelSet(config.labels) if config.labels is not None else LabelSet.of(training)
     train, held = _side(training, labels), _side(heldout, labels)
     labels.require_all(train.indices, "the training data")
     hasher = hashlib.blake2b(digest_size=16)
@@ -96,6 +97,10 @@ def _read(path: str, config: ClassifyRunConfig) -> list[Record]:
         label_key=data.label_key,
         group_key=data.group_key,
     )
+
+
+def _labels(config: ClassifyRunConfig, records: Sequence[Record]) -> LabelSet:
+    return LabelSet.of(records) if config.labels is None else LabelSet(config.labels)
 
 
 def _side(records: Sequence[Record], labels: LabelSet) -> Side:

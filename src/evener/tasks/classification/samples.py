@@ -1,9 +1,10 @@
 """Labelled texts and the classes they belong to."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 from evener.errors import ConfigError, DataError
 
@@ -17,11 +18,11 @@ class Sample:
 
     Attributes:
         text: What is classified.
-        label: The class, by name or by index from 0.
+        label: The class, by name or by index from 0; also a number of NumPy or a tensor.
     """
 
     text: str
-    label: str | int
+    label: str | SupportsIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,15 @@ class Record:
     label: str | int
     group: str | None
     where: str
+
+
+def bad_character(text: str) -> str | None:
+    """The first half of a character in a text, as an escape; ``None`` for a text in order."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])
+    return None
 
 
 class LabelSet:
@@ -88,7 +98,7 @@ class LabelSet:
             )
         return cls(names)
 
-    def index(self, label: str | int, where: str) -> int:
+    def index(self, label: str | SupportsIndex, where: str) -> int:
         """The index of a class.
 
         Args:
@@ -98,11 +108,8 @@ class LabelSet:
         Raises:
             DataError: It is unknown or out of range.
         """
-        if isinstance(label, bool) or not isinstance(label, str | int):
-            raise DataError(
-                f"{where}: label {label!r} is a {type(label).__name__}; give a class by name or by "
-                "index"
-            )
+        if not isinstance(label, str):
+            label = _whole(label, where)
         if isinstance(label, str) and label in self._index:
             return self._index[label]
         index = _as_index(label)
@@ -177,6 +184,19 @@ class LabelSet:
         return tuple(float(weight) for weight in chosen)
 
 
+def _whole(label: SupportsIndex, where: str) -> int:
+    """The number of a label: Python's, NumPy's, or a tensor of one."""
+    try:
+        if isinstance(label, bool):
+            raise TypeError
+        return operator.index(label)
+    except TypeError:
+        raise DataError(
+            f"{where}: label {label!r} is a {type(label).__name__}; give a class by name or by "
+            "index"
+        ) from None
+
+
 def _as_index(label: str | int) -> int | None:
     if isinstance(label, int):
         return label
@@ -191,11 +211,19 @@ def _indices(records: Sequence[Record]) -> list[str]:
     Raises:
         DataError: There are more of them than samples, so that most have none.
     """
-    where = {index: r.where for r in records if (index := _as_index(r.label)) is not None}
+    where: dict[int, str] = {}
+    for record in records:
+        if (index := _as_index(record.label)) is not None:
+            where.setdefault(index, record.where)
     highest = max(where, default=-1)
     if highest >= max(2, len(records)):
         raise DataError(
             f"{where[highest]}: label {highest} would make {highest + 1:,} classes, for "
             f"{len(records):,} samples; number the classes from 0, or name them with labels"
+        )
+    if where and min(where) != 0:
+        raise DataError(
+            f"{where[min(where)]}: the lowest label is {min(where)}, and indices begin with 0; "
+            "number the classes from 0, or write them as texts and name them with labels"
         )
     return [str(i) for i in range(highest + 1)]

@@ -1,11 +1,14 @@
 """Labelled files: what is read, what is refused with file and line, what is held out."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from evener.errors import ConfigError, DataError
 from evener.run.config.classify import ClassifyRunConfig
@@ -77,6 +80,8 @@ def test_a_file_of_texts_alone_can_be_predicted(tmp_path: Path) -> None:
         ('{"text": "a", "label": 0.5}\n', r":1 has 0\.5 as its label"),
         ('{"text": "a", "label": true}\n', r":1 has True as its label"),
         ("[1]\n", r":1 holds a list"),
+        ('{"text": "a\\ud83d", "label": 0}\n', r":1 is malformed: 'text' holds '\\ud83d'"),
+        ('{"text": "a", "label": "\\udc00"}\n', r":1 is malformed: 'label' holds '\\udc00'"),
         ("\n", "holds no samples"),
     ],
 )
@@ -97,11 +102,37 @@ def test_bad_json_lines_are_named(tmp_path: Path, content: str, words: str) -> N
         ("words,label\na,x\n", r":2 lacks 'text'; it has 'words', 'label'"),
         ("text,label\n,x\n", r":2 has an empty text"),
         ("text,label\na,\n", r":2 has '' as its label"),
+        ("text,label,text\na,x,b\n", r":1 names two columns 'text'"),
     ],
 )
 def test_bad_csv_is_named(tmp_path: Path, content: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         read(write(tmp_path, content, "data.csv"))
+
+
+def test_csv_in_another_encoding_is_named_with_its_line(tmp_path: Path) -> None:
+    """However much of the file is decoded at once."""
+    path = tmp_path / "data.csv"
+    path.write_bytes(b"text,label\n" + b"good,x\n" * 900 + b"caf\xe9,x\n" + b"good,x\n" * 9)
+    with pytest.raises(DataError, match=r"data\.csv:902 is malformed: 'text' holds '\\udce9'"):
+        read(path)
+    path.write_bytes("text,label\na,x\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"data\.csv:1 is malformed: .* save the file as UTF-8"):
+        read(path)
+
+
+def test_long_texts_in_csv(tmp_path: Path) -> None:
+    path = write(tmp_path, f"text,label\n{'a' * 300_000},x\n", "data.csv")
+    assert [len(text) for text, _ in read(path)] == [300_000]
+    assert csv.field_size_limit() < 300_000  # the module's setting is given back
+
+
+@pytest.mark.parametrize("group", ["null", '""'])
+def test_a_sample_without_a_group_is_named(tmp_path: Path, group: str) -> None:
+    """All of them would count as one group, and be held out together or not at all."""
+    path = write(tmp_path, f'{{"text": "a", "label": 0, "file": {group}}}\n')
+    with pytest.raises(DataError, match=r"data\.jsonl:1 has .* as its 'file'; give every sample"):
+        read(path, group_key="file")
 
 
 def test_a_file_of_another_kind_and_one_that_is_missing(tmp_path: Path) -> None:
@@ -144,6 +175,8 @@ def test_labels_that_are_unknown_or_out_of_range() -> None:
             ["a", "b", 1],
             r":3 has the index 1 as its label, and data.jsonl:1 the name 'a'",
         ),
+        ([2, 1, 1], r":2: the lowest label is 1, and indices begin with 0"),
+        ([0, -1, 1], r":2: the lowest label is -1, and indices begin with 0"),
         (["0", "x" * 9, 1], r"data.jsonl:3 has the index 1 .* data.jsonl:2 the name 'xxxxxxxxx'"),
     ],
 )
@@ -156,6 +189,24 @@ def test_indices_may_be_written_as_texts_here_and_there() -> None:
     labels = LabelSet.of(records(0, "0", 1, "1"))
     assert labels.names == ("0", "1")
     assert [labels.index(label, "") for label in (0, "0", 1, "1")] == [0, 0, 1, 1]
+
+
+def test_one_class_written_in_two_ways_is_split_as_one(tmp_path: Path) -> None:
+    rows = [{"text": f"text {i}", "label": i % 2} for i in range(20)] + [
+        {"text": "a", "label": "0"}
+    ]
+    path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    data = load_data(load_config(ClassifyRunConfig, None, base={"data": {"path": str(path)}}))
+    assert data.labels.names == ("0", "1")
+    assert len(data.train.texts) + len(data.heldout.texts) == 21
+
+
+def test_labels_of_other_libraries_are_numbers() -> None:
+    labels = LabelSet(["a", "b"])
+    assert labels.index(np.int64(1), "") == labels.index(torch.tensor(1), "") == 1
+    for label in (np.float32(1.0), torch.tensor([0.5]), 1.0, True, None):
+        with pytest.raises(DataError, match=r"data:7: label .* give a class by name or by index"):
+            labels.index(label, "data:7")  # type: ignore[arg-type]
 
 
 def test_digits_without_end_are_a_name() -> None:
