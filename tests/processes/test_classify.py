@@ -139,6 +139,19 @@ def test_predictions_for_a_file(folder: Path) -> None:
     assert all(0 < row["probability"] <= 1 for row in rows)
 
 
+def test_a_run_may_go_on_with_the_adapter_of_another(folder: Path) -> None:
+    run(folder, configure(folder, epochs=6))
+    first = RunFolder(folder / "runs" / "run").summary
+    assert first["start_accuracy"] is None
+    model = {"path": "runs/run/base", "adapter": "runs/run/adapter"}
+    run(folder, configure(folder, "more.yaml", model=model, max_steps=1, optimizer={"lr": 1e-9}))
+    more = RunFolder(folder / "runs" / "more").summary
+    # Not the figure of a random head, and the best so far.
+    assert more["frozen_accuracy"] is None
+    assert more["start_accuracy"] == more["accuracy"] == first["accuracy"]
+    assert more["best_step"] == 0
+
+
 def test_a_checkpoint_of_another_base_is_refused(folder: Path) -> None:
     run(folder, configure(folder, max_steps=2))
     other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}

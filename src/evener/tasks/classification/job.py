@@ -133,9 +133,13 @@ class ClassificationRun:
         self.ddp.on_commit(self._on_commit)
 
     def _begin(self) -> None:
-        """Measures the base with a random head, fits the head, and measures again."""
+        """Measures what is there, fits the head, and measures again."""
         found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
-        self.history.frozen = found[0] if found else None
+        if self.pipeline.has_new_head:
+            self.history.frozen = found[0] if found else None
+        elif found is not None:
+            self.history.start = found[0]
+            self._take(found[0])  # training may do no better
         if self.config.fit_head and self.config.model.adapter is None:
             self._say("fitting the head to the frozen base ...")
             if fit_head(self.ddp, self.pipeline, self.train):
@@ -143,13 +147,16 @@ class ClassificationRun:
                 self.history.probe = found[0] if found else None
                 if found is not None:  # no adapter may be better than a harmful one
                     self._take(found[0])
-        if self.history.frozen is not None:
-            self._say(f"held-out accuracy before training: {self._beginnings()}")
+        if text := self._beginnings():
+            self._say(f"held-out accuracy before training: {text}")
 
     def _beginnings(self) -> str:
-        frozen, probe = self.history.frozen, self.history.probe
-        text = f"{frozen.accuracy:.1%} with a random head" if frozen else ""
-        return text + (f", {probe.accuracy:.1%} with a fitted one" if probe else "")
+        parts = {
+            "with a random head": self.history.frozen,
+            "with the head that was there": self.history.start,
+            "with a fitted one": self.history.probe,
+        }
+        return ", ".join(f"{e.accuracy:.1%} {how}" for how, e in parts.items() if e is not None)
 
     def _train(self) -> None:
         """Trains to the end or to a stop, saves, and says what came of it."""
@@ -256,8 +263,8 @@ class ClassificationRun:
 
     def _figures(self, *, stopped: bool) -> dict[str, Any]:
         """What goes into ``summary.json`` beside the team's figures."""
-        best, frozen, config = self.history.best, self.history.frozen, self.config
-        probe = self.history.probe
+        best, config = self.history.best, self.config
+        frozen, start, probe = self.history.frozen, self.history.start, self.history.probe
         linear = None
         if config.eval.baseline and not stopped:
             self._say("training a bag-of-words model to compare with ...")
@@ -275,6 +282,7 @@ class ClassificationRun:
             "majority_accuracy": best.majority_accuracy if best else None,
             "linear_accuracy": linear,
             "frozen_accuracy": frozen.accuracy if frozen else None,
+            "start_accuracy": start.accuracy if start else None,
             "probe_accuracy": probe.accuracy if probe else None,
             "best_step": self.history.best_window,
             "early_stopped": self.history.is_exhausted,
@@ -360,6 +368,7 @@ def _in_words(figures: dict[str, Any]) -> dict[str, Any]:
         "macro F1": None if figures["macro_f1"] is None else f"{figures['macro_f1']:.3f}",
         "always the most frequent class": figures["majority_accuracy"],
         "base with a random head, nothing trained": figures["frozen_accuracy"],
+        "before training, with the head that was there": figures["start_accuracy"],
         "base with a fitted head, without adapter": figures["probe_accuracy"],
         "bag-of-words linear model": figures["linear_accuracy"],
         "best step": figures["best_step"],

@@ -134,7 +134,10 @@ class ClassifyPipeline:
             torch.manual_seed(config.seed)
             base = build_base(model_config, labels.names, encoder)
             note = BaseNote(
-                str(folder.absolute()) if folder else "", base.fingerprint, base.dropout
+                path=str(folder.absolute()) if folder else "",
+                fingerprint=base.fingerprint,
+                dropout=base.dropout,
+                new_head=base.new_head and adapter is None,
             )
             if adapter is None:
                 network = add_adapter(base.model, config.lora, base.new_modules)
@@ -206,6 +209,11 @@ class ClassifyPipeline:
     def base_fingerprint(self) -> str:
         """Tells the frozen base from others."""
         return self._base.fingerprint
+
+    @property
+    def has_new_head(self) -> bool:
+        """Whether the head started from random weights: neither base nor adapter had one."""
+        return self._base.new_head
 
     # ── training ─────────────────────────────────────────────────────────────────────────────
 

@@ -15,6 +15,7 @@ class EvaluationHistory:
 
     Attributes:
         frozen: Of the base with a random head, before anything was trained.
+        start: The same where the head was not random: the base or an adapter brought it.
         probe: Of the base with a head that was fitted to it, before the adapter was trained.
         best: The best so far, and the window it was made after.
         last_window: The newest one's window.
@@ -24,6 +25,7 @@ class EvaluationHistory:
     def __init__(self, settings: ClassifyEvalConfig) -> None:
         self._settings = settings
         self.frozen: Evaluation | None = None
+        self.start: Evaluation | None = None
         self.probe: Evaluation | None = None
         self.best: Evaluation | None = None
         self.best_window = -1
@@ -50,6 +52,7 @@ class EvaluationHistory:
         """As plain JSON types."""
         return {
             "frozen": None if self.frozen is None else self.frozen.to_json(),
+            "start": None if self.start is None else self.start.to_json(),
             "probe": None if self.probe is None else self.probe.to_json(),
             "best": None if self.best is None else self.best.to_json(),
             "best_window": self.best_window,
@@ -60,6 +63,7 @@ class EvaluationHistory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``."""
         self.frozen = Evaluation.from_json(state["frozen"]) if state["frozen"] else None
+        self.start = Evaluation.from_json(state["start"]) if state.get("start") else None
         self.probe = Evaluation.from_json(state["probe"]) if state["probe"] else None
         self.best = Evaluation.from_json(state["best"]) if state["best"] else None
         self.best_window = int(state["best_window"])

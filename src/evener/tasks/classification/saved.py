@@ -15,11 +15,19 @@ DOCUMENT = "classify.json"
 
 @dataclass(frozen=True, slots=True)
 class BaseNote:
-    """Where a base is, what tells it from others, and the dropout that it was made with."""
+    """What is known of a base.
+
+    Attributes:
+        path: Where it is; empty where it started from random weights.
+        fingerprint: Tells it from others.
+        dropout: The rates that it was made with, by configuration key.
+        new_head: Whether the head started from random weights: neither base nor adapter had one.
+    """
 
     path: str
     fingerprint: str
     dropout: dict[str, float]
+    new_head: bool
 
 
 def read_document(adapter: Path) -> dict[str, Any]:
