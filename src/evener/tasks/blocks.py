@@ -10,8 +10,8 @@ def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
     """A bucket for each block, from the last to the first, then LM head, final norm, embedding.
 
     Backward is done with blocks in that order. The blocks are the ``ModuleList`` that holds most of
-    the parameters. An LM head that is tied to the embedding goes with the embedding, whose gradient
-    is finished last.
+    the parameters; without one, the ``Sequential`` of modules of one class that does. An LM head
+    that is tied to the embedding goes with the embedding, whose gradient is finished last.
 
     Args:
         model: A causal language model.
@@ -46,8 +46,12 @@ def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
     return [(label, names) for label, names in buckets.items() if names]
 
 
-def _blocks(model: nn.Module) -> nn.ModuleList | None:
+def _blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential | None:
+    lists: list[nn.ModuleList | nn.Sequential]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:  # layers of unlike kinds in a Sequential are no blocks
+        rows = [m for m in model.modules() if isinstance(m, nn.Sequential)]
+        lists = [m for m in rows if len(m) > 1 and len(set(map(type, m))) == 1]
     sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
     # A list inside a block has no more parameters than the blocks, and comes after them.
     return lists[sizes.index(max(sizes))] if any(sizes) else None

@@ -1,6 +1,7 @@
 """The buckets of real architectures."""
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -45,6 +46,23 @@ def test_a_model_that_is_not_of_transformers_has_blocks_too() -> None:
         "final norm",
         "embedding",
     ]
+
+
+class Stack(nn.Module):
+    """A model whose blocks are in a ``Sequential``, as many are that people write themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(20, 8)
+        self.places = nn.Parameter(torch.zeros(1, 9, 8))
+        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(3)))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 20))
+
+
+def test_blocks_may_be_in_a_sequential() -> None:
+    order = ["block 2", "block 1", "block 0", "LM head", "final norm", "embedding"]
+    assert labels(Stack()) == order
 
 
 def test_a_model_without_blocks_has_no_buckets() -> None:

@@ -165,6 +165,9 @@ class TransformerTrainer:
     def forward_backward_batch(self, batch: LMBatch) -> float:
         """Adds a batch's gradient to the next update; exchanges nothing.
 
+        Dropout does not draw from torch's own random numbers on the CPU, from which callers may
+        draw the order of their batches: they go on as if it had not been called.
+
         Returns:
             The mean loss per counted token, in nats; ``nan`` where none counts.
 
@@ -174,6 +177,7 @@ class TransformerTrainer:
         """
         self._check_tokens(batch)
         self._check_open()
+        random_state = torch.get_rng_state()
         self._start(batch)
         try:
             return float(self.backward(batch).item())
@@ -181,6 +185,8 @@ class TransformerTrainer:
             self._share = None  # part of its gradient may be there
             self.ddp.assembly.engine.drop_share()
             raise
+        finally:
+            torch.set_rng_state(random_state)
 
     def apply_gradients(self) -> WindowResult | None:
         """Makes the update; in a team, all ranks call it together.

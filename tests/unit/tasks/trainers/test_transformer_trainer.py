@@ -75,6 +75,20 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+def test_dropout_leaves_the_random_numbers_of_the_caller_alone() -> None:
+    """Ranks that deal out batches by a permutation must all draw the same one in every epoch."""
+    losses = []
+    for seed in (1, 2):
+        trainer = TransformerTrainer(llama(attention_dropout=0.5))
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        losses.append([trainer.forward_backward_batch(lm_batch(1, 2)) for _ in range(2)])
+        assert torch.equal(torch.get_rng_state(), before)
+        trainer.close()
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1]
+
+
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     trainer = TransformerTrainer(llama(1))
     good = lm_batch(1, 2)
