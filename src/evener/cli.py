@@ -19,7 +19,8 @@ from evener.errors import ConfigError
 from evener.run.config.options import ClassifyOptions, PretrainOptions
 from evener.run.launching.child import apply_threads, loading_libraries, run_child
 from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
-from evener.run.team.environment import DistributedTrainConfig, local_devices
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.host import local_devices
 from evener.run.windows.emulate import parse_emulation
 
 app = typer.Typer(

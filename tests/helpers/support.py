@@ -115,6 +115,7 @@ def teams_of_gpus() -> Mapping[str, Mapping[str, str]]:
         "a GPU and a CPU": cpu,
         "more ranks than GPUs": {**cpu, "num_gpus": 1},
         "NVIDIA and AMD": {"device": "cuda:1", "gpu": "GPU-1", "vendor": "AMD", "nccl": "2.26"},
+        "NVIDIA and Intel": {**cpu, "device": "xpu:0"},
         "NCCL 2.29 and 2.27": {"device": "cuda:1", "gpu": "GPU-1", "nccl": "2.27"},
     }
     table: dict[str, dict[str, str]] = {}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from evener.comm.base import Communicator
+from evener.devices import float64_device
 
 _LATE_GAIN = 0.5
 """How much of an average that lands late is taken over by float buffers written since.
@@ -44,7 +45,8 @@ class BufferAverager:
         # By place, not by object: a module may assign a new tensor instead of writing in place.
         self._places = [(module, key) for _, module, key in places.values()]
         self._seen = self._buffers
-        self._device = self._seen[0].device if self._seen else torch.device("cpu")
+        # Where differences are summed, in float64.
+        self._device = float64_device(self._seen[0].device) if self._seen else torch.device("cpu")
         self._consensus = [b.detach().clone() for b in self._seen]
         self._versions = [b._version for b in self._seen]
         self._snapshots: list[torch.Tensor] = []
@@ -128,20 +130,15 @@ class BufferAverager:
                 buffer = agreed  # what counts for nothing may even be NaN
             difference = (buffer - agreed) if buffer.dtype != torch.bool else buffer ^ agreed
             factor = weight / total_weight if buffer.is_floating_point() else 1.0
-            parts.append(difference.to(self._device, torch.float64).mul_(factor).flatten())
+            parts.append(self._widened(difference).mul(factor).flatten())
         packed = torch.cat(parts)
         if self.comm.world_size > 1:
             self.comm.all_reduce(packed, what=f"buffers of {what}")
         offset = 0
         for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
-            part = packed[offset : offset + agreed.numel()].view(agreed.shape).to(agreed.device)
+            part = packed[offset : offset + agreed.numel()].view(agreed.shape)
             offset += agreed.numel()
-            if agreed.dtype == torch.bool:
-                agreed.logical_xor_(part > 0)
-            elif agreed.is_floating_point():
-                agreed.copy_(torch.where(part == 0, agreed, (agreed.double() + part)))
-            else:
-                agreed.add_(part.round().to(agreed.dtype))
+            self._move(agreed, part)
             buffer.copy_(agreed)
         self._mark()
 
@@ -152,9 +149,7 @@ class BufferAverager:
         """This rank's differences from the consensus as they are now, as one float64 tensor."""
         self._snapshots = [b.detach().clone() for b in self._buffers]
         parts = [
-            ((b ^ agreed) if b.dtype == torch.bool else (agreed - b))
-            .to(self._device, torch.float64)
-            .flatten()
+            self._widened((b ^ agreed) if b.dtype == torch.bool else (b - agreed)).flatten()
             for b, agreed in zip(self._snapshots, self._consensus, strict=True)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
@@ -203,14 +198,9 @@ class BufferAverager:
         for buffer, agreed, kept in zip(
             self._buffers, self._consensus, self._snapshots, strict=True
         ):
-            part = packed[offset : offset + agreed.numel()].view(agreed.shape).to(agreed.device)
+            part = packed[offset : offset + agreed.numel()].view(agreed.shape)
             offset += agreed.numel()
-            if agreed.dtype == torch.bool:
-                agreed.logical_xor_(part > 0)
-            elif agreed.is_floating_point():
-                agreed.copy_(torch.where(part == 0, agreed, (agreed.double() - part)))
-            else:
-                agreed.sub_(part.round().to(agreed.dtype))
+            self._move(agreed, part)
             if not moved_on:
                 buffer.copy_(agreed)
             elif agreed.dtype == torch.bool:
@@ -222,6 +212,21 @@ class BufferAverager:
         self._mark()
         if moved_on:
             self._versions = [-1] * len(self._places)
+
+    def _widened(self, difference: torch.Tensor) -> torch.Tensor:
+        """In float64, where that exists."""
+        return difference.to(self._device).to(torch.float64)
+
+    def _move(self, agreed: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds an exchanged sum to a buffer's consensus; keeps its bits where that is zero."""
+        if agreed.dtype == torch.bool:
+            agreed.logical_xor_((part > 0).to(agreed.device))
+        elif agreed.is_floating_point():
+            wide = self._widened(agreed)
+            moved = torch.where(part == 0, wide, wide + part).to(agreed.dtype)
+            agreed.copy_(moved)
+        else:
+            agreed.add_(part.round().to(agreed.dtype).to(agreed.device))
 
     @torch.no_grad()
     def reset(self) -> None:

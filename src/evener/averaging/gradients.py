@@ -8,6 +8,7 @@ import torch
 from evener.averaging.weights import correction
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.devices import float64_device
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -111,6 +112,8 @@ def _norm(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None) -> fl
     for tensors in groups:
         if tensors:
             own = tensors[0].dtype
+            if dtype is torch.float64:
+                tensors = [t.to(float64_device(t.device)) for t in tensors]
             wide = dtype or (torch.float32 if own in _HALF else own)
             norms = torch._foreach_norm(tensors, 2, dtype=wide)
             norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -26,6 +26,7 @@ from evener.comm.rendezvous import (
     first_line,
     open_store,
 )
+from evener.devices import kind_of
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -126,9 +127,9 @@ class GroupCommunicator(Communicator):
     time in exchanges of one kind, large and of unlike sizes that each has seen before, does Gloo
     abort the process that receives too much.
 
-    CUDA and other device tensors on a Gloo communicator go through a host copy (pinned for CUDA).
-    With NCCL, calls still block the host until the result is there, so that every wait has a
-    deadline.
+    CUDA and other device tensors on a Gloo communicator go through a host copy, pinned where that
+    is faster. With NCCL, calls still block the host until the result is there, so that every wait
+    has a deadline.
     """
 
     def __init__(
@@ -341,7 +342,7 @@ class GroupCommunicator(Communicator):
     def _host_copy(self, flat: Tensor) -> Tensor:
         scratch = self._scratch
         if scratch is None or scratch.dtype != flat.dtype or scratch.numel() < flat.numel():
-            pinned = flat.device.type == "cuda"
+            pinned = kind_of(flat.device).pins_memory
             scratch = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=pinned)
             self._scratch = scratch
         copy = scratch[: flat.numel()]

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
 from evener.comm.trainable import is_dense
+from evener.devices import kind_of
 
 ALIGNMENT_BYTES = 64
 
@@ -149,7 +150,9 @@ def move_parameter(parameter: Parameter, buffer: Tensor, offset: int) -> None:
     """Copy a parameter into the buffer, and let it live there."""
     # Through DLPack it gets a storage object of its own over its part of the buffer. With that of
     # the whole buffer, safetensors.save_model refuses it and torch.save writes all of the buffer.
-    part = from_dlpack(buffer[offset : offset + parameter.numel()])
+    part = buffer[offset : offset + parameter.numel()]
+    if kind_of(buffer.device).has_addresses:
+        part = from_dlpack(part)
     view = view_like(part, 0, parameter)
     view.copy_(parameter.data)
     parameter.data = view
@@ -158,7 +161,7 @@ def move_parameter(parameter: Parameter, buffer: Tensor, offset: int) -> None:
 def view_like(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
     """A view of ``buffer`` with the shape of ``like`` and, where that is dense, its strides."""
     if is_dense(like):
-        return buffer.as_strided(like.shape, like.stride(), offset)
+        return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + offset)
     return buffer[offset : offset + like.numel()].view(like.shape)
 
 

@@ -16,6 +16,7 @@ from evener.comm.base import (
     Communicator,
 )
 from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
+from evener.devices import kind_of
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -246,8 +247,7 @@ def _copy(offer: Tensor) -> Tensor:
 def _settled(tensor: Tensor) -> Tensor:
     """Lets what this thread has queued on the tensor's device come to its end.
 
-    Other threads may be on CUDA streams of their own, which do not wait for this one's.
+    Other threads may be on streams of their own, which do not wait for this one's.
     """
-    if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()
+    kind_of(tensor.device).finish(tensor.device)
     return tensor

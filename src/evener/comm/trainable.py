@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 
+from evener.devices import kind_of
 from evener.errors import ConfigError
 
 
@@ -35,16 +36,22 @@ def refuse_overlap(chosen: Sequence[tuple[str, Parameter]]) -> None:
         ConfigError: Names two of them.
     """
     spans = sorted(
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        (_memory_of(p), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in chosen
         if p.numel() and is_dense(p)
     )
-    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < stop:
+    for (memory, _, stop, name), (other_memory, start, _, other) in itertools.pairwise(spans):
+        if memory == other_memory and start < stop:
             raise ConfigError(
                 f"parameters {name!r} and {other!r} share memory without being one Parameter: tie "
                 "them by assigning the same Parameter object to both"
             )
+
+
+def _memory_of(tensor: Tensor) -> tuple[str, int]:
+    """What its ``data_ptr()`` is a place in: a device's memory, or its own storage."""
+    whole = kind_of(tensor.device).has_addresses
+    return str(tensor.device), 0 if whole else tensor.untyped_storage().data_ptr()
 
 
 def is_dense(tensor: Tensor) -> bool:

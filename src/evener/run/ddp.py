@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
+from evener.devices import count_accelerators
 from evener.run.assembly.assembly import Assembly, assemble
 from evener.run.assembly.models import Models, Schedulers
 from evener.run.launching.starting import start_all_ranks
@@ -92,9 +93,10 @@ class Ddp(DataSide):
                 function of ``Progress`` that gives the factor of the base learning rate.
             policy: ``"sync"``, ``"cadence"`` or ``"async"``; see ``ApplyPolicy``.
             backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
-            devices: ``"auto"`` (every CUDA device, else the CPU), ``"cpu"``, ``"cuda"``, one device
-                such as ``"cuda:1"``, a number of ranks, or a list with a device for each rank of
-                this host, such as ``["cuda:0", "cpu"]`` or ``["cpu", "cpu"]``.
+            devices: ``"auto"`` (every device of this host's accelerator, else the CPU), ``"cpu"``,
+                ``"cuda"``, ``"xpu"``, ``"mps"``, ``"accelerator"`` (whatever torch finds), one
+                device such as ``"cuda:1"``, a number of ranks, or a list with a device for each
+                rank of this host, such as ``["cuda:0", "cpu"]`` or ``["cpu", "cpu"]``.
             precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (autocast around the model's forward);
                 ``"auto"`` is the fast one of this device. Ranks may differ. With ``fp16`` anywhere
                 the team scales losses; an overflow on one rank leaves the window out on all.
@@ -347,8 +349,8 @@ def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> Distrib
     place = DistributedTrainConfig.from_env()
     if place.launched_by == "alone":
         start_all_ranks(
-            devices_of_host(devices, torch.cuda.device_count()),
-            optional=devices in ("auto", "cuda"),
+            devices_of_host(devices, count_accelerators()),
+            optional=isinstance(devices, str),
             quiet=quiet,
         )
     return place

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.data.packing import IGNORED
+from evener.devices import float64_device
 from evener.errors import ConfigError
 from evener.run.config.pretrain import ModelConfig
 from evener.tasks.lm_batch import LMBatch
@@ -93,7 +94,8 @@ def summed_loss(model: nn.Module, batch: LMBatch, device: torch.device) -> float
     """Cross-entropy summed over counted tokens, added up in float64."""
     logits, labels = _logits_and_labels(model, batch, device)
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-    return float(losses.sum(dtype=torch.float64).item())
+    wide = losses.to(float64_device(losses.device))
+    return float(wide.sum(dtype=torch.float64).item())
 
 
 def _logits_and_labels(

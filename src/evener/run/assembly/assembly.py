@@ -12,6 +12,7 @@ from evener.averaging.buffers import BufferAverager
 from evener.cadence.policies import ApplyPolicy, Planner
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.devices import move
 from evener.errors import CheckpointError, UsageError
 from evener.run.assembly.engines import (
     Parts,
@@ -193,7 +194,7 @@ def team_lines(assembly: Assembly) -> list[str]:
 
 def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
     """Moves the model, and what optimizers remember to where their parameters have gone."""
-    model.to(device)
+    move(model, device)
     if device.type != "cpu":
         for optimizer in optimizers:
             if optimizer.state:

@@ -7,20 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from evener.devices import kind_of
 from evener.errors import ConfigError
 
 Precision = Literal["fp32", "bf16", "fp16"]
-
-_FAST_FP16: Final = (7, 0)
-"""CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
 
 
 def choose_precision(precision: str, device: torch.device, *, scaled: bool = True) -> Precision:
     """Resolves ``auto`` for a device.
 
-    bf16 on a CUDA device that has it; fp16 on one with tensor cores but without bf16 (Volta,
-    Turing); fp32 elsewhere: older cards, such as a GTX 1060, compute in fp16 more slowly than in
-    fp32, and CPUs without bf16 or fp16 units only emulate them.
+    bf16 on a CUDA or XPU device that has it; fp16 on a CUDA device with tensor cores but without
+    bf16 (Volta, Turing); fp32 elsewhere: older cards, such as a GTX 1060, compute in fp16 more
+    slowly than in fp32, and CPUs without bf16 or fp16 units only emulate them.
 
     Args:
         precision: What the user asked for.
@@ -39,11 +37,8 @@ def choose_precision(precision: str, device: torch.device, *, scaled: bool = Tru
         return precision  # type: ignore[return-value]  # narrowed by the test above
     if precision != "auto":
         raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16, fp16")
-    if device.type != "cuda":
-        return "fp32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
-    return "fp16" if scaled and torch.cuda.get_device_capability(device) >= _FAST_FP16 else "fp32"
+    half = kind_of(device).half(device)
+    return half if scaled or half != "fp16" else "fp32"
 
 
 #: The dtype that autocast computes in, by precision.

@@ -162,7 +162,7 @@ class ClassifyRunConfig(ClassifyConfig):
     max_steps: Positive | None = Field(default=None, description="optimizer steps; or give epochs")
     epochs: Positive = 3
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
-    devices: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
     timeout_s: _AboveZero = 600.0
     tensorboard: bool = False
 

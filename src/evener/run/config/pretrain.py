@@ -192,7 +192,7 @@ class RunConfig(Section):
         default=0.0, description="lr times 1 + (ranks - 1) times this; not in sync"
     )
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
-    devices: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
     verify_every: NotNegative = Field(

@@ -13,13 +13,8 @@ from pathlib import Path
 
 from evener.errors import UserError
 from evener.run.launching.failures import ERROR_FILE, describe, exit_code_of, write_report
-from evener.run.team.environment import (
-    LAUNCHED,
-    STORE_FD,
-    DistributedTrainConfig,
-    available_cores,
-    threads_per_rank,
-)
+from evener.run.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
+from evener.run.team.host import available_cores, threads_per_rank
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"

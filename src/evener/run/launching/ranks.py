@@ -9,7 +9,8 @@ from pathlib import Path
 from evener.errors import ConfigError, LaunchError
 from evener.run.launching.child import PARENT_PID
 from evener.run.launching.failures import ERROR_FILE
-from evener.run.team.environment import LAUNCHED, STORE_FD, threads_per_rank
+from evener.run.team.environment import LAUNCHED, STORE_FD
+from evener.run.team.host import threads_per_rank
 
 #: More ranks than this on one host are taken for a typing error.
 MAX_NPROC = 256

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, final
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,6 +21,7 @@ from torch.utils.data import (
 from evener.data.cursor import derive_seed
 from evener.data.order import EpochOrder
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
+from evener.devices import pins_memory
 from evener.errors import ConfigError, UsageError
 
 
@@ -212,7 +212,7 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
         drop_last=drop_last,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        pin_memory=loader.pin_memory and pins_memory(),
         remarks=remarks,
     )
 

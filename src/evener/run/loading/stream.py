@@ -8,9 +8,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evener.cadence.apportion import apportion
-from evener.data.cursor import derive_seed
-from evener.data.randomness import seed_training
 from evener.data.script_guard import refuse_unguarded_script
+from evener.devices import pins_memory
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.windows.base import Engine
 
@@ -121,7 +120,7 @@ class StreamLoader:
     def _rounds(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         for batch in self._batches:
-            seed_training(derive_seed(self._seed, epoch, engine.window, engine.team.rank))
+            engine.seed_draws(self._seed, epoch, engine.window, engine.team.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
             yield batch
@@ -171,7 +170,7 @@ def stream_of(
     settings: dict[str, Any] = {
         "collate_fn": collate_fn or given.collate_fn,
         "num_workers": given.num_workers if num_workers is None else num_workers,
-        "pin_memory": given.pin_memory and torch.cuda.is_available(),
+        "pin_memory": given.pin_memory and pins_memory(),
         "timeout": given.timeout,
         "worker_init_fn": given.worker_init_fn,
         "multiprocessing_context": given.multiprocessing_context,

@@ -11,9 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from evener.cadence.plan import WindowPlan
-from evener.data.cursor import Cursor, derive_seed
+from evener.data.cursor import Cursor
 from evener.data.loader import Fetcher, Pending
-from evener.data.randomness import seed_training
 from evener.errors import UsageError
 from evener.run.loading.intake import Indices, Order
 from evener.run.sync.engine import Measurement, WindowEngine
@@ -195,10 +194,7 @@ class TeamLoader(ABC):
 
     def _seed(self, window: int, first_position: int) -> None:
         """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
-        seed = derive_seed(self.cursor.seed, "micro-batch", window, first_position)
-        seed_training(seed)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(seed)
+        self._team_engine.seed_draws(self.cursor.seed, "micro-batch", window, first_position)
 
 
 @final

@@ -108,7 +108,7 @@ class DdpBuilder:
     # ── devices and exchange ─────────────────────────────────────────────────────────────────
 
     def devices(self, devices: Devices) -> Self:
-        """``"auto"`` (every CUDA device, else one CPU rank), a number, or a list of names."""
+        """``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names."""
         return self._set("devices", devices)
 
     def policy(self, policy: str | ApplyPolicy) -> Self:

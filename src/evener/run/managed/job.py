@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from evener.cadence.policies import ApplyPolicy
+from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.run.assembly.engines import choose_policy
 from evener.run.assembly.precision import choose_precision
@@ -152,7 +153,7 @@ def make_job(
     policy = _check_policy(given)
     choose_precision(str(given.get("precision", "auto")), torch.device("cpu"))
     _check_place()
-    devices = devices_of_host(given.get("devices", "auto"), torch.cuda.device_count())
+    devices = devices_of_host(given.get("devices", "auto"), count_accelerators())
     backend = _check_backend(str(given.get("backend", "auto")), devices)
     _check_ratios(given, len(devices))
     job = Job(

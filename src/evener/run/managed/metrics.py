@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.devices import float64_device
 from evener.errors import UsageError
 from evener.run.windows.results import WindowResult
 
@@ -127,7 +128,8 @@ class ScalarRecorder:
                     f"record_scalar({name!r}, ...) got a tensor of shape {tuple(value.shape)}; "
                     "give one number, such as its mean()"
                 )
-            self._micro_batch[name] = value.detach().reshape(()).to(torch.float64, copy=True)
+            there = value.detach().reshape(()).to(float64_device(value.device))
+            self._micro_batch[name] = there.to(torch.float64, copy=True)
             return
         try:
             self._micro_batch[name] = float(value)

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from evener.averaging.replicas import Entry
+from evener.devices import count_accelerators
 from evener.errors import ConfigError
-from evener.run.team.environment import DistributedBackend, DistributedTrainConfig
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.placement import device_by_number, found_here
 
 #: A layout as it travels: name, shape and dtype in words.
 Model = Sequence[Sequence[str]]
@@ -49,31 +51,29 @@ def place(
 
     Args:
         models: The replicas.
-        devices: ``"auto"`` (CUDA devices in turn, this host's processes one after the other, as far
+        devices: ``"auto"`` (accelerators in turn, this host's processes one after the other, as far
             as there are any), one device for all, or one for each.
         environment: This process's place on its host.
 
     Raises:
         ConfigError: A device is unknown or not there, or there are not as many as models.
     """
-    count = torch.cuda.device_count()
+    counts = count_accelerators()
     if isinstance(devices, str) and devices == "auto":
         start = environment.local_rank * len(models)
-        indices = list(range(start, start + len(models)))
-        if environment.backend is DistributedBackend.CPU:
-            indices, count = [0] * len(models), 0
-        elif environment.launched_by == "slurm" and count:
-            # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
-            indices = [index % count for index in indices]
-        return tuple(torch.device("cuda", i) if i < count else torch.device("cpu") for i in indices)
+        wanted = environment.backend.value
+        return tuple(
+            torch.device(device_by_number(wanted, start + i, environment, counts))
+            for i in range(len(models))
+        )
     if isinstance(devices, str | torch.device):
-        return (_device(devices, count),) * len(models)
+        return (_device(devices, counts),) * len(models)
     if len(devices) != len(models):
         raise ConfigError(
             f"{len(models)} models, but {len(devices)} devices ({list(devices)}); give one device "
             "for each model of this process"
         )
-    return tuple(_device(device, count) for device in devices)
+    return tuple(_device(device, counts) for device in devices)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -139,7 +139,7 @@ def in_words(layout: Sequence[Entry]) -> list[tuple[str, str, str]]:
     return [(n, str(list(shape)), str(dtype).removeprefix("torch.")) for n, shape, dtype in layout]
 
 
-def _device(device: str | torch.device, count: int) -> torch.device:
+def _device(device: str | torch.device, counts: Mapping[str, int]) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -148,9 +148,12 @@ def _device(device: str | torch.device, count: int) -> torch.device:
         ) from None
     if chosen.type == "meta":
         raise ConfigError("device 'meta' holds no values; give 'cpu' or 'cuda:0' and the like")
-    if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise ConfigError(f"device {str(chosen)!r} is not here: torch finds {count} CUDA devices")
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+    if chosen.type == "cpu":
+        return chosen
+    index = chosen.index or 0
+    if index >= counts.get(chosen.type, 0):
+        raise ConfigError(f"device {str(chosen)!r} is not here: torch finds {found_here(counts)}")
+    return torch.device(chosen.type, index)
 
 
 def _gradient_problem(parameter: Tensor) -> str:

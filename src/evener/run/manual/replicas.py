@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from evener.averaging.replicas import Entry, ReplicaAverager
 from evener.comm.base import Communicator
+from evener.devices import move
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.run.assembly.likeness import check_versions
 from evener.run.launching.child import apply_threads
@@ -279,7 +280,7 @@ def wrap(
 
     Args:
         models: Replicas of one architecture, or the one of this process.
-        devices: A device for each model, one for all, or ``"auto"``: CUDA devices as far as there
+        devices: A device for each model, one for all, or ``"auto"``: accelerators as far as there
             are any, else the CPU.
         backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``. The same
             in every call of a script.
@@ -307,7 +308,7 @@ def wrap(
     line = Line.open(environment, backend, where[0], timeout_s, communicator)
     try:
         for model, device in zip(chosen, where, strict=True):
-            model.to(device)
+            move(model, device)
         members, first = _introduce(line.comm, chosen, where, environment)
     except BaseException:
         line.release()

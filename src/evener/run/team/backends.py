@@ -11,6 +11,7 @@ from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import name_ranks
+from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import join
@@ -25,10 +26,10 @@ class ExchangeFacts:
         policy: When its script averages; ``"by hand"`` for ``Ddp.wrap``.
         host: Name of its host.
         local_world_size: Ranks on that host.
-        num_gpus: GPUs that torch finds there.
+        num_gpus: GPUs and other accelerators that torch finds there.
         device: Where it computes, such as ``cuda:0``.
-        vendor: ``"NVIDIA"`` or ``"AMD"``; empty on the CPU.
-        gpu: What tells its GPU from all others; empty on the CPU.
+        vendor: ``"NVIDIA"`` or ``"AMD"``; empty but on CUDA devices.
+        gpu: What tells its GPU from all others; empty but on CUDA devices.
         nccl: Version of its collective library, such as ``"2.29"``; empty where it has none.
     """
 
@@ -158,6 +159,9 @@ def connect_team(
 
 def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:
     """Why NCCL cannot join these ranks; empty where it can."""
+    for rank, facts in enumerate(team):
+        if not facts.gpu and facts.device != "cpu":
+            return f"rank {rank} computes on {facts.device}, and NCCL joins CUDA devices only"
     on_cpu = [rank for rank, facts in enumerate(team) if not facts.gpu]
     if on_cpu:
         facts = team[on_cpu[0]]
@@ -202,7 +206,7 @@ def _describe(
         policy=policy,
         host=platform.node(),
         local_world_size=environment.local_world_size,
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=sum(count_accelerators().values()),
         device=str(device),
         vendor=("AMD" if torch.version.hip else "NVIDIA") if on_gpu else "",
         gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "",

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
@@ -32,11 +31,14 @@ class DistributedRole(StrEnum):
 
 
 class DistributedBackend(StrEnum):
-    """What a rank computes on."""
+    """What a rank computes on; ``ACCELERATOR`` is whatever ``torch.accelerator`` finds."""
 
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+    XPU = "xpu"
+    MPS = "mps"
+    ACCELERATOR = "accelerator"
 
 
 class AverageBackend(StrEnum):
@@ -185,39 +187,6 @@ class DistributedTrainConfig:
                 f"({error}); give a name or an IP address of rank 0's host that every rank knows "
                 "(MASTER_ADDR in the environment)"
             ) from None
-
-
-def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
-    """Threads that each of a host's ranks should compute with.
-
-    Args:
-        num_cores: Cores to share out; ``None`` takes those that this process may run on.
-        local_world_size: Ranks on the host.
-    """
-    if num_cores is None:
-        num_cores = available_cores()
-    return max(1, num_cores // local_world_size)
-
-
-def local_devices(environ: Mapping[str, str] | None = None, root: Path = Path("/dev")) -> int:
-    """CUDA devices that this host shows, found without loading torch; 0 where there are none.
-
-    Args:
-        environ: Instead of the process's environment; ``CUDA_VISIBLE_DEVICES`` may hide some.
-        root: Where device files are.
-    """
-    environ = os.environ if environ is None else environ
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([d for d in visible.split(",") if d.strip() not in ("", "-1")])
-    return sum(1 for path in root.glob("nvidia[0-9]*"))
-
-
-def available_cores() -> int:
-    """Cores that this process may run on: fewer than the machine's under ``taskset`` or SLURM."""
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
-    return len(os.sched_getaffinity(0))
 
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:

@@ -1,6 +1,6 @@
 """Which device a rank computes on, how the team exchanges, and how it meets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,65 +8,87 @@ import torch
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.existing import find_place
 from evener.comm.groups import connect
+from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError
-from evener.run.team.environment import DistributedRole, DistributedTrainConfig
+from evener.run.team.environment import (
+    DistributedBackend,
+    DistributedRole,
+    DistributedTrainConfig,
+)
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | torch.device]
 
 _spent_sockets: set[int] = set()
 
+#: Kinds of accelerators that torch itself knows.
+_ACCELERATORS = tuple(
+    kind.value for kind in (DistributedBackend.CUDA, DistributedBackend.XPU, DistributedBackend.MPS)
+)
 
-def devices_of_host(devices: Devices, num_cuda: int) -> tuple[str, ...]:
+
+def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, ...]:
     """The devices that are asked for on this host, one for each rank.
 
     Args:
-        devices: ``"auto"`` (every CUDA device, else one CPU rank), ``"cpu"``, ``"cuda"`` (every
-            CUDA device), one device by name, a number of ranks (on CUDA devices where there are
-            any), or a list of devices.
-        num_cuda: CUDA devices of this host.
+        devices: ``"auto"`` (every device of the host's accelerator, else one CPU rank), ``"cpu"``,
+            ``"accelerator"`` or a kind of it such as ``"cuda"``, ``"xpu"`` and ``"mps"`` (every
+            device of that kind), one device by name, a number of ranks (on accelerators where
+            there are any), or a list of devices.
+        counts: Devices of this host by kind of accelerator, such as ``{"cuda": 2}``; the kind that
+            ``"auto"`` takes comes first.
 
     Raises:
         ConfigError: A name is unknown or asks for what is not there.
     """
-    cuda = tuple(f"cuda:{index}" for index in range(num_cuda))
+    first = next(iter(counts), "")
+    of_kind = {kind: tuple(f"{kind}:{i}" for i in range(n)) for kind, n in counts.items()}
+    of_kind |= {"auto": of_kind.get(first, ("cpu",)), "cpu": ("cpu",)}
+    if first:
+        of_kind["accelerator"] = of_kind[first]
     if isinstance(devices, bool):
         raise ConfigError(f"devices is {devices}; give 'auto', a number of ranks or a list")
     if isinstance(devices, int):
         if devices < 1:
             raise ConfigError(f"devices is {devices}; give 1 or more ranks")
-        if cuda and devices > len(cuda):
+        if first and devices > counts[first]:
             raise ConfigError(
-                f"devices is {devices}, but this host has {len(cuda)} CUDA devices; for further "
-                f"ranks on the CPU name each: devices={[*cuda, 'cpu']}"
+                f"devices is {devices}, but this host has {found_here(counts)}; for further "
+                f"ranks on the CPU name each: devices={[*of_kind[first], 'cpu']}"
             )
-        return cuda[:devices] or ("cpu",) * devices
+        return of_kind["auto"][:devices] if first else ("cpu",) * devices
     if isinstance(devices, str | torch.device):
         name = str(devices)
-        if name == "auto":
-            return cuda or ("cpu",)
-        if name == "cuda":
-            if not cuda:
-                raise ConfigError("devices is 'cuda', but torch finds no CUDA device; use 'auto'")
-            return cuda
-        return (_checked(name, num_cuda, devices),)
+        if name in of_kind:
+            return of_kind[name]
+        return (_checked(name, counts, devices),)
     if not devices:
         raise ConfigError("devices is an empty list; name a device for each rank")
-    return tuple(_checked(str(device), num_cuda, devices) for device in devices)
+    return tuple(_checked(str(device), counts, devices) for device in devices)
 
 
-def _checked(name: str, num_cuda: int, devices: object) -> str:
+def found_here(counts: Mapping[str, int]) -> str:
+    """Devices by kind, such as ``2 cuda devices``."""
+    texts = [f"{n} {kind} device{'' if n == 1 else 's'}" for kind, n in counts.items()]
+    return " and ".join(texts) or "no accelerator"
+
+
+def _checked(name: str, counts: Mapping[str, int], devices: object) -> str:
+    """The name of one device, if that is here."""
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
-    if kind != "cuda" or not index.isdecimal():
+    known = kind in (*counts, *_ACCELERATORS, "accelerator")
+    if not known or (index and not index.isdecimal()) or (not index and kind in counts):
         raise ConfigError(
-            f"devices is {devices!r}; choose 'auto', 'cpu', 'cuda', a number of ranks, or a list "
-            "of devices such as ['cuda:0', 'cpu']"
+            f"devices is {devices!r}; choose 'auto', 'cpu', 'accelerator', a kind of accelerator "
+            f"({', '.join(_ACCELERATORS)}), a number of ranks, or a list of devices such as "
+            "['cuda:0', 'cpu']"
         )
-    if int(index) >= num_cuda:
+    if kind not in counts or int(index) >= counts[kind]:
         raise ConfigError(
-            f"devices is {devices!r}, but torch finds {num_cuda} CUDA devices here, numbered from 0"
+            f"devices is {devices!r}, but torch finds {found_here(counts)} here; devices are "
+            "numbered from 0, and 'auto' takes what is there"
         )
     return name
 
@@ -78,13 +100,11 @@ def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torc
         ConfigError: The name is unknown, or asks for a device that is not there.
     """
     wanted = environment.backend.value if devices == "auto" else devices
-    count = torch.cuda.device_count()
-    if wanted in ("auto", "cuda"):
-        name = _by_local_rank(str(wanted), environment, count)
-    elif wanted == "cpu":
-        name = "cpu"
+    counts = count_accelerators()
+    if isinstance(wanted, str) and wanted in (*DistributedBackend, *counts):
+        name = device_by_number(wanted, environment.local_rank, environment, counts)
     else:
-        asked = devices_of_host(wanted, count)
+        asked = devices_of_host(wanted, counts)
         if environment.launched_by != "alone" and len(asked) != environment.local_world_size:
             raise ConfigError(
                 f"devices is {devices!r}, which is for {len(asked)} ranks, but "
@@ -93,24 +113,37 @@ def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torc
             )
         name = asked[environment.local_rank]
     device = torch.device(name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    kind_of(device).select(device)
     return device
 
 
-def _by_local_rank(wanted: str, environment: DistributedTrainConfig, count: int) -> str:
-    local_rank = environment.local_rank
+def device_by_number(
+    wanted: str, number: int, environment: DistributedTrainConfig, counts: Mapping[str, int]
+) -> str:
+    """The device for one of those that compute on a host.
+
+    Args:
+        wanted: ``DistributedBackend`` by name, or the name of another kind of accelerator.
+        number: From 0, over the host.
+        environment: The place of this process.
+        counts: See ``devices_of_host``.
+
+    Raises:
+        ConfigError: There are not as many.
+    """
+    kind = next(iter(counts), "cpu") if wanted in ("auto", "accelerator") else wanted
+    count = counts.get(kind, 0)
     if environment.launched_by == "slurm" and count:
         # A task that SLURM has bound to devices of its own sees those alone, numbered from 0.
-        return f"cuda:{local_rank % count}"
-    if local_rank < count:
-        return f"cuda:{local_rank}"
-    if wanted == "cuda":
-        raise ConfigError(
-            f"devices is 'cuda', but local rank {local_rank} finds {count} CUDA devices; start at "
-            "most one rank per device, or use devices='auto'"
-        )
-    return "cpu"
+        return f"{kind}:{number % count}"
+    if number < count:
+        return f"{kind}:{number}"
+    if wanted in ("auto", "cpu"):
+        return "cpu"
+    raise ConfigError(
+        f"devices is {wanted!r}, but local rank {number} finds {found_here(counts)}; start at most "
+        "one rank per device, or use devices='auto'"
+    )
 
 
 def place_in(group: Any) -> DistributedTrainConfig:

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from evener.comm.base import Communicator
+from evener.devices import kind_of
 from evener.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -71,7 +71,8 @@ class Member:
         pid: Process id.
         device: Torch device, such as ``cuda:0``.
         device_name: What the device is, for people.
-        memory_bytes: Memory of the device, or of the host for a CPU rank.
+        memory_bytes: Memory of the device, or of the host for a CPU rank; 0 where torch cannot
+            tell.
         threads: Compute threads of a CPU rank.
         emulated: Factor by which the rank is slowed on purpose; 1 for real speed.
         precision: What its forward computes in: ``fp32``, ``bf16`` or ``fp16``.
@@ -193,11 +194,7 @@ def describe_self(
 ) -> Member:
     """This rank's own entry in the team."""
     host = socket.gethostname()
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
-    else:
-        name, memory = _cpu_name(), _host_memory_bytes()
+    name, memory = kind_of(device).describe(device)
     return Member(
         member=f"{host}/{device.type}/{local_rank}",
         rank=rank,
@@ -225,20 +222,3 @@ def own_versions() -> dict[str, str]:
 def member_document(member: Member) -> dict[str, Any]:
     """The member as plain JSON types."""
     return {**asdict(member), "versions": dict(member.versions)}
-
-
-def _cpu_name() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _host_memory_bytes() -> int:
-    import psutil  # takes 10 ms to load
-
-    return int(psutil.virtual_memory().total)

@@ -12,7 +12,9 @@ from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
 from evener.cadence.policies import Planner
 from evener.comm.flat import FlatBuffers
-from evener.data.cursor import Cursor
+from evener.data.cursor import Cursor, derive_seed
+from evener.data.randomness import seed_training
+from evener.devices import kind_of
 from evener.errors import UsageError
 from evener.run.team.active import ActiveTeam
 from evener.run.team.team import Team
@@ -114,6 +116,18 @@ class Engine(ABC):
     @abstractmethod
     def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
         """Starts a share; with ``timing`` it will be dropped."""
+
+    def seed_draws(self, *place: int | str) -> None:
+        """Derives what the model draws next, such as dropout, from a micro-batch's place.
+
+        Args:
+            *place: What tells the micro-batch from all others, on the CPU's generator and on that
+                of each kind of device that the model lies on.
+        """
+        seed = derive_seed(*place)
+        seed_training(seed)
+        for device in {group.data.device for group in self.flat.groups}:
+            kind_of(device).seed(seed)
 
     def leave(self) -> None:
         """Leaves an epoch in its middle, by ``break`` or with an error."""

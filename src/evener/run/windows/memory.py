@@ -5,6 +5,8 @@ from typing import Any, Final
 
 import torch
 
+from evener.devices import free_cached_memory
+
 _WORDS: Final = (
     "out of memory",
     "can't allocate memory",
@@ -119,8 +121,7 @@ def train_epoch(
             batch = next(batches, end)
             continue
         del batch
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        free_cached_memory()
         try:
             batch = batches.throw(MicroBatchTooLarge())
         except MicroBatchTooLarge as last:

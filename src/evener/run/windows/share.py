@@ -106,7 +106,7 @@ class Share:
         """The same for the losses of one optimizer."""
         losses = self._sums[part].losses if part in self._sums else []
         if len(losses) > 1:  # one transfer for all
-            values = torch.stack([v.double().reshape(()) for _, v in losses]).tolist()
+            values = torch.stack([v.reshape(()) for _, v in losses]).tolist()
         else:
             values = [loss.item() for _, loss in losses]
         total = 0.0

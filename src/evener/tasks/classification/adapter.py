@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from evener.devices import copied
 from evener.errors import ConfigError, EvenerError
 from evener.run.config.classify import LoraConfig
 from evener.tasks.language_model import in_short, quiet
@@ -152,7 +153,7 @@ def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) 
     ``AutoModelForSequenceClassification.from_pretrained`` loads it.
     """
     with hushed(), torch.no_grad():
-        whole = copy.deepcopy(network).cpu().merge_and_unload()  # type: ignore[operator]
+        whole = copied(network, torch.device("cpu")).merge_and_unload()
         _restore(whole.config, dropout)
         whole.save_pretrained(folder)
 
@@ -160,7 +161,7 @@ def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) 
 def save_base(network: nn.Module, folder: Path, dropout: Mapping[str, float]) -> None:
     """Writes the base as it was before the adapter."""
     with hushed():
-        bare = copy.deepcopy(network).cpu().unload()  # type: ignore[operator]
+        bare = copied(network, torch.device("cpu")).unload()
         _restore(bare.config, dropout)
         bare.save_pretrained(folder)
 

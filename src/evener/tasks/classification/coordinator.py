@@ -17,10 +17,11 @@ from evener.cadence.policies import Policy
 from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
+from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError, UsageError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.config.pretrain import ModelConfig, load_config
-from evener.run.team.environment import threads_per_rank
+from evener.run.team.host import threads_per_rank
 from evener.run.team.placement import Devices, devices_of_host
 from evener.run.windows.finite import find_non_finite, overflow
 from evener.tasks.classification.metrics import Evaluation, add_confusions
@@ -65,7 +66,7 @@ class DataParallelCoordinator:
         model_config: The base: a local folder, keys such as ``{"path": ...}`` or
             ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
         classify_config: What is trained, and how; ``labels`` must be given. Or its keys.
-        devices: ``"auto"`` (every CUDA device, else the CPU), a list such as
+        devices: ``"auto"`` (every accelerator, else the CPU), a list such as
             ``["cuda:0", "cuda:1", "cpu"]``, one device, or a number of them.
         partition_ratios: Shares relative to one another, instead of measured speeds.
         emulate_slow: Factor by device number by which to slow it on purpose.
@@ -86,7 +87,7 @@ class DataParallelCoordinator:
         partition_ratios: Sequence[float] | None = None,
         emulate_slow: Mapping[int, float] | None = None,
     ) -> None:
-        names = devices_of_host(devices, torch.cuda.device_count())
+        names = devices_of_host(devices, count_accelerators())
         self.devices = tuple(torch.device(name) for name in names)
         slow = emulate_slow or {}
         if unknown := [number for number in slow if number not in range(len(names))]:
@@ -107,7 +108,7 @@ class DataParallelCoordinator:
         self._window = 0
         self._usable = True
         # Devices of different kinds round an update differently.
-        self._unlike = len({_kind(d) for d in self.devices}) > 1
+        self._unlike = len({kind_of(d).describe(d) for d in self.devices}) > 1
         self._planner = self._make_planner(partition_ratios)
         pipelines = [first, *(first.replica(device) for device in self.devices[1:])]
         micro = None if config.micro_batch_size == "auto" else config.micro_batch_size
@@ -327,7 +328,3 @@ def _classify_config(given: ClassifyConfig | Mapping[str, Any]) -> ClassifyConfi
         if isinstance(given, ClassifyConfig)
         else load_config(ClassifyConfig, None, base=given)
     )
-
-
-def _kind(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

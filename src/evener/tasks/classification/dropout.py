@@ -8,18 +8,28 @@ class Draws:
     """Where a replica's random numbers come from.
 
     torch's default generator belongs to the whole process: replicas in threads would draw from it
-    in whatever order they happen to run. With ``generator`` at ``None`` it is the default one, for
-    a replica that has its process to itself.
+    in whatever order they happen to run. Before ``seed`` it is the default one, for a replica that
+    has its process to itself.
     """
 
     def __init__(self) -> None:
-        self.generator: torch.Generator | None = None
+        self._generator: torch.Generator | None = None
+        self._next: tuple[int, torch.device] | None = None
 
     def seed(self, seed: int, device: torch.device) -> None:
         """Goes on from ``seed`` with a generator of this replica's own."""
-        if self.generator is None or self.generator.device != device:
-            self.generator = torch.Generator(device)
-        self.generator.manual_seed(seed)
+        self._next = seed, device
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What to draw from; made and seeded here, as not every backend of torch has generators."""
+        if self._next is not None:
+            seed, device = self._next
+            self._next = None
+            if self._generator is None or self._generator.device != device:
+                self._generator = torch.Generator(device)
+            self._generator.manual_seed(seed)
+        return self._generator
 
 
 class AdapterDropout(nn.Module):

@@ -1,6 +1,5 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evener.devices import copied, move
 from evener.errors import DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.config.pretrain import ModelConfig
@@ -185,7 +185,7 @@ class ClassifyPipeline:
         if shared:
             memo |= {id(p): p for p in self.model.parameters() if not p.requires_grad}
         other = type(self)(
-            copy.deepcopy(self.model, memo),
+            copied(self.model, device, memo),
             self.encoder,
             self.labels,
             self.config,
@@ -197,7 +197,7 @@ class ClassifyPipeline:
 
     def to(self, device: torch.device) -> None:
         """Moves the model."""
-        self.model.to(device)
+        move(self.model, device)
         self.device = device
         self._weight_tensor = (
             None

@@ -11,7 +11,6 @@ from torch.optim import AdamW
 
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
-from evener.data.cursor import derive_seed
 from evener.data.packing import IGNORED
 from evener.errors import ConfigError, DataError, UsageError
 from evener.run.config.pretrain import OptimizerConfig, load_config
@@ -228,10 +227,7 @@ class TransformerTrainer:
         elif self._share.in_micro_batch:
             self._share.end_micro_batch()
         # Dropout is drawn from what the batch is, as everywhere else.
-        place = (engine.window, engine.team.rank, self._num_batches)
-        torch.default_generator.manual_seed(derive_seed(self._seed, *place))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(derive_seed(self._seed, *place))
+        engine.seed_draws(self._seed, engine.window, engine.team.rank, self._num_batches)
         self._share.start_micro_batch(batch.num_sequences)
         self._num_batches += 1
 

@@ -192,7 +192,9 @@ WRONG = {
     "name: 3": "name is 3: give text (quote it if it looks like something else)",
     "precision: fp8": "precision is 'fp8': choose one of 'auto', 'fp32', 'bf16', 'fp16'",
     "backend: mpi": "backend is 'mpi': choose one of 'auto', 'gloo', 'nccl', 'cpu'",
-    "devices: tpu": "devices is 'tpu': choose one of 'auto', 'cpu', 'cuda'",
+    "devices: tpu": (
+        "devices is 'tpu': choose one of 'auto', 'cpu', 'cuda', 'xpu', 'mps', 'accelerator'"
+    ),
     "non_finite: mask": "non_finite is 'mask': choose one of 'raise', 'skip'",
     "anchor: 0": "anchor is 0: give 1 or more",
     "overhead_target: 0.9": "overhead_target is 0.9: give 0.5 or less",

@@ -8,7 +8,8 @@ from evener.errors import ConfigError, LaunchError
 from evener.run.launching.launch import launch
 from evener.run.launching.lifeline import watch
 from evener.run.launching.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
-from evener.run.team.environment import DistributedTrainConfig, threads_per_rank
+from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.host import threads_per_rank
 
 
 def environment_of(rank, base=None):

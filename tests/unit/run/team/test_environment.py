@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,6 @@ from evener.run.team.environment import (
     DistributedBackend,
     DistributedRole,
     DistributedTrainConfig,
-    available_cores,
-    local_devices,
-    threads_per_rank,
 )
 from evener.run.team.slurm import first_host, hosts_of
 
@@ -396,29 +392,6 @@ def test_ranks_of_this_host_follow_the_address_unless_they_are_told(address, loc
 
 
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads"), [(16, 2, 8), (16, 3, 5), (2, 2, 1), (1, 4, 1), (8, 1, 8)]
-)
-def test_threads_per_rank(cores, ranks, threads):
-    assert threads_per_rank(cores, ranks) == threads
-
-
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
-    assert available_cores() == 3
-    assert threads_per_rank(None, 3) == 1
-
-
-def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert local_devices({}, root=tmp_path) == 2
-    assert local_devices({"CUDA_VISIBLE_DEVICES": "1"}, root=tmp_path) == 1
-    assert local_devices({"CUDA_VISIBLE_DEVICES": ""}, root=tmp_path) == 0
-    assert local_devices({"CUDA_VISIBLE_DEVICES": "-1"}, root=tmp_path) == 0
-    assert local_devices({}, root=tmp_path / "none") == 0
 
 
 # ── a place in a file ────────────────────────────────────────────────────────────────────────────

@@ -10,42 +10,58 @@ from evener.run.launching.starting import how_started, program_of, starting_fold
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.placement import choose_device, devices_of_host
 
-
-@pytest.mark.parametrize(
-    ("devices", "num_cuda", "expected"),
-    [
-        ("auto", 0, ("cpu",)),
-        ("auto", 2, ("cuda:0", "cuda:1")),
-        ("cuda", 2, ("cuda:0", "cuda:1")),
-        ("cpu", 2, ("cpu",)),
-        ("cuda:1", 2, ("cuda:1",)),
-        (torch.device("cpu"), 0, ("cpu",)),
-        (3, 0, ("cpu", "cpu", "cpu")),
-        (2, 4, ("cuda:0", "cuda:1")),
-        (["cuda:0", "cpu"], 1, ("cuda:0", "cpu")),
-        (["cpu", torch.device("cpu")], 0, ("cpu", "cpu")),
-    ],
-)
-def test_a_device_for_each_rank(devices, num_cuda, expected):
-    assert devices_of_host(devices, num_cuda) == expected
+CUDA, MIXED = {"cuda": 2}, {"cuda": 2, "npu": 1}
 
 
 @pytest.mark.parametrize(
-    ("devices", "num_cuda", "named"),
+    ("devices", "counts", "expected"),
     [
-        ("cuda", 0, "finds no CUDA device"),
-        ("gpu", 1, "devices is 'gpu'; choose"),
-        (0, 0, "devices is 0; give 1 or more"),
-        (True, 0, "devices is True"),
-        (3, 2, r"this host has 2 CUDA devices.*'cuda:0', 'cuda:1', 'cpu'"),
-        ([], 0, "empty list"),
-        (["cuda"], 1, "choose 'auto'"),
-        (["cuda:0", "cuda:2"], 2, "finds 2 CUDA devices here, numbered from 0"),
+        ("auto", {}, ("cpu",)),
+        ("auto", CUDA, ("cuda:0", "cuda:1")),
+        ("auto", {"mps": 1}, ("mps:0",)),
+        ("cuda", CUDA, ("cuda:0", "cuda:1")),
+        ("xpu", {"xpu": 3}, ("xpu:0", "xpu:1", "xpu:2")),
+        ("accelerator", {"npu": 2}, ("npu:0", "npu:1")),
+        ("accelerator", MIXED, ("cuda:0", "cuda:1")),
+        ("npu", MIXED, ("npu:0",)),
+        ("cpu", CUDA, ("cpu",)),
+        ("cuda:1", CUDA, ("cuda:1",)),
+        (torch.device("xpu", 1), {"xpu": 2}, ("xpu:1",)),
+        (torch.device("cpu"), {}, ("cpu",)),
+        (3, {}, ("cpu", "cpu", "cpu")),
+        (2, {"cuda": 4}, ("cuda:0", "cuda:1")),
+        (1, {"mps": 1}, ("mps:0",)),
+        (["cuda:0", "cpu"], {"cuda": 1}, ("cuda:0", "cpu")),
+        (["mps:0", "cpu"], {"mps": 1}, ("mps:0", "cpu")),
+        (["cpu", torch.device("cpu")], {}, ("cpu", "cpu")),
     ],
 )
-def test_devices_that_are_not_there(devices, num_cuda, named):
+def test_a_device_for_each_rank(devices, counts, expected):
+    assert devices_of_host(devices, counts) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts", "named"),
+    [
+        ("cuda", {}, "devices is 'cuda', but torch finds no accelerator here"),
+        ("xpu", {"cuda": 1}, "devices is 'xpu', but torch finds 1 cuda device here"),
+        ("mps", CUDA, "devices is 'mps', but torch finds 2 cuda devices here"),
+        ("accelerator", {}, "devices is 'accelerator', but torch finds no accelerator here"),
+        ("npu", {}, "devices is 'npu'; choose"),
+        ("gpu", CUDA, r"devices is 'gpu'; choose 'auto', 'cpu', 'accelerator', .*cuda, xpu, mps"),
+        (0, {}, "devices is 0; give 1 or more"),
+        (True, {}, "devices is True"),
+        (3, CUDA, r"this host has 2 cuda devices.*'cuda:0', 'cuda:1', 'cpu'"),
+        ([], {}, "empty list"),
+        (["cuda"], {"cuda": 1}, "choose 'auto'"),
+        (["cuda:0", "cuda:2"], CUDA, "finds 2 cuda devices here; devices are numbered from 0"),
+        (["cuda:0", "cuda:x"], CUDA, "choose 'auto'"),
+        ("mps:1", {"mps": 1}, "finds 1 mps device here; devices are numbered from 0"),
+    ],
+)
+def test_devices_that_are_not_there(devices, counts, named):
     with pytest.raises(ConfigError, match=named):
-        devices_of_host(devices, num_cuda)
+        devices_of_host(devices, counts)
 
 
 def rank_of(local_rank, local_world_size, launched_by="torchrun", **more):
@@ -77,12 +93,39 @@ def two_cards(monkeypatch):
         (2, rank_of(1, 2), "cuda:1"),
         ("cuda:1", DistributedTrainConfig(), "cuda:1"),
         ("auto", DistributedTrainConfig(backend="cpu"), "cpu"),
+        ("auto", rank_of(1, 2, backend="cuda"), "cuda:1"),
+        ("auto", rank_of(1, 2, backend="accelerator"), "cuda:1"),
+        ("accelerator", rank_of(0, 2), "cuda:0"),
         # SLURM shows a task the devices that it was bound to, numbered from 0.
         ("auto", rank_of(3, 4, "slurm"), "cuda:1"),
     ],
 )
 def test_the_device_of_a_rank(two_cards, devices, place, expected):
     assert choose_device(devices, place) == torch.device(expected)
+
+
+@pytest.fixture
+def an_apple(monkeypatch):
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize("backend", ["auto", "mps", "accelerator"])
+def test_the_device_of_a_rank_on_an_apple(an_apple, backend):
+    assert choose_device("auto", rank_of(0, 1, backend=backend)) == torch.device("mps:0")
+    assert choose_device(["mps:0", "cpu"], rank_of(0, 2)) == torch.device("mps:0")
+    assert choose_device("auto", rank_of(1, 2)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "xpu", "mps", "accelerator"])
+def test_a_compute_backend_that_is_not_there(backend):
+    place = rank_of(0, 1, backend=backend)
+    with pytest.raises(ConfigError, match=f"'{backend}', but local rank 0 finds no accelerator"):
+        choose_device("auto", place)
+
+
+def test_more_ranks_than_devices_of_the_kind_asked_for(an_apple):
+    with pytest.raises(ConfigError, match="'mps', but local rank 1 finds 1 mps device"):
+        choose_device("mps", rank_of(1, 2))
 
 
 def test_a_list_that_does_not_fit_the_ranks_that_were_started(two_cards):

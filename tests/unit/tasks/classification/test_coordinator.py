@@ -287,7 +287,7 @@ def test_a_replica_to_be_slowed_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("devices", "words"),
     [
-        (["cpu", "cuda:99"], "torch finds \\d+ CUDA devices"),
+        (["cpu", "cuda:99"], "torch finds .* here; devices are numbered from 0"),
         ([], "name a device"),
         (["tpu"], "choose 'auto', 'cpu'"),
     ],

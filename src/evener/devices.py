@@ -1,0 +1,274 @@
+"""What torch can compute on: the CPU and every kind of accelerator, behind one interface."""
+
+import copy
+import platform
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import torch
+from torch import nn
+
+#: Half precision that a device is good at; ``"fp32"`` where it is at none.
+Half = Literal["bf16", "fp16", "fp32"]
+
+_FAST_FP16: Final = (7, 0)
+"""CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
+
+
+class DeviceKind(ABC):
+    """A kind of device, such as the CUDA GPUs of this host (ROCm's are CUDA devices to torch).
+
+    What kinds have in common is asked of torch's module for them (``torch.cuda``, ``torch.xpu``;
+    see ``torch.get_device_module``).
+
+    Attributes:
+        name: Torch's device type, such as ``"cuda"``.
+        pins_memory: Whether copies from page-locked host memory are faster.
+        has_float64: Whether the devices know this dtype.
+        has_addresses: Whether ``data_ptr()`` is an address to which offsets can be added, rather
+            than a handle: then DLPack carries a part of a tensor, of which elsewhere torch loses
+            the offset (pytorch/pytorch#168177).
+        keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
+    """
+
+    name: str
+    pins_memory: bool = False
+    has_float64: bool = True
+    has_addresses: bool = True
+    keeps_parameters: bool = True
+
+    @property
+    def module(self) -> Any:
+        """Torch's module for these devices."""
+        return torch.get_device_module(self.name)
+
+    @abstractmethod
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """A device's name for people, and its memory in bytes; 0 where torch cannot tell."""
+
+    def count(self) -> int:
+        """Devices that torch finds here."""
+        return int(self.module.device_count())
+
+    def select(self, device: torch.device) -> None:
+        """Makes a device this thread's current one."""
+        self.module.set_device(device)
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for what this thread has queued on a device."""
+        self.module.synchronize(device)
+
+    def seed(self, seed: int) -> None:
+        """Seeds the generator from which a model on the current device draws."""
+        self.module.manual_seed(seed)
+
+    def free_cache(self) -> None:
+        """Gives memory back that torch keeps for later."""
+        self.module.empty_cache()
+
+    def half(self, device: torch.device) -> Half:
+        """The half precision that a device computes in faster than in fp32."""
+        return "fp32"
+
+
+@final
+class Cpu(DeviceKind):
+    """This host's processor; evener has a rank compute on it as on one device."""
+
+    name = "cpu"
+
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """The processor's name and the host's memory."""
+        import psutil  # takes 10 ms to load
+
+        return _cpu_name(), int(psutil.virtual_memory().total)
+
+    def select(self, device: torch.device) -> None:
+        """Nothing to select."""
+
+    def finish(self, device: torch.device) -> None:
+        """Nothing is queued."""
+
+    def seed(self, seed: int) -> None:
+        """Done by ``data.randomness``, which guards the CPU's generator."""
+
+    def free_cache(self) -> None:
+        """Nothing is kept."""
+
+
+@final
+class Cuda(DeviceKind):
+    """NVIDIA's GPUs, and AMD's by ROCm."""
+
+    name = "cuda"
+    pins_memory = True
+
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """Name and memory of the card."""
+        properties = torch.cuda.get_device_properties(device)
+        return properties.name, properties.total_memory
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for this thread's stream alone."""
+        torch.cuda.current_stream(device).synchronize()
+
+    def half(self, device: torch.device) -> Half:
+        """bf16 where the card has it, else fp16 where it has tensor cores.
+
+        Older cards, such as a GTX 1060, compute in fp16 more slowly than in fp32.
+        """
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
+        return "fp16" if torch.cuda.get_device_capability(device) >= _FAST_FP16 else "fp32"
+
+
+@final
+class Xpu(DeviceKind):
+    """Intel's GPUs."""
+
+    name = "xpu"
+    pins_memory = True
+
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """Name and memory of the card."""
+        properties = torch.xpu.get_device_properties(device)
+        return str(properties.name), int(properties.total_memory)
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for this thread's stream alone."""
+        torch.xpu.current_stream(device).synchronize()
+
+    def half(self, device: torch.device) -> Half:
+        """bf16 where the card does not merely emulate it."""
+        capability = torch.xpu.get_device_capability(device)
+        return "bf16" if capability.get("has_bfloat16_conversions") else "fp32"
+
+
+@final
+class Mps(DeviceKind):
+    """The GPU of an Apple chip: one, without float64, in the memory of the host."""
+
+    name = "mps"
+    has_float64 = False
+    has_addresses = False
+
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """The chip, and as much memory as the system wants its GPU to take."""
+        return f"{_cpu_name()} GPU", int(torch.mps.recommended_max_memory())
+
+    def select(self, device: torch.device) -> None:
+        """There is one."""
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for all that is queued."""
+        torch.mps.synchronize()
+
+
+@final
+class OtherAccelerator(DeviceKind):
+    """Devices of a backend that is no part of torch, by torch's conventions for its module.
+
+    What only some of them have is not relied on.
+
+    Args:
+        name: The backend's device type, such as ``"npu"``.
+    """
+
+    has_float64 = False
+    has_addresses = False
+    keeps_parameters = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def describe(self, device: torch.device) -> tuple[str, int]:
+        """The backend's name; torch asks of no module to know more."""
+        return self.name, 0
+
+    def seed(self, seed: int) -> None:
+        """Seeds every device's generator: the one way that torch asks of a backend."""
+        self.module.manual_seed_all(seed)
+
+
+_BUILT_IN: Final[tuple[DeviceKind, ...]] = (Cuda(), Xpu(), Mps())
+_CPU: Final = Cpu()
+_moving: Final = threading.Lock()
+_KNOWN: Final[dict[str, DeviceKind]] = {kind.name: kind for kind in (_CPU, *_BUILT_IN)}
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The kind that a device is of."""
+    return _KNOWN.get(device.type) or OtherAccelerator(device.type)
+
+
+def count_accelerators() -> dict[str, int]:
+    """Devices of this host by kind of accelerator; the kind that ``auto`` takes comes first."""
+    counts = {kind.name: n for kind in _BUILT_IN if (n := kind.count())}
+    # Asked last, as counting devices in this way may start CUDA, which does not survive a fork.
+    if not counts and torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        if current is not None:
+            counts[current.type] = OtherAccelerator(current.type).count()
+    return counts
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Moves a module to a device; its parameters stay the objects that optimizers hold."""
+    if kind_of(device).keeps_parameters:
+        module.to(device)
+        return
+    with _moving:  # ranks may be threads, and this setting is the process's
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.to(device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def copied(module: nn.Module, device: torch.device, memo: Mapping[int, Any] | None = None) -> Any:
+    """A copy of a module on a device, without a second one where the module lies.
+
+    Args:
+        module: It stays as it is.
+        device: Where the copy shall live.
+        memo: By ``id``, what the copy shall hold instead of a copy; as for ``copy.deepcopy``.
+    """
+    known = dict(memo or {})
+    with torch.no_grad():
+        for p in module.parameters():
+            if id(p) not in known:
+                known[id(p)] = type(p)(p.to(device, copy=True), p.requires_grad)
+        for buffer in module.buffers():
+            known.setdefault(id(buffer), buffer.to(device, copy=True))
+    return copy.deepcopy(module, known)
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where to compute in float64 with what lies on a device: there, or else on the CPU."""
+    return device if kind_of(device).has_float64 else torch.device("cpu")
+
+
+def pins_memory() -> bool:
+    """Whether batches get faster to this host's accelerator from page-locked memory."""
+    return any(_KNOWN[name].pins_memory for name in count_accelerators() if name in _KNOWN)
+
+
+def free_cached_memory() -> None:
+    """Gives memory of this host's accelerators back that torch keeps for later."""
+    for name in count_accelerators():
+        kind_of(torch.device(name)).free_cache()
+
+
+def _cpu_name() -> str:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

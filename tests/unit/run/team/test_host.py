@@ -1,0 +1,56 @@
+"""Cores and devices that a host shows without torch."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.run.team.host import available_cores, local_devices, threads_per_rank
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(16, 2, 8), (16, 3, 5), (2, 2, 1), (1, 4, 1), (8, 1, 8)]
+)
+def test_threads_per_rank(cores, ranks, threads):
+    assert threads_per_rank(cores, ranks) == threads
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
+    assert available_cores() == 3
+    assert threads_per_rank(None, 3) == 1
+
+
+def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert local_devices({}, root=tmp_path) == 2
+    assert local_devices({"CUDA_VISIBLE_DEVICES": "1"}, root=tmp_path) == 1
+    assert local_devices({"CUDA_VISIBLE_DEVICES": ""}, root=tmp_path) == 0
+    assert local_devices({"CUDA_VISIBLE_DEVICES": "-1"}, root=tmp_path) == 0
+    assert local_devices({}, root=tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("dri/renderD128",), 0),  # torch would not be asked: one rank either way
+        (("dri/renderD128", "dri/renderD129"), 7),
+        (("accel/accel0", "accel/accel1"), 7),
+        (("davinci0", "davinci1", "davinci_manager"), 7),
+        (("nvidia0", "dri/renderD128", "dri/renderD129"), 1),
+    ],
+)
+def test_torch_is_asked_about_several_files_of_other_vendors(tmp_path, files, expected):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert local_devices({}, root=tmp_path, ask_torch=lambda: 7) == expected
+
+
+def test_torch_counts_in_a_process_of_its_own(tmp_path):
+    for name in ("renderD128", "renderD129"):
+        (tmp_path / "dri").mkdir(exist_ok=True)
+        (tmp_path / "dri" / name).touch()
+    assert local_devices({}, root=tmp_path) == torch.accelerator.device_count()
