@@ -58,7 +58,7 @@ class ClassifyConfig(Section):
         end_tokens: End-of-text tokens after a text, where its tokenizer adds none. A small decoder
             sums a text up better over several positions than at a single one.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
-        precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
+        precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         non_finite: ``"raise"`` stops on a non-finite loss or gradient, ``"skip"`` leaves that
             update out.
         seed: Seed of the head, the adapter, the order of samples and dropout.
@@ -73,7 +73,7 @@ class ClassifyConfig(Section):
         default=1, description="end-of-text tokens after a text, where its tokenizer adds none"
     )
     micro_batch_size: MicroBatchSize = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
     seed: NotNegative = 0
 

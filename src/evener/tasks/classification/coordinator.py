@@ -18,15 +18,17 @@ from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.devices import count_accelerators, kind_of
-from evener.errors import ConfigError, UsageError
+from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.config.pretrain import ModelConfig, load_config
 from evener.run.team.host import threads_per_rank
 from evener.run.team.placement import Devices, devices_of_host
 from evener.run.windows.finite import find_non_finite, overflow
+from evener.run.windows.loss_scale import LossScale
+from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
-from evener.tasks.classification.replica import Replica
+from evener.tasks.classification.replica import Computed, Replica
 from evener.tasks.classification.samples import LabelSet, Sample
 
 _T = TypeVar("_T")
@@ -116,6 +118,9 @@ class DataParallelCoordinator:
             Replica(p, comm, slow=slow.get(rank, 1.0), micro_batch_size=micro)
             for rank, (p, comm) in enumerate(zip(pipelines, _connect(len(names)), strict=True))
         ]
+        self._loss_scale = LossScale(
+            rank for rank, replica in enumerate(self._replicas) if replica.precision == "fp16"
+        )
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"evener-replica-{rank}")
             for rank in range(len(names))
@@ -153,6 +158,9 @@ class DataParallelCoordinator:
 
     @lr.setter
     def lr(self, value: float) -> None:
+        value = float(value)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"lr is {value}; give a finite number of 0 or more")
         ratios = (1.0, self._config.optimizer.head_lr_ratio)
         for replica in self._replicas:
             for group, ratio in zip(replica.optimizer.param_groups, ratios, strict=True):
@@ -175,37 +183,10 @@ class DataParallelCoordinator:
         encoded = self.primary_pipeline.encode(samples)
         if not encoded:
             return BatchResult(avg_loss=math.nan, correct=0, total=0, grad_norm=math.nan)
-        window = self._window
-        weight = self.primary_pipeline.weight_of([label for _, label in encoded])
-        scale = power_of_two_near(weight)
-        plan = self._planner.plan(window, 0, 0, len(encoded))
-        places = [[p for r in plan.positions(k) for p in r] for k in range(len(self.devices))]
-
-        def compute(replica: Replica) -> Any:
-            own = places[replica.comm.rank]
-            return replica.compute([encoded[p] for p in own], own, scale, window)
-
-        try:
-            computed = self._on_all(compute)
-        except BaseException:
-            self._on_all(Replica.drop)
-            raise
-        reports = [c.report for c in computed]
-        self._window += 1
-        correct = sum(c.correct for c in computed)
-        combined = combine(reports)
-        assert combined is not None  # class weights are above 0
-        total_weight, loss = combined
-        norm = math.nan
-        bad = find_non_finite(reports, plan, self._replicas[0].flat.names, window + 1)
-        if bad is not None:
-            self._on_all(Replica.drop)
-            if self._config.non_finite == "raise":
-                raise bad
-        else:
-            norm = self._update(plan, scale, total_weight)
-        self._planner.observe(reports, plan, 0.0)
-        return BatchResult(avg_loss=loss, correct=correct, total=len(encoded), grad_norm=norm)
+        plan = self._planner.plan(self._window, 0, 0, len(encoded))
+        while (result := self._attempt(plan, encoded)) is None:
+            self._loss_scale.update(overflowed=True)
+        return result
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
         """Classifies labelled texts on all devices and compares.
@@ -262,19 +243,58 @@ class DataParallelCoordinator:
     ) -> None:
         self.close()
 
+    def _attempt(self, plan: WindowPlan, encoded: Sequence[Encoded]) -> BatchResult | None:
+        """Computes a batch and updates; ``None`` where fp16 overflowed, and less scale may help."""
+        weight = self.primary_pipeline.weight_of([label for _, label in encoded])
+        scale = power_of_two_near(weight) / self._loss_scale.value
+        places = [[p for r in plan.positions(k) for p in r] for k in range(len(self.devices))]
+
+        def compute(replica: Replica) -> Computed:
+            own = places[replica.comm.rank]
+            return replica.compute([encoded[p] for p in own], own, scale, plan.window)
+
+        try:
+            computed = self._on_all(compute)
+        except BaseException:
+            self._on_all(Replica.drop)
+            raise
+        self._window = plan.window + 1
+        reports = [c.report for c in computed]
+        combined = combine(reports)
+        assert combined is not None  # class weights are above 0
+        total_weight, loss = combined
+        norm = math.inf
+        bad = find_non_finite(reports, plan, self._replicas[0].flat.names, self._window)
+        if bad is None:
+            norm = self._update(plan, scale, total_weight)
+        else:
+            self._on_all(Replica.drop)
+        if math.isfinite(norm):
+            self._loss_scale.update(overflowed=False)
+        elif self._loss_scale.explains(reports):
+            return None
+        elif self._config.non_finite == "raise":
+            raise self._loss_scale.exhausted(bad or overflow(plan, self._window))
+        self._planner.observe(reports, plan, 0.0)
+        correct = sum(c.correct for c in computed)
+        return BatchResult(
+            avg_loss=loss,
+            correct=correct,
+            total=len(encoded),
+            grad_norm=norm if math.isfinite(norm) else math.nan,
+        )
+
     def _update(self, plan: WindowPlan, scale: float, total_weight: float) -> float:
-        window = plan.window
+        """The gradient's norm; where it is not finite, nothing was applied."""
         try:
             norms = self._on_all(
-                lambda r: r.update(scale, total_weight, window, unlike=self._unlike)
+                lambda r: r.update(scale, total_weight, plan.window, unlike=self._unlike)
             )
         except BaseException:
             # Some replicas may have made the update and others not.
             self._usable = False
             raise
-        if not math.isfinite(norms[0]) and self._config.non_finite == "raise":
-            raise overflow(plan, window + 1)
-        return norms[0] if math.isfinite(norms[0]) else math.nan
+        return norms[0]
 
     def _make_planner(self, ratios: Sequence[float] | None) -> Policy:
         members = [f"{device}/{rank}" for rank, device in enumerate(self.devices)]
@@ -292,12 +312,18 @@ class DataParallelCoordinator:
         return pieces
 
     def _on_all(self, work: Callable[[Replica], _T]) -> list[_T]:
-        """Runs ``work`` on every replica's thread; raises the first error when all have ended."""
+        """Runs ``work`` on every replica's thread; raises the first error when all have ended.
+
+        The error of a replica goes before those of others, who only miss it.
+        """
         futures = [
             thread.submit(work, replica)
             for thread, replica in zip(self._threads, self._replicas, strict=True)
         ]
         wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, CollectiveError)), errors[0])
         return [future.result() for future in futures]
 
     def _check_usable(self) -> None:

@@ -76,6 +76,9 @@ class Replica:
         comm: Joins the replicas.
         slow: Factor by which it is slowed on purpose.
         micro_batch_size: Most samples of one forward and backward; ``None`` for a whole share.
+
+    Attributes:
+        precision: What its forward computes in.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class Replica:
         self._micro_batch_size = micro_batch_size
         self._max_norm = config.optimizer.max_grad_norm
         self._update_s = 0.0
-        precision = choose_precision(config.precision, pipeline.device, scaled=False)
+        self.precision = choose_precision(config.precision, pipeline.device)
         self._autocast = (
-            AutocastForward(pipeline.model, pipeline.device, HALF[precision])
-            if precision in HALF
+            AutocastForward(pipeline.model, pipeline.device, HALF[self.precision])
+            if self.precision in HALF
             else None
         )
 
@@ -111,7 +114,7 @@ class Replica:
         Args:
             part: Its samples; there may be none.
             positions: Their places in the batch.
-            scale: What weights are divided by; the same on every replica.
+            scale: What weights are divided by, over the loss scale; the same on every replica.
             window: Number of the batch.
         """
         size = self._micro_batch_size or max(1, len(part))
@@ -156,7 +159,13 @@ class Replica:
             2-norm of the averaged gradient, before clipping; not finite when the sum overflowed,
             and then nothing has been applied.
         """
-        what = f"batch {window}"
+        try:
+            return self._update(scale, total_weight, f"batch {window}", unlike=unlike)
+        except BaseException:
+            self.comm.close()  # or the others would wait for this one
+            raise
+
+    def _update(self, scale: float, total_weight: float, what: str, *, unlike: bool) -> float:
         norm = self._averager.average(scale, total_weight, what=what, max_norm=self._max_norm)
         started_s = time.perf_counter()
         if norm < float("inf"):  # false for a NaN, too

@@ -10,6 +10,7 @@ import torch
 
 from evener import BatchResult, DataParallelCoordinator, Sample
 from evener.errors import ConfigError, DataError, NonFiniteGradientError, UsageError
+from evener.run.windows.loss_scale import FIRST_SCALE
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
 from helpers.clocks import RankClocks
@@ -242,6 +243,9 @@ def test_the_learning_rate_may_change_between_batches() -> None:
         before = states(coordinator)[0]
         coordinator.train_batch_parallel(samples(5))
         assert all(torch.equal(before[k], v) for k, v in states(coordinator)[0].items())
+        for bad in (-1.0, math.nan, math.inf):
+            with pytest.raises(ConfigError, match=r"lr is .*; give a finite number of 0 or more"):
+                coordinator.lr = bad
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────
@@ -329,6 +333,59 @@ def test_a_non_finite_loss_may_be_left_out() -> None:
         before = states(coordinator)
         assert math.isnan(coordinator.train_batch_parallel(samples(6)).grad_norm)
         assert all(torch.equal(before[0][k], v) for k, v in states(coordinator)[0].items())
+
+
+def test_fp16_makes_the_steps_of_fp32_at_a_loss_scale_that_fits() -> None:
+    """The first scale overflows with these weights: such a batch is computed again."""
+    ways: dict[str, list[BatchResult]] = {}
+    for precision in ("fp32", "fp16"):
+        with make(["cpu"] * 2, partition_ratios=[2, 1], precision=precision) as coordinator:
+            ways[precision] = [coordinator.train_batch_parallel(b) for b in batches()[:6]]
+            assert coordinator.num_batches == 6
+            assert_identical(coordinator)
+            scale = coordinator._loss_scale.value
+    assert 1 <= scale < FIRST_SCALE
+    for exact, half in zip(ways["fp32"], ways["fp16"], strict=True):
+        # fp16 has 11 bits; a few steps of Adam make more of what they round.
+        assert half.avg_loss == pytest.approx(exact.avg_loss, rel=0.02)
+        assert half.grad_norm == pytest.approx(exact.grad_norm, rel=0.02)
+
+
+def test_what_is_not_finite_at_any_loss_scale_stops_every_replica() -> None:
+    with make(["cpu"] * 2, partition_ratios=[1, 1], precision="fp16") as coordinator:
+        _poison(coordinator, 1)
+        with pytest.raises(NonFiniteGradientError, match="loss scale of fp16 is down to 1"):
+            coordinator.train_batch_parallel(samples(6))
+
+
+def test_a_replica_that_fails_in_an_update_does_not_keep_the_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("no room for moments")
+
+    with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
+        monkeypatch.setattr(coordinator._replicas[1]._averager, "average", fail)
+        with pytest.raises(MemoryError, match="no room for moments"):
+            coordinator.train_batch_parallel(samples(6))
+        with pytest.raises(UsageError, match="failed half-way"):
+            coordinator.evaluate(samples(6))
+
+
+def test_a_replica_that_fails_while_computing_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for activations")
+
+    with make(["cpu"] * 2, partition_ratios=[1, 1]) as coordinator:
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator.pipelines[1], "loss", fail)
+            with pytest.raises(MemoryError, match="no room for activations"):
+                coordinator.train_batch_parallel(samples(6))
+        result = coordinator.train_batch_parallel(samples(6))
+    with make(["cpu"] * 2, partition_ratios=[1, 1]) as coordinator:
+        assert coordinator.train_batch_parallel(samples(6)) == result
 
 
 def test_after_close_it_refuses_and_the_classifier_lives_on() -> None:
