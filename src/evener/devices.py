@@ -156,8 +156,8 @@ class Mps(DeviceKind):
     has_addresses = False
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """The chip, and as much memory as the system wants its GPU to take."""
-        return f"{_cpu_name()} GPU", int(torch.mps.recommended_max_memory())
+        """As much memory as the system wants the GPU to take of the host's."""
+        return "Apple GPU", int(torch.mps.recommended_max_memory())
 
     def select(self, device: torch.device) -> None:
         """There is one."""

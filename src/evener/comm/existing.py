@@ -6,6 +6,7 @@ deadline on every wait and survive its loss, and a collective of the user cannot
 
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evener.comm.rendezvous import is_loopback, own_address
+from evener.devices import count_accelerators
 from evener.errors import ConfigError, LaunchError
 
 _BYTES = 256  # enough for a host name and a port
@@ -86,11 +88,24 @@ def _reachable_address() -> str:
     return name if is_loopback(address) else address
 
 
+def device_of_group(backend: str, kinds: Iterable[str]) -> str:
+    """Where tensors must lie that a group exchanges: a device type, for its current device.
+
+    Args:
+        backend: The group's backend, such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``.
+        kinds: Accelerators of this host.
+    """
+    own_backends = dist.Backend.default_device_backend_map
+    if "gloo" not in backend:
+        for kind in kinds:
+            if own_backends.get(kind, "none") in backend:
+                return kind
+    return "cpu"
+
+
 def _gather(group: Any, payload: bytes) -> list[bytes]:
     """Every rank's payload of at most 256 bytes, as tensors: nothing is pickled."""
-    device = torch.device("cpu")
-    if "nccl" in str(dist.get_backend(group)) and "gloo" not in str(dist.get_backend(group)):
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(device_of_group(str(dist.get_backend(group)), count_accelerators()))
     padded = bytearray(payload[:_BYTES].ljust(_BYTES, b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
