@@ -13,7 +13,7 @@ from evener.errors import ConfigError
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-def choose_precision(precision: str, device: torch.device, *, scaled: bool = True) -> Precision:
+def choose_precision(precision: str, device: torch.device) -> Precision:
     """Resolves ``auto`` for a device.
 
     bf16 on a CUDA or XPU device that has it; fp16 on a CUDA device with tensor cores but without
@@ -23,22 +23,15 @@ def choose_precision(precision: str, device: torch.device, *, scaled: bool = Tru
     Args:
         precision: What the user asked for.
         device: This rank's device.
-        scaled: Whether losses are scaled, without which fp16 loses small gradients.
 
     Raises:
-        ConfigError: The name is unknown, or fp16 is asked for where losses are not scaled.
+        ConfigError: The name is unknown.
     """
-    if precision == "fp16" and not scaled:
-        raise ConfigError(
-            "precision is 'fp16', but losses are not scaled here, and small gradients would be "
-            "lost; use 'bf16' or 'fp32'"
-        )
     if precision in ("fp32", "bf16", "fp16"):
         return precision  # type: ignore[return-value]  # narrowed by the test above
     if precision != "auto":
         raise ConfigError(f"precision is {precision!r}; choose one of auto, fp32, bf16, fp16")
-    half = kind_of(device).half(device)
-    return half if scaled or half != "fp16" else "fp32"
+    return kind_of(device).half(device)
 
 
 #: The dtype that autocast computes in, by precision.

@@ -207,9 +207,5 @@ def test_auto_is_the_fast_precision_of_the_device(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_precision("auto", torch.device("cuda", 0)) == expected
     assert choose_precision("auto", torch.device("cpu")) == "fp32"
-    unscaled = choose_precision("auto", torch.device("cuda", 0), scaled=False)
-    assert unscaled == ("fp32" if expected == "fp16" else expected)
-    with pytest.raises(ConfigError, match=r"precision is 'fp16', but losses are not scaled here"):
-        choose_precision("fp16", torch.device("cpu"), scaled=False)
     with pytest.raises(ConfigError, match=r"fp8.*choose one of auto, fp32, bf16, fp16"):
         choose_precision("fp8", torch.device("cpu"))
