@@ -161,11 +161,13 @@ class DistributedTrainConfig:
 
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
-        host, _ = parse_address(place.get("coordinator_addr", _LOOPBACK), "coordinator_addr")
-        if is_loopback(host):
-            known["local_rank"] = place["rank"]
-        place = {**known, **place}
-        return cls(**place)
+        try:
+            host, _ = parse_address(place.get("coordinator_addr", _LOOPBACK), "coordinator_addr")
+            if is_loopback(host):
+                known["local_rank"] = place["rank"]
+            return cls(**{**known, **place})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":

@@ -176,11 +176,19 @@ def _mismatch(rows: Sequence[Sequence[float]]) -> str:
     deeds = [f"rank {r} is {Meeting(int(row[0])).deed}" for r, row in enumerate(rows)]
     places = {int(row[1]) for row in rows}
     where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
-    return (
-        f"ranks joined different collectives {where}: {'; '.join(deeds)}. Ranks go round the loop "
-        "a different number of times, so a local counter must not decide about a collective. "
-        "Remedy: call it in ddp.on_commit(fn), which runs on every rank, or after the epoch"
-    )
+    if {int(row[0]) for row in rows} == {Meeting.STEP, Meeting.FLUSH}:
+        why = (
+            "Without ddp.loader every rank has to make as many updates. Remedy: one that has "
+            "nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
+            "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
+        )
+    else:
+        why = (
+            "Ranks go round the loop a different number of times, so a local counter must not "
+            "decide about a collective. Remedy: call it in ddp.on_commit(fn), which runs on every "
+            "rank, or after the epoch"
+        )
+    return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
 
 
 def describe_self(

@@ -67,6 +67,7 @@ class TransformerTrainer:
         schedule: Callable[[Progress], float] | None = None,
         seed: int = 0,
     ) -> None:
+        _check_model(model)
         _check_limits(max_steps, total_tokens)
         self.model = model
         self.max_steps = max_steps
@@ -264,6 +265,14 @@ def _settings(given: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerCon
     if isinstance(given, OptimizerConfig):
         return given
     return load_config(OptimizerConfig, None, base=given)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; give a torch.nn.Module, such as transformers' "
+            "AutoModelForCausalLM makes"
+        )
 
 
 def _check_limits(max_steps: object, total_tokens: object) -> None:

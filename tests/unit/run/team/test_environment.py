@@ -494,7 +494,7 @@ def test_an_address_that_is_given_may_hold_the_port():
 def test_a_bad_value_of_a_file_is_named(tmp_path, text, named):
     with pytest.raises(ConfigError) as caught:
         in_file(tmp_path, text)
-    for words in named:
+    for words in ["team.yaml", *named]:
         assert words in str(caught.value)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import (
+    CollectiveMismatchError,
     ConfigError,
     DdpConfig,
     DistributedComm,
@@ -20,6 +21,7 @@ from evener import (
     ReplicasDifferError,
     TransformerTrainer,
     UsageError,
+    shard_batches,
 )
 from evener.comm.base import Communicator
 from helpers.language import (
@@ -355,6 +357,17 @@ def test_an_epoch_of_other_batches_on_one_rank_is_refused_on_every_rank(count: i
     for error in on_threads(2, program):
         assert isinstance(error, ConfigError)
         assert f"rank 1 was given {count} batches for an epoch, rank 0 5; give" in str(error)
+
+
+def test_a_rank_that_leaves_before_the_others_is_told_how_to_go_along() -> None:
+    def program(comm: DistributedComm, config: DistributedTrainConfig) -> None:
+        with DistributedTrainer(TransformerTrainer(llama(1)), comm, config, **quiet()) as d:
+            for number in shard_batches(3, comm.rank, 2):
+                d.train_batch(lm_batch(number, 1))
+
+    for error in on_threads(2, program):
+        assert isinstance(error, CollectiveMismatchError)
+        assert "train_batch(None); DistributedTrainer.train_epoch does so itself" in str(error)
 
 
 def test_options_are_followed_or_refused() -> None:

@@ -32,6 +32,12 @@ def test_a_bad_option_is_named(options: dict[str, Any], named: list[str]) -> Non
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("model", [None, "llama", [nn.Linear(2, 2)]])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ConfigError, match="give a torch"):
+        TransformerTrainer(model)
+
+
 def rates(**options: Any) -> list[float]:
     trainer = TransformerTrainer(llama(1), {"lr": 1.0, "warmup": 0.0, "eps": 1.0}, **options)
     found = []
