@@ -38,7 +38,7 @@ from evener.run.launching.terminal import say
 from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, connect_team
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.hardware import hardware_summary
+from evener.run.team.hardware import hardware_summary, memory_in_words
 from evener.run.team.placement import Devices, choose_device
 from evener.run.team.team import Member, Team, describe_self, member_document, own_versions
 from evener.run.windows.base import Engine
@@ -183,9 +183,9 @@ def team_lines(assembly: Assembly) -> list[str]:
         slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
         half = f", {m.precision}" if m.precision != "fp32" else ""
         threads = f", {m.threads} threads" if m.device == "cpu" else ""
-        memory = f"{m.memory_bytes / 2**30:.1f} GB"
+        memory = memory_in_words(m, before=" | ")
         lines.append(
-            f"  rank {m.rank}  {m.device:7} {m.device_name} | {memory}{threads}{half}{slow} | "
+            f"  rank {m.rank}  {m.device:7} {m.device_name}{memory}{threads}{half}{slow} | "
             f"{m.host} pid {m.pid}"
         )
     lines.append(f"  backend {assembly.comm.backend}: {assembly.backend_reason}")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from evener.run.team.team import Member
 
+_KINDS = {"cuda": "GPU", "xpu": "GPU", "mps": "GPU", "cpu": "CPU rank"}
+
 
 def hardware_summary(members: Sequence[Member]) -> str:
     """The devices of a team, such as ``2 GPUs (unequal) | NAME 16.0 GB | NAME 6.0 GB``.
@@ -14,9 +16,10 @@ def hardware_summary(members: Sequence[Member]) -> str:
     Args:
         members: One for each device.
     """
-    num_gpus = sum(1 for m in members if _is_gpu(m))
-    num_cpus = len(members) - num_gpus
-    kinds = [text for text in (_plural(num_gpus, "GPU"), _plural(num_cpus, "CPU rank")) if text]
+    words = Counter(_KINDS.get(m.device.partition(":")[0], "accelerator") for m in members)
+    kinds = [
+        _plural(words[word], word) for word in ("GPU", "accelerator", "CPU rank") if words[word]
+    ]
     devices = Counter(_device(m) for m in members)
     likeness = ""
     if len(members) > 1:
@@ -26,19 +29,18 @@ def hardware_summary(members: Sequence[Member]) -> str:
 
 
 def _device(member: Member) -> str:
-    text = f"{member.device_name} {member.memory_bytes / 2**30:.1f} GB"
-    if not _is_gpu(member):
+    text = f"{member.device_name}{memory_in_words(member, before=' ')}"
+    if member.device == "cpu":
         text += f" {_plural(member.threads, 'thread')}"
     if member.emulated != 1:
         text += f" (emulated {member.emulated:g}x slower)"
     return text
 
 
-def _is_gpu(member: Member) -> bool:
-    return not member.device.startswith("cpu")
+def memory_in_words(member: Member, *, before: str) -> str:
+    """A device's memory, after some separator; empty where it is not known."""
+    return f"{before}{member.memory_bytes / 2**30:.1f} GB" if member.memory_bytes else ""
 
 
 def _plural(number: int, word: str) -> str:
-    if not number:
-        return ""
     return f"{number} {word}{'' if number == 1 else 's'}"

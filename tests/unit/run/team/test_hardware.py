@@ -39,6 +39,11 @@ CPU = device("cpu", "EPYC", 32)
             "1 GPU + 1 CPU rank (unequal) | RTX 5060 Ti 16.0 GB | EPYC 32.0 GB 4 threads",
         ),
         (
+            [device("mps:0", "Apple GPU", 12), device("npu:0", "npu", 0), CPU],
+            "1 GPU + 1 accelerator + 1 CPU rank (unequal) | Apple GPU 12.0 GB | npu | "
+            "EPYC 32.0 GB 4 threads",
+        ),
+        (
             [CPU, device("cpu", "EPYC", 32, threads=1, emulated=3.0)],
             "2 CPU ranks (unequal) | EPYC 32.0 GB 4 threads | "
             "EPYC 32.0 GB 1 thread (emulated 3x slower)",
