@@ -27,7 +27,6 @@ class DeviceKind(ABC):
     Attributes:
         name: Torch's device type, such as ``"cuda"``.
         pins_memory: Whether copies from page-locked host memory are faster.
-        has_float64: Whether the devices know this dtype.
         has_addresses: Whether ``data_ptr()`` is an address to which offsets can be added, rather
             than a handle: then DLPack carries a part of a tensor, of which elsewhere torch loses
             the offset (pytorch/pytorch#168177).
@@ -36,7 +35,6 @@ class DeviceKind(ABC):
 
     name: str
     pins_memory: bool = False
-    has_float64: bool = True
     has_addresses: bool = True
     keeps_parameters: bool = True
 
@@ -68,6 +66,10 @@ class DeviceKind(ABC):
     def free_cache(self) -> None:
         """Gives memory back that torch keeps for later."""
         self.module.empty_cache()
+
+    def has_float64(self, device: torch.device) -> bool:
+        """Whether a device knows this dtype."""
+        return True
 
     def half(self, device: torch.device) -> Half:
         """The half precision that a device computes in faster than in fp32."""
@@ -141,6 +143,10 @@ class Xpu(DeviceKind):
         """Waits for this thread's stream alone."""
         torch.xpu.current_stream(device).synchronize()
 
+    def has_float64(self, device: torch.device) -> bool:
+        """Data-centre cards have it; Arc cards and integrated graphics mostly do not."""
+        return bool(torch.xpu.get_device_capability(device).get("has_fp64"))
+
     def half(self, device: torch.device) -> Half:
         """bf16 where the card does not merely emulate it."""
         capability = torch.xpu.get_device_capability(device)
@@ -152,7 +158,6 @@ class Mps(DeviceKind):
     """The GPU of an Apple chip: one, without float64, in the memory of the host."""
 
     name = "mps"
-    has_float64 = False
     has_addresses = False
 
     def describe(self, device: torch.device) -> tuple[str, int]:
@@ -166,6 +171,10 @@ class Mps(DeviceKind):
         """Waits for all that is queued."""
         torch.mps.synchronize()
 
+    def has_float64(self, device: torch.device) -> bool:
+        """It does not."""
+        return False
+
 
 @final
 class OtherAccelerator(DeviceKind):
@@ -177,7 +186,6 @@ class OtherAccelerator(DeviceKind):
         name: The backend's device type, such as ``"npu"``.
     """
 
-    has_float64 = False
     has_addresses = False
     keeps_parameters = False
 
@@ -187,6 +195,10 @@ class OtherAccelerator(DeviceKind):
     def describe(self, device: torch.device) -> tuple[str, int]:
         """The backend's name; torch asks of no module to know more."""
         return self.name, 0
+
+    def has_float64(self, device: torch.device) -> bool:
+        """Some have, and some have not."""
+        return False
 
     def seed(self, seed: int) -> None:
         """Seeds every device's generator: the one way that torch asks of a backend."""
@@ -249,7 +261,7 @@ def copied(module: nn.Module, device: torch.device, memo: Mapping[int, Any] | No
 
 def float64_device(device: torch.device) -> torch.device:
     """Where to compute in float64 with what lies on a device: there, or else on the CPU."""
-    return device if kind_of(device).has_float64 else torch.device("cpu")
+    return device if kind_of(device).has_float64(device) else torch.device("cpu")
 
 
 def pins_memory() -> bool:

@@ -44,10 +44,16 @@ def test_a_backend_from_elsewhere_is_asked_for_its_devices(monkeypatch):
 
 def test_float64_is_looked_for_where_it_exists():
     assert float64_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert float64_device(torch.device("xpu", 0)) == torch.device("xpu", 0)
     assert float64_device(torch.device("mps", 0)) == CPU
     assert float64_device(torch.device("hpu", 0)) == CPU  # nothing is known of it
     assert float64_device(CPU) == CPU
+
+
+@pytest.mark.parametrize(("has_fp64", "place"), [(True, torch.device("xpu", 0)), (False, CPU)])
+def test_not_every_intel_gpu_has_float64(monkeypatch, has_fp64, place):
+    capability = {"has_fp64": has_fp64}
+    monkeypatch.setattr(torch.xpu, "get_device_capability", lambda device: capability)
+    assert float64_device(torch.device("xpu", 0)) == place
 
 
 @pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp32")])
