@@ -100,6 +100,36 @@ def sums_of_many_megabytes(comm: Communicator, device: str) -> None:
 
 
 @case
+def sums_of_several_tensors_at_once(comm: Communicator, device: str) -> None:
+    """Large, small and empty ones, of several types, as often as there are windows."""
+    shapes = [((40, 50), torch.float32), ((3,), torch.float32), ((0,), torch.float32)]
+    shapes += [((7000,), torch.bfloat16), ((2000,), torch.float32), ((), torch.int64)]
+    for window in range(3):
+        own, sums = [], []
+        for number, (shape, dtype) in enumerate(shapes):
+            parts = [
+                whole_numbers(10 * r + number + window, shape, dtype)
+                for r in range(comm.world_size)
+            ]
+            own.append((f"bucket {number}", parts[comm.rank].clone().to(device)))
+            sums.append(torch.stack(parts).sum(0).to(dtype))
+        comm.all_reduce_each(own)
+        for (_, tensor), expected in zip(own, sums, strict=True):
+            assert torch.equal(tensor.cpu(), expected)
+    comm.all_reduce_each([])
+
+
+@case
+def sums_of_several_tensors_have_the_same_bits_on_every_rank(
+    comm: Communicator, device: str
+) -> None:
+    buffer = noise(comm.rank, 100_003, torch.float32).to(device)
+    parts = torch.split(buffer, [30_000, 16, 50_000, 19_987])
+    comm.all_reduce_each([(f"part {number}", part) for number, part in enumerate(parts)])
+    assert_same_everywhere(comm, buffer)
+
+
+@case
 def sums_of_infinities_and_nans(comm: Communicator, device: str) -> None:
     for numel in (4, 4000):
         tensor = torch.zeros(numel, device=device)

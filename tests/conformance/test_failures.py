@@ -33,21 +33,27 @@ def assert_ended(seen: Seen) -> None:
 # ── death ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def reduce_for_ever(comm: Communicator, line: Line) -> Seen:
+def buckets(gradient: torch.Tensor, count: int) -> list[tuple[str, torch.Tensor]]:
+    return [("gradients", part) for part in gradient.chunk(count)]
+
+
+def reduce_for_ever(comm: Communicator, line: Line, count: int) -> Seen:
     gradient = torch.zeros(2_000_000)
     comm.all_reduce(gradient, what="first gradients")
     line.send("reducing")
-    return watch(comm, line, lambda: comm.all_reduce(gradient, what="gradients"))
+    return watch(comm, line, lambda: comm.all_reduce_each(buckets(gradient, count)))
 
 
 @leaves
 @pytest.mark.parametrize(
-    ("world_size", "victim"),
+    ("world_size", "victim", "count"),
     # In a ring of four, one survivor is no neighbour of the victim. Rank 0 hosts the store.
-    [(2, 1), (3, 2), (3, 0), (4, 1)],
+    [(2, 1, 1), (3, 2, 1), (3, 0, 1), (4, 1, 1), (4, 1, 5)],
 )
-def test_survivors_of_a_death_lose_a_peer(leaf: str, world_size: int, victim: int) -> None:
-    with LEAVES[leaf](reduce_for_ever, world_size) as stage:
+def test_survivors_of_a_death_lose_a_peer(
+    leaf: str, world_size: int, victim: int, count: int
+) -> None:
+    with LEAVES[leaf](reduce_for_ever, world_size, count) as stage:
         for rank in range(world_size):
             assert stage.receive(rank) == "reducing"
         stage.kill(victim)
@@ -79,7 +85,7 @@ def test_a_peer_that_closes_is_lost(leaf: str) -> None:
 # ── silence ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Seen | None:
+def wait_in_vain(comm: Communicator, line: Line, victim: int, count: int) -> Seen | None:
     gradient = torch.zeros(500_000)
     survivors = comm.split([r for r in range(comm.world_size) if r != victim], name="survivors")
     comm.all_reduce(gradient, what="first gradients")
@@ -90,8 +96,9 @@ def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Se
     line.receive()
 
     def call() -> None:
-        if large:
-            comm.all_reduce(gradient, what="exchange 12", timeout_s=DEADLINE_S)
+        if count:
+            parts = [("exchange 12", part) for part in gradient.chunk(count)]
+            comm.all_reduce_each(parts, timeout_s=DEADLINE_S)
         else:
             comm.all_gather_rows([1.0], what="exchange 12", timeout_s=DEADLINE_S)
 
@@ -102,11 +109,11 @@ def wait_in_vain(comm: Communicator, line: Line, victim: int, large: bool) -> Se
 
 @leaves
 @pytest.mark.parametrize(
-    ("world_size", "victim", "large"),
-    [(2, 1, True), (3, 0, False), (3, 0, True), (4, 2, True), (4, 2, False)],
+    ("world_size", "victim", "count"),  # of tensors; 0 is a row of numbers
+    [(2, 1, 1), (3, 0, 0), (3, 0, 1), (4, 2, 1), (4, 2, 0), (4, 2, 4)],
 )
-def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, large: bool) -> None:
-    with LEAVES[leaf](wait_in_vain, world_size, victim, large) as stage:
+def test_a_stopped_peer_is_named(leaf: str, world_size: int, victim: int, count: int) -> None:
+    with LEAVES[leaf](wait_in_vain, world_size, victim, count) as stage:
         assert stage.receive(victim) == "ready"
         stage.stop(victim)
         for rank in others(stage, victim):
@@ -259,22 +266,24 @@ def test_ranks_in_different_operations_are_told_so(leaf: str, name: str) -> None
             assert_ended(seen)
 
 
-def evaluate_on_one_rank(comm: Communicator, line: Line) -> Seen:
+def evaluate_on_one_rank(comm: Communicator, line: Line, count: int) -> Seen:
     gradient = torch.zeros(50_000)
-    comm.all_reduce(gradient, what="gradients")
+    comm.all_reduce_each(buckets(gradient, count))
 
     def call() -> None:
         if comm.rank == 1:
             comm.all_reduce(torch.zeros(2), what="accuracy", timeout_s=DEADLINE_S)
         else:
-            comm.all_reduce(gradient, what="gradients of window 2", timeout_s=DEADLINE_S)
+            parts = [("gradients of window 2", part) for part in gradient.chunk(count)]
+            comm.all_reduce_each(parts, timeout_s=DEADLINE_S)
 
     return watch(comm, line, call)
 
 
 @leaves
-def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str) -> None:
-    with LEAVES[leaf](evaluate_on_one_rank, 3) as stage:
+@pytest.mark.parametrize("count", [1, 4])
+def test_an_evaluation_by_one_rank_alone_is_found_at_the_deadline(leaf: str, count: int) -> None:
+    with LEAVES[leaf](evaluate_on_one_rank, 3, count) as stage:
         for seen in stage.all_seen([0, 1, 2]):
             assert seen.kind == "CollectiveMismatchError", seen
             assert "'accuracy'" in seen.message

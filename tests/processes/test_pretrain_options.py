@@ -222,11 +222,11 @@ def with_a_spoilt_weight(rank, folder, command):
     from evener.comm.base import Communicator
 
     exchanged = []
-    all_reduce, average = Communicator.all_reduce, GradientAverager.average
+    all_reduce_each, average = Communicator.all_reduce_each, GradientAverager.average
 
-    def watch(comm, tensor, *, what, timeout_s=None):
-        exchanged.append(what)
-        all_reduce(comm, tensor, what=what, timeout_s=timeout_s)
+    def watch(comm, tensors, *, timeout_s=None):
+        exchanged.extend(what for what, _ in tensors)
+        all_reduce_each(comm, tensors, timeout_s=timeout_s)
 
     def spoil(averager, *args, **options):
         norm = average(averager, *args, **options)
@@ -235,7 +235,7 @@ def with_a_spoilt_weight(rank, folder, command):
             flat.parameters[flat.index_of("model.norm.weight")].data[3] += 1.0
         return norm
 
-    Communicator.all_reduce, GradientAverager.average = watch, spoil
+    Communicator.all_reduce_each, GradientAverager.average = watch, spoil
     return be_evener(rank, folder, command), exchanged
 
 

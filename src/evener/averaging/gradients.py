@@ -21,7 +21,7 @@ class GradientAverager:
     half precision nor lose bits. After the exchange one multiplication by ``scale / Σ weight``, in
     the same pass as clipping, gives the gradient of the mean loss. No other scaling exists.
 
-    Buckets are exchanged one after another in the order that ``flat`` gives them.
+    Buckets leave in the order that ``flat`` gives them.
 
     Args:
         flat: The ranks' buffers.
@@ -65,10 +65,15 @@ class GradientAverager:
         """
         factor = correction(scale, total_weight)
         if self.comm.world_size > 1:
-            for group, bucket in self._flat.buckets_of(self._part):
-                label = f": {bucket.label}" if bucket.label else ""
-                part = group.grad[bucket.start : bucket.stop]
-                self.comm.all_reduce(part, what=f"gradients of {what}{label}")
+            self.comm.all_reduce_each(
+                [
+                    (
+                        f"gradients of {what}" + (f": {bucket.label}" if bucket.label else ""),
+                        group.grad[bucket.start : bucket.stop],
+                    )
+                    for group, bucket in self._flat.buckets_of(self._part)
+                ]
+            )
             self._own_norm = None
         norm = factor * (self._norm() if self._own_norm is None else self._own_norm)
         self._own_norm = None

@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, final
 
 import torch
@@ -97,10 +96,24 @@ class Communicator(ABC):
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
         """
-        call = self._begin("all_reduce", what, timeout_s)
-        flat = _flat(tensor, what)
-        if flat.numel():
-            self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, call)
+        self.all_reduce_each([(what, tensor)], timeout_s=timeout_s)
+
+    def all_reduce_each(
+        self, tensors: Sequence[tuple[str, Tensor]], *, timeout_s: float | None = None
+    ) -> None:
+        """Replace tensors by their sums; they leave in this order, without waiting for each other.
+
+        Args:
+            tensors: ``what`` and ``tensor`` of each, as for ``all_reduce``; disjoint in memory.
+            timeout_s: Deadline of all together; ``None`` takes the communicator's.
+        """
+        flats, calls = [], []
+        for what, tensor in tensors:
+            call, flat = self._begin("all_reduce", what, timeout_s), _flat(tensor, what)
+            if flat.numel():
+                flats.append(torch.view_as_real(flat) if flat.is_complex() else flat)
+                calls.append(call)
+        self._all_reduce_each(flats, calls)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -260,12 +273,7 @@ class Communicator(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ── for leaves ───────────────────────────────────────────────────────────────────────────────
@@ -298,6 +306,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, call: Call) -> None: ...
+
+    def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
+        """Sum tensors that are not empty, each in a call of its own."""
+        for flat, call in zip(flats, calls, strict=True):
+            self._all_reduce(flat, call)
 
     @abstractmethod
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:

@@ -23,6 +23,7 @@ from torch.distributed import is_nccl_available
 from evener.errors import LaunchError
 
 __all__ = [
+    "AllreduceOptions",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
@@ -35,6 +36,9 @@ __all__ = [
     "nccl_version",
     "sum_options",
 ]
+
+#: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
+_NUM_GLOO_THREADS = 4
 
 
 def form_gloo(
@@ -59,6 +63,7 @@ def form_gloo(
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stub
     options._devices = list(devices)
     options._timeout = timedelta(seconds=timeout_s)
+    options._threads = _NUM_GLOO_THREADS
     return ProcessGroupGloo(store, rank, world_size, options)
 
 

@@ -1,9 +1,9 @@
-"""Runs one operation of a process group at a time, to its end or to its deadline."""
+"""Runs operations of a process group, to their end or to their deadline."""
 
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, final
@@ -98,41 +98,46 @@ class Engine:
         store = PrefixStore("nccl", self._store)
         self._nccl = form_nccl(store, self._rank, self._world_size, timeout_s)
 
-    def run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
-        """Start an operation and wait for it.
+    def run(
+        self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
+    ) -> None:
+        """Start operations, each while those before are under way, and wait for all.
 
         A Work handle keeps connections open, and a survivor that keeps them lets ranks hang which
         are not its neighbours. So handles are deleted in every frame that an exception could carry
         away, and the groups are let go before anybody learns of a failure.
 
         Args:
-            call: What is done, and its deadline.
-            start: Starts it on the process group that it is given.
+            calls: What is done; the deadline is that of the first.
+            starts: Start them on the process group that they are given.
             nccl: Whether that is the NCCL group.
 
         Raises:
             CollectiveError: One of its kinds. The engine has ended then.
         """
         started = time.monotonic()
-        self._deadline = started + call.timeout_s
+        self._deadline = started + calls[0].timeout_s
         self._busy = True
-        work: Work | None = None
+        works: list[Work] = []
         failure: str | None = None
+        done = 0
         try:
-            work = start(self._nccl if nccl else self._gloo)
-            if self._poll(work) if nccl else self._wait(work):
-                self._busy = False
-                return
+            works.extend(start(self._nccl if nccl else self._gloo) for start in starts)
+            while self._poll(works[done]) if nccl else self._wait(works[done]):
+                done += 1
+                if done == len(works):
+                    self._busy = False
+                    return
         except RuntimeError as error:
-            self._busy = False
+            self._busy = not all(work.is_completed() for work in works)
             failure = first_line(error)
         except BaseException:  # Ctrl-C, or a signal handler that raises
-            work = None
+            works.clear()
             self.release()
             raise
         finally:
-            del work
-        raise self._explain(call, failure, time.monotonic() - started)
+            works.clear()
+        raise self._explain(calls[done], calls, failure, time.monotonic() - started)
 
     def hurry(self, deadline: float) -> None:
         """Let the operation under way, if any, fail at ``deadline`` at the latest."""
@@ -158,11 +163,14 @@ class Engine:
         """
         del self._board, self.meeting, self._store
 
-    def _explain(self, call: Call, failure: str | None, waited_s: float) -> CollectiveError:
+    def _explain(
+        self, call: Call, calls: Sequence[Call], failure: str | None, waited_s: float
+    ) -> CollectiveError:
         """Let go of the group and find out what happened, with the help of the notices.
 
         Args:
             call: The call that failed.
+            calls: All that were under way with it.
             failure: What the process group said; ``None`` when the deadline passed.
             waited_s: Seconds since it was started.
         """
@@ -172,23 +180,26 @@ class Engine:
         if failure is None or any(word in failure for word in _TIMEOUT_WORDS):
             self._board.post(self._rank, note)
             self.release()
-            return self._explain_timeout(call, waited_s)
+            return self._explain_timeout(call, calls, waited_s)
         self.release()
         if self._board.read():  # somebody gave up waiting, which closed the connections
             self._board.post(self._rank, note)
-            return self._explain_timeout(call, waited_s)
+            return self._explain_timeout(call, calls, waited_s)
         if any(word in failure for word in _LOST_WORDS):
             return PeerLostError(lost_message(self._rank, call.what, failure))
         return CollectiveError(f"rank {self._rank} failed in {call.what!r}: {failure}")
 
-    def _explain_timeout(self, call: Call, waited_s: float) -> CollectiveError:
+    def _explain_timeout(
+        self, call: Call, calls: Sequence[Call], waited_s: float
+    ) -> CollectiveError:
         notes = self._gather_notices()
         if notes is None:
             return self._explain_without_store(call, waited_s)
+        together = {(each.number, each.what) for each in calls}
         elsewhere = [
             (other, repr(notice.what))
             for other, notice in notes.items()
-            if (notice.number, notice.what) != (call.number, call.what)
+            if (notice.number, notice.what) not in together
         ]
         # Who has waited much less than others came when they had already given up.
         longest_s = max([waited_s, *(notice.waited_s for notice in notes.values())])

@@ -5,6 +5,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,7 +17,7 @@ from evener.comm.base import (
     Communicator,
     SingleCommunicator,
 )
-from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
+from evener.comm.c10d import AllreduceOptions, Work, broadcast_options, gather_options, sum_options
 from evener.comm.engine import GRACE_S, Engine
 from evener.comm.messages import lost_message, mismatch_message
 from evener.comm.rendezvous import (
@@ -117,15 +118,15 @@ def connect(
 class GroupCommunicator(Communicator):
     """Ranks in processes, over process groups built for them alone.
 
-    Sums of up to 912 bytes are formed on each rank in rank order, longer ones by Gloo or NCCL, each
-    element on one rank and then copied: either way all ranks get the same bits. Both add in the
-    tensor's dtype: float16 and bfloat16 are rounded after each addition. They are not sent in a
-    wider dtype, since half the bytes are why one would use them.
+    A sum of up to 912 bytes is formed on each rank in rank order, longer ones and those that travel
+    with others by Gloo or NCCL, each element on one rank and then copied: either way all ranks get
+    the same bits. Both add in the tensor's dtype: float16 and bfloat16 are rounded after each
+    addition. They are not sent in a wider dtype, since half the bytes are why one would use them.
 
     Mismatches are noticed at once where a rank is in an exchange of at most 912 bytes per rank, or
     in one whose kind and size are new to it; else at the deadline. Only where ranks are at the same
-    time in exchanges of one kind, large and of unlike sizes that each has seen before, does Gloo
-    abort the process that receives too much.
+    time in exchanges of one kind, larger or with others, and of unlike sizes that each has seen
+    before, does Gloo abort the process that receives too much.
 
     CUDA and other device tensors on a Gloo communicator go through a host copy, pinned where that
     is faster. With NCCL, calls still block the host until the result is there, so that every wait
@@ -175,8 +176,7 @@ class GroupCommunicator(Communicator):
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        num_bytes = flat.numel() * flat.element_size()
-        words = f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+        num_bytes, words = flat.numel() * flat.element_size(), _sum_words(flat)
         if num_bytes <= _PAYLOAD_BYTES:
             self._swap_cells(call, words, _bytes_of(flat))
             total = self._payload_tensor(0, flat.dtype, flat.numel()).clone()
@@ -186,7 +186,16 @@ class GroupCommunicator(Communicator):
             return
         self._announce(call, words, num_bytes)
         options = sum_options(call.timeout_s + GRACE_S)
-        self._run_on(call, flat, lambda group, tensor: group.allreduce([tensor], options))
+        self._run_on(call, flat, lambda group, tensor: _start_sum(tensor, options, group))
+
+    def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
+        if len(flats) < 2 or any(flat.device.type != "cpu" for flat in flats):
+            super()._all_reduce_each(flats, calls)  # with one host copy, as large as the largest
+            return
+        for flat, call in zip(flats, calls, strict=True):
+            self._announce(call, _sum_words(flat), flat.numel() * flat.element_size())
+        options = sum_options(calls[0].timeout_s + GRACE_S)
+        self._run_each(calls, [partial(_start_sum, flat, options) for flat in flats])
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         words = f"broadcast of {flat.numel()} bytes from rank {src}"
@@ -320,12 +329,17 @@ class GroupCommunicator(Communicator):
     # ── running one operation ────────────────────────────────────────────────────────────────────
 
     def _run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
+        self._run_each([call], [start], nccl=nccl)
+
+    def _run_each(
+        self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
+    ) -> None:
         try:
-            self._engine.run(call, start, nccl=nccl)
+            self._engine.run(calls, starts, nccl=nccl)
         except CollectiveError as error:
             raise self._end(error) from None
         except BaseException:
-            self._end(CollectiveError(f"rank {self.rank} was interrupted in {call.what!r}"))
+            self._end(CollectiveError(f"rank {self.rank} was interrupted in {calls[0].what!r}"))
             raise
 
     def _run_on(self, call: Call, flat: Tensor, start: Callable[[Any, Tensor], Work]) -> None:
@@ -348,6 +362,15 @@ class GroupCommunicator(Communicator):
         copy = scratch[: flat.numel()]
         copy.copy_(flat)
         return copy
+
+
+def _sum_words(flat: Tensor) -> str:
+    return f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+
+
+def _start_sum(flat: Tensor, options: AllreduceOptions, group: Any) -> Work:
+    work: Work = group.allreduce([flat], options)
+    return work
 
 
 def _bytes_of(flat: Tensor) -> bytes:

@@ -23,7 +23,7 @@ from evener import (
     UsageError,
     shard_batches,
 )
-from evener.comm.base import Communicator
+from evener.comm.base import Call, Communicator
 from helpers.language import (
     gpt2,
     llama,
@@ -177,13 +177,13 @@ def test_gradients_leave_block_by_block_from_the_last_to_the_first(tied: bool) -
 
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[str]:
         if comm.rank == 0:
-            exchange = comm.communicator.all_reduce
+            exchange = comm.communicator._all_reduce
 
-            def watch(tensor: Tensor, **what: Any) -> None:
+            def watch(tensor: Tensor, call: Call) -> None:
                 records.append(tensor.clone())
-                exchange(tensor, **what)
+                exchange(tensor, call)
 
-            comm.communicator.all_reduce = watch  # type: ignore[method-assign]
+            comm.communicator._all_reduce = watch  # type: ignore[method-assign]
         trainer = TransformerTrainer(llama(tied=tied), OPTIMIZER)
         with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
             distributed.train_batch(own[comm.rank])
