@@ -152,8 +152,11 @@ def test_a_run_may_go_on_with_the_adapter_of_another(folder: Path) -> None:
     assert more["best_step"] == 0
 
 
-def test_a_checkpoint_of_another_base_is_refused(folder: Path) -> None:
+def test_a_checkpoint_of_another_base_or_adapter_is_refused(folder: Path) -> None:
     run(folder, configure(folder, max_steps=2))
+    for setting, what in (("lora.alpha=9", "adapter"), ("seq_len=20", "tokenizer or length")):
+        said = run(folder, "run.yaml", "--resume", "--set", setting, fails=True)
+        assert f"trained with another {what}; put " in said
     other = {**TINY_LLAMA, "config": {**TINY_LLAMA["config"], "initializer_range": 0.3}}
     configure(folder, max_steps=4, model=other)
     assert "trained with another base model" in run(folder, "run.yaml", "--resume", fails=True)

@@ -25,6 +25,10 @@ def _is_weight(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 class LoraConfig(Section):
     """The low-rank adapter; what it is attached to stays frozen."""
 
@@ -89,8 +93,11 @@ class ClassifyConfig(Section):
     def _known_weights(cls, value: object) -> object:
         if value is None or value == "balanced":
             return value
+        if isinstance(value, dict):  # YAML takes the names of classes that are numbers for such
+            value = {str(k) if _is_index(k) else k: weight for k, weight in value.items()}
+        named = not isinstance(value, dict) or all(isinstance(key, str) for key in value)
         numbers = list(value.values()) if isinstance(value, dict) else value
-        if isinstance(numbers, list) and all(_is_weight(number) for number in numbers):
+        if named and isinstance(numbers, list) and all(_is_weight(number) for number in numbers):
             return value
         raise ValueError(
             "give 'balanced', a list with a number above 0 for each class, or names and numbers"

@@ -130,6 +130,17 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
     return network
 
 
+def adapter_settings(network: nn.Module) -> dict[str, Any]:
+    """What decides, beside its weights, what an adapter does; as plain JSON types."""
+    config: Any = network.peft_config["default"]  # type: ignore[index]
+    targets = config.target_modules  # a pattern, or names
+    return {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }
+
+
 def save_adapter(
     network: nn.Module, folder: Path, base_path: str, dropout: Mapping[str, float]
 ) -> None:

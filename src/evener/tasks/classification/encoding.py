@@ -1,5 +1,6 @@
 """Texts as token ids, for models that read one text and name its class."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,16 @@ class TextEncoder:
             seq_len=seq_len,
             files=files,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal ids of equal texts."""
+        hasher = hashlib.blake2b(digest_size=16)
+        hasher.update(f"{self.seq_len} {self._prefix} {self._suffix} {self.pad_id} ".encode())
+        for name, content in sorted(self.files.items()):
+            hasher.update(f"{name} {len(content)} ".encode())
+            hasher.update(content)
+        return hasher.hexdigest()
 
     def finished_files(self) -> dict[str, bytes]:
         """What ``AutoTokenizer`` loads a tokenizer from that gives the ids of ``encode``."""

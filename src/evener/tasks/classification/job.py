@@ -21,6 +21,7 @@ from evener.run.recording.checkpointing import Checkpointer
 from evener.run.recording.closing import show, summarise
 from evener.run.recording.recorder import RunRecorder
 from evener.run.windows.results import WindowResult
+from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples
 from evener.tasks.classification.head import fit_head
@@ -338,20 +339,24 @@ class ClassificationRun:
             "data": self.data.signature,
             "labels": list(self.data.labels.names),
             "base": self.pipeline.base_fingerprint,
+            "adapter": adapter_settings(self.pipeline.model.network),
+            "encoder": self.pipeline.encoder.fingerprint,
             "config": self.config.model_dump(mode="json"),
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved, now = checkpoint.document(RUN), self.documents[RUN]
-        for key, what in (
-            ("base", "base model"),
-            ("labels", "classes"),
-            ("data", "data, or the same data split differently"),
+        for key, what, settings in (
+            ("base", "base model", "model.path or model.config"),
+            ("labels", "classes", "labels"),
+            ("data", "data, or the same data split differently", "data.*, labels and seed"),
+            ("adapter", "adapter", "lora.* and model.adapter"),
+            ("encoder", "tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
         ):
             if saved.get(key) != now[key]:
                 raise CheckpointError(
-                    f"{checkpoint.path} was trained with another {what}; put that back "
-                    "(model.path, data.*, labels, seed), or start without --resume"
+                    f"{checkpoint.path} was trained with another {what}; put {settings} back, or "
+                    "start without --resume"
                 )
         self.ddp.load(checkpoint.path)
         for optimizer in self.ddp.assembly.optimizers:

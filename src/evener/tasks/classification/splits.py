@@ -13,9 +13,9 @@ def split_records(
 ) -> tuple[list[Record], list[Record]]:
     """Splits samples into training and held-out ones.
 
-    Each class gives about ``fraction`` of its samples, at least one. Samples of one group stay
-    together: a text is never held out while one of its group is trained on. Which ones depends on
-    ``seed`` and on what they are, not on their order.
+    Each class gives about ``fraction`` of its samples, at least one and never all. Samples of one
+    group stay together: a text is never held out while one of its group is trained on. Which ones
+    depends on ``seed`` and on what they are, not on their order.
 
     Args:
         records: The samples; either all have a group, or none.
@@ -53,6 +53,7 @@ def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) ->
     wanted = fraction * sum(groups.values())
     num_held = sum(groups[g] for g in groups if g in held)
     chosen: set[str] = set()
+    last = ""
     for group in order:
         # A group that overshoots by half of what is wanted waits for one that fits better.
         if group not in held and num_held + groups[group] <= 1.5 * wanted:
@@ -60,6 +61,9 @@ def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) ->
                 break
             chosen.add(group)
             num_held += groups[group]
+            last = group
+    if len(chosen) > 1 and groups.keys() <= held | chosen:
+        chosen.remove(last)  # something has to be left to train on
     if not num_held:
         chosen.add(min(order, key=lambda g: groups[g]))
     return chosen

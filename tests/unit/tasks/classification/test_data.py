@@ -266,6 +266,11 @@ def test_equal_texts_are_on_one_side() -> None:
     assert not {r.text for r in training} & {r.text for r in heldout}
 
 
+def test_something_of_every_class_is_left_to_train_on() -> None:
+    training, heldout = split_records(records(*"ab" * 20), 0.99, seed=0)
+    assert {r.label for r in training} == {r.label for r in heldout} == {"a", "b"}
+
+
 def test_a_class_of_one_text_is_named_with_its_line() -> None:
     with pytest.raises(DataError, match=r"data.jsonl:5: class 'c' has 1 different text"):
         split_records(records("a", "a", "b", "b", "c"), 0.5, seed=0)
@@ -318,11 +323,17 @@ def test_the_example_file_names_every_section() -> None:
     assert config.model_fields_set >= {"data", "model", "lora", "optimizer", "eval", "checkpoint"}
 
 
+def test_classes_that_are_numbers_are_weighted_as_yaml_has_them() -> None:
+    config = ClassifyRunConfig.model_validate({"class_weights": {0: 2, 1: 1.0}})
+    assert LabelSet(["0", "1"]).weights(config.class_weights, []) == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"class_weights": [0, 1]}, "a number above 0 for each class"),
         ({"class_weights": {"a": -1.0}}, "a number above 0 for each class"),
+        ({"class_weights": {True: 1.0}}, "a number above 0 for each class"),
         ({"class_weights": [1.0, "b"]}, "a number above 0 for each class"),
         ({"seq_len": 8, "end_tokens": 8}, "end_tokens=8 leave no room for text in seq_len=8"),
     ],
