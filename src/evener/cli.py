@@ -20,7 +20,7 @@ from evener.run.config.options import ClassifyOptions, PretrainOptions
 from evener.run.launching.child import apply_threads, loading_libraries, run_child
 from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.host import local_devices
+from evener.run.team.host import check_kind, local_devices
 from evener.run.windows.emulate import parse_emulation
 
 app = typer.Typer(
@@ -328,6 +328,7 @@ def _launch_classification(
             )
         parent = presets.classify_parent(options)
         if presets.find_demo_base(parent) is None:
+            check_kind(config.devices)  # else it would be said after that training
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
             demo = (*_PYTHON, "evener", *presets.demo_arguments(parent, quiet=options.quiet))

@@ -120,6 +120,13 @@ def test_the_demo_has_an_uneven_team_unless_told_otherwise(
     assert trained[0].emulate_slow == expected
 
 
+def test_a_classifier_asks_for_its_device_before_it_trains_a_base(launched, capsys):
+    for kind in ("mps", "xpu"):
+        assert cli.main(["classify", "--set", f"devices={kind}"]) == 2
+        assert f"devices is '{kind}', but torch finds" in capsys.readouterr().err
+    assert launched == []
+
+
 def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     Path("train.py").touch()
     assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42

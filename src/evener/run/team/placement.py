@@ -67,6 +67,11 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
     return tuple(_checked(str(device), counts, devices) for device in devices)
 
 
+def check_devices(devices: Devices) -> None:
+    """Refuses what this host does not have; see ``devices_of_host``."""
+    devices_of_host(devices, count_accelerators())
+
+
 def found_here(counts: Mapping[str, int]) -> str:
     """Devices by kind, such as ``2 cuda devices``."""
     texts = [f"{n} {kind} device{'' if n == 1 else 's'}" for kind, n in counts.items()]

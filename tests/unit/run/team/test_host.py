@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.run.team.host import available_cores, local_devices, threads_per_rank
+from evener.errors import ConfigError
+from evener.run.team.host import available_cores, check_kind, local_devices, threads_per_rank
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,11 @@ def test_torch_counts_in_a_process_of_its_own(tmp_path):
         (tmp_path / "dri").mkdir(exist_ok=True)
         (tmp_path / "dri" / name).touch()
     assert local_devices({}, root=tmp_path) == torch.accelerator.device_count()
+
+
+def test_a_kind_of_device_that_is_not_here_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    for there in ("auto", "cpu", "xpu", "accelerator"):
+        check_kind(there)
+    with pytest.raises(ConfigError, match="devices is 'mps', but torch finds 1 xpu device"):
+        check_kind("mps")
