@@ -27,12 +27,12 @@ def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """
     if isinstance(models, nn.Module):
         _refuse_wrapped(models)
-        models = _unwrap_compiled(models)
+        models = unwrap_compiled(models)
         return models, (models,)
     if isinstance(models, Mapping):
-        models = {name: _unwrap_compiled(part) for name, part in models.items()}
+        models = {name: unwrap_compiled(part) for name, part in models.items()}
     else:
-        models = [_unwrap_compiled(part) for part in models]
+        models = [unwrap_compiled(part) for part in models]
     parts = tuple(models.values() if isinstance(models, Mapping) else models)
     for part in parts:
         if not isinstance(part, nn.Module):
@@ -50,7 +50,7 @@ def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     return nn.ModuleList(parts), parts
 
 
-def _unwrap_compiled(model: nn.Module) -> nn.Module:
+def unwrap_compiled(model: nn.Module) -> nn.Module:
     """The module behind ``torch.compile(model)``, whose names lack ``_orig_mod.``."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model

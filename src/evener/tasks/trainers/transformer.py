@@ -13,6 +13,7 @@ from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.data.packing import IGNORED
 from evener.errors import ConfigError, DataError, UsageError
+from evener.run.assembly.models import unwrap_compiled
 from evener.run.config.pretrain import OptimizerConfig, load_config
 from evener.run.ddp import Ddp
 from evener.run.settings import DdpConfig
@@ -116,6 +117,7 @@ class TransformerTrainer:
                 "has a limit of its own; give it there: "
                 f"TransformerTrainer(model, {{'max_grad_norm': {config.max_grad_norm}}})"
             )
+        buckets = config.gradient_buckets or gradient_buckets(unwrap_compiled(self.model))
         self._ddp = Ddp.setup(
             self.model,
             self.optimizer,
@@ -124,7 +126,7 @@ class TransformerTrainer:
             config=replace(
                 config,
                 max_grad_norm=self.settings.max_grad_norm,
-                gradient_buckets=config.gradient_buckets or gradient_buckets(self.model),
+                gradient_buckets=buckets,
             ),
             environment=environment,
             communicator=communicator,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener import ConfigError, DataError, LMBatch, TransformerTrainer, UsageError
-from helpers.language import llama, lm_batch, vector
+from helpers.language import llama, lm_batch, relative_error, train_plainly, vector
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,19 @@ def test_the_learning_rate_follows_tokens_or_steps_or_nothing() -> None:
     (first, second, third) = rates(total_tokens=2.0 * tokens[0])
     assert (first, second) == pytest.approx((1.0, 0.55))
     assert third < second
+
+
+def test_a_compiled_model_trains_as_it_is() -> None:
+    batches = [lm_batch(1, 2), lm_batch(2, 2)]
+    true = vector(train_plainly(llama(1), batches, lr=1e-3))
+    model = llama(1)
+    trainer = TransformerTrainer(torch.compile(model, backend="eager"), {"lr": 1e-3})
+    for batch in batches:
+        trainer.forward_backward_batch(batch)
+        trainer.apply_gradients()
+    trainer.close()
+    torch._dynamo.reset()
+    assert relative_error(vector(model), true) <= 1e-6
 
 
 def test_a_batch_that_fails_leaves_nothing_behind() -> None:
