@@ -71,14 +71,8 @@ class WindowMeetings:
         return rows
 
     def flush(self) -> None:
-        """Commits the window before; all ranks call it together.
-
-        Where ranks are compared at all, they are now, so that the last window of a run is not left
-        out. The rows say so: a rank without a share joins in from inside its loader.
-        """
-        check = self._engine.options.check
-        is_new = self.applied is not None and not check.is_due(self.applied.result.window)
-        note = self._note(compares=check.is_wanted and is_new)
+        """Commits the window before; all ranks call it together."""
+        note = self._note(at_rest=True)
         payload = encode_row(WindowReport(), (), note, self._engine.team.world_size)
         self._commit([decode_row(n) for n in self.meet(Meeting.FLUSH, payload)])
 
@@ -96,7 +90,7 @@ class WindowMeetings:
             if self.draft is None:
                 self.draft = self._plans.draft(self._engine.window)
             draft, misfit = self.draft, self._plans.policy.rank_to_park(self._plans.batch_size)
-        note = self._note(park=misfit, part=part)
+        note = self._note(park=misfit, part=part, at_rest=idle)
         own = Row(report, draft, note)
         payload = encode_row(report, draft, note, self._engine.team.world_size)
         kind = Meeting.STEP if plan is None else Meeting.WINDOW
@@ -148,7 +142,7 @@ class WindowMeetings:
         )
 
     def _note(
-        self, *, park: int | None = None, part: int | None = None, compares: bool = False
+        self, *, park: int | None = None, part: int | None = None, at_rest: bool = False
     ) -> Note:
         wait_s, sync_s = (a.wait_s, a.sync_s) if (a := self.applied) else (0.0, 0.0)
         return Note(
@@ -160,15 +154,14 @@ class WindowMeetings:
             part=part,
             rates=self._updater.rates(),
             limit=self._engine.limits.own,
-            compares=compares,
+            at_rest=at_rest,
         )
 
     def _commit(self, rows: Sequence[Row]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""
         if self.applied is None:
             return
-        if any(row.note.compares for row in rows):
-            self._engine.verify()
+        self._compare_last(rows, self.applied.result.window)
         applied, self.applied = self.applied, None
         if applied.lease is not None:
             self._plans.commit(applied.lease)
@@ -183,3 +176,13 @@ class WindowMeetings:
         with self._engine.buffers.consensus():
             for callback in self._engine.options.on_commit:
                 callback(result)
+
+    def _compare_last(self, rows: Sequence[Row], window: int) -> None:
+        """Compares replicas where no window follows, so that the last of a run is not left out.
+
+        The rows say so, as a rank without a share may be in its loader where others end the epoch.
+        """
+        check, parked = self._engine.options.check, self._engine.team.parked
+        ended = all(row.note.at_rest for rank, row in enumerate(rows) if rank not in parked)
+        if ended and check.is_wanted and not check.is_due(window):
+            self._engine.verify()

@@ -33,7 +33,7 @@ class Note:
         part: The optimizer that is to be stepped alone; ``None`` closes the window.
         rates: Sum of its learning rates, which must be the same on every rank.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
-        compares: Whether all ranks are to compare what they hold, now that they are at rest.
+        at_rest: Whether it does nothing in this window: it ends an epoch, or has no share.
     """
 
     park: int | None = None
@@ -44,7 +44,7 @@ class Note:
     part: int | None = None
     rates: float = 0.0
     limit: int = 0
-    compares: bool = False
+    at_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def encode_row(
         0.0 if note.part is None else note.part + 1.0,
         note.rates,
         float(note.limit),
-        float(note.compares),
+        float(note.at_rest),
     )
     return [*encode_report(report), *plan, *blank, *remarks]
 
@@ -93,7 +93,7 @@ def decode_row(numbers: Sequence[float]) -> Row:
         part=int(part) - 1 if part else None,
         rates=rates,
         limit=int(rest[0]),
-        compares=rest[1] > 0,
+        at_rest=rest[1] > 0,
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 

@@ -1,13 +1,13 @@
 """``verify_every`` and ``gradient_buckets`` in a loop of one's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from evener.comm.base import Communicator
 from evener.errors import ConfigError, ReplicasDifferError
@@ -189,6 +189,75 @@ def test_a_buffer_that_is_written_without_a_mark_halts_all_ranks(name: str) -> N
         return caught.value.parameter
 
     assert run_team(3, program) == [name] * 3
+
+
+def take_turns(
+    comm: Communicator, every: int, spoil: Callable[[int, nn.Module], None] = lambda *_: None
+) -> None:
+    """As a GAN does; inside a window the first model's statistics are each rank's own."""
+    models = [seeded(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)), 0, X.dtype), mlp()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    with setup(comm, models, optimizers, shares=[2, 2, 0], verify_every=every) as ddp:
+        for x, y in ddp.loader(TensorDataset(X, Y), batch_size=8).epoch(0):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                ddp.backward(F.mse_loss(model(x), y), optimizer=optimizer)
+                ddp.step(optimizer)
+            spoil(ddp.window, models[0])
+
+
+def test_between_turns_ranks_have_buffers_of_their_own() -> None:
+    run_team(3, lambda comm: take_turns(comm, 1))
+
+
+def test_a_window_of_turns_is_compared_as_any() -> None:
+    def program(comm: Communicator) -> None:
+        def spoil(window: int, model: nn.Module) -> None:
+            if window == 0 and comm.rank == 1:
+                model.get_parameter("1.bias").data[2] += 1e-3
+
+        with pytest.raises(ReplicasDifferError, match=r"after window 0, parameter '0\.1\.bias'"):
+            take_turns(comm, 1, spoil)
+
+    run_team(3, program)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(X[: self.count])
+
+
+def flow(comm: Communicator, leave: bool, spoil: Callable[[int, nn.Module], None]) -> None:
+    """Ranks have streams of 2, 4 and 6 batches."""
+    model = seeded(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)), 0, X.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with setup(comm, model, optimizer, verify_every=1000) as ddp:
+        for x in ddp.loader(Stream(8 + 8 * comm.rank), batch_size=12).epoch(0):
+            ddp.backward(model(x).square().mean())
+            if result := ddp.step():
+                spoil(result.window, model)
+            if leave and ddp.window == 3:
+                break
+        ddp.all_reduce(1.0)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_ranks_whose_streams_have_run_out_are_compared_too(leave: bool) -> None:
+    """Also where they wait in their loaders until the others leave the loop."""
+    run_team(3, lambda comm: flow(comm, leave, lambda *_: None))
+
+    def program(comm: Communicator) -> None:
+        def spoil(window: int, model: nn.Module) -> None:
+            if window == 1 and comm.rank == 0:
+                model.get_parameter("1.bias").data += 1e-3
+
+        said = rf"after window {2 if leave else 5}, parameter '1\.bias' of rank 0"
+        with pytest.raises(ReplicasDifferError, match=said):
+            flow(comm, leave, spoil)
+
+    run_team(3, program)
 
 
 def leave_early(comm: Communicator) -> None:

@@ -495,7 +495,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back(
         parked: list[int] = []
         means: list[float] = []
         evaluated: list[bool] = []
-        with setup(comm, model, optimizer) as ddp:
+        with setup(comm, model, optimizer, verify_every=1) as ddp:
             # Whoever takes part in a window may average, with a rank parked or not.
             ddp.on_commit(lambda r: means.append(ddp.all_reduce(r.window, weight=1 + comm.rank)))
             held_out = ddp.eval_loader(Numbered(7), batch_size=4)
