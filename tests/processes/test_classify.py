@@ -1,6 +1,9 @@
 """``evener classify`` from a file to a report, on several ranks, and what it refuses."""
 
 import json
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from evener.data.cursor import Permutation
 from helpers.classification import TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
-from helpers.ranks import RankTeam
+from helpers.ranks import Rank, RankTeam
 
 NEEDED = (
     "evener.cli",
@@ -117,6 +120,38 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
     assert "nothing to do" in run(
         folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume"
     )
+
+
+def stop_before_training(rank: Rank, folder: str, command: Sequence[str]) -> int:
+    """A rank that is told to stop when the head is about to be fitted."""
+    from evener.tasks.classification import job
+
+    fit_head = job.fit_head
+
+    def told_to_stop(*arguments: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return fit_head(*arguments)
+
+    job.fit_head = told_to_stop
+    return be_evener(rank, folder, command)
+
+
+def test_a_run_that_was_stopped_before_its_first_window_begins_anew(folder: Path) -> None:
+    configure(folder)
+    Zygote.get().preload(*NEEDED)
+    with RankTeam(stop_before_training, 1, str(folder), ["classify", "run.yaml"]) as team:
+        (stopped,) = team.wait(RUN_TIMEOUT_S)
+    assert stopped.value == 128 + signal.SIGTERM, stopped.story()
+    result = RunFolder(folder / "runs" / "run")
+    assert result.summary["steps"] == 0
+    assert result.summary["adapter"] is None
+    assert not (result.path / "adapter").exists()  # nothing to predict with
+    run(folder, "run.yaml", "--resume")
+    run(folder, "run.yaml", "--name", "whole")
+    whole = RunFolder(folder / "runs" / "whole")
+    for key in ("steps", "frozen_accuracy", "probe_accuracy", "accuracy"):
+        assert result.summary[key] == whole.summary[key]
+    assert relative_difference(result.path, whole.path) <= 1e-6
 
 
 def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:

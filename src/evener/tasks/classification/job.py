@@ -129,18 +129,14 @@ class ClassificationRun:
             total_windows=self.num_windows,
             resumed_from=self.resumed.path if self.resumed is not None else None,
         )
-        if self.resumed is None:
+        if not self.history.begun:  # a run may have been stopped before its first window
             self._begin()
         self.ddp.on_commit(self._on_commit)
 
     def _begin(self) -> None:
         """Measures what is there, fits the head, and measures again."""
-        found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
-        if self.pipeline.has_new_head:
-            self.history.frozen = found[0] if found else None
-        elif found is not None:
-            self.history.start = found[0]
-            self._take(found[0])  # training may do no better
+        if self.history.frozen is None and self.history.start is None:
+            self._measure_start()
         if self.config.fit_head and self.config.model.adapter is None:
             self._say("fitting the head to the frozen base ...")
             if fit_head(self.ddp, self.pipeline, self.train):
@@ -148,8 +144,19 @@ class ClassificationRun:
                 self.history.probe = found[0] if found else None
                 if found is not None:  # no adapter may be better than a harmful one
                     self._take(found[0])
+        self.history.begun = not self.ddp.stopping
         if text := self._beginnings():
             self._say(f"held-out accuracy before training: {text}")
+
+    def _measure_start(self) -> None:
+        found = evaluate_team(self.ddp, self.pipeline, self.heldout, self.shares)
+        if found is None:
+            return
+        if self.pipeline.has_new_head:
+            self.history.frozen = found[0]
+        else:
+            self.history.start = found[0]
+            self._take(found[0])  # training may do no better
 
     def _beginnings(self) -> str:
         parts = {
@@ -244,9 +251,9 @@ class ClassificationRun:
         )
         summary = replace(summary, details=figures)
         try:
-            self._save_best()
             summary.write(self.folder / "summary.json")
             if self.history.best is not None:
+                self._save_best()
                 write_report(
                     self.folder, _in_words(figures), self.history.best, self.pipeline.labels.names
                 )
@@ -293,8 +300,8 @@ class ClassificationRun:
             "num_heldout": len(self.heldout),
             "data": self.data.description,
             "trainable_parameters": sum(counts),
-            "adapter": str(self.folder / "adapter"),
-            "merged": str(self.folder / "merged"),
+            "adapter": str(self.folder / "adapter") if best else None,
+            "merged": str(self.folder / "merged") if best else None,
         }
 
     def _save_best(self) -> None:

@@ -14,6 +14,7 @@ class EvaluationHistory:
         settings: Which number decides, and how long to wait for a better one.
 
     Attributes:
+        begun: Whether all that comes before the first window is done.
         frozen: Of the base with a random head, before anything was trained.
         start: The same where the head was not random: the base or an adapter brought it.
         probe: Of the base with a head that was fitted to it, before the adapter was trained.
@@ -24,6 +25,7 @@ class EvaluationHistory:
 
     def __init__(self, settings: ClassifyEvalConfig) -> None:
         self._settings = settings
+        self.begun = False
         self.frozen: Evaluation | None = None
         self.start: Evaluation | None = None
         self.probe: Evaluation | None = None
@@ -51,6 +53,7 @@ class EvaluationHistory:
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON types."""
         return {
+            "begun": self.begun,
             "frozen": None if self.frozen is None else self.frozen.to_json(),
             "start": None if self.start is None else self.start.to_json(),
             "probe": None if self.probe is None else self.probe.to_json(),
@@ -62,8 +65,9 @@ class EvaluationHistory:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores ``state_dict``."""
+        self.begun = bool(state["begun"])
         self.frozen = Evaluation.from_json(state["frozen"]) if state["frozen"] else None
-        self.start = Evaluation.from_json(state["start"]) if state.get("start") else None
+        self.start = Evaluation.from_json(state["start"]) if state["start"] else None
         self.probe = Evaluation.from_json(state["probe"]) if state["probe"] else None
         self.best = Evaluation.from_json(state["best"]) if state["best"] else None
         self.best_window = int(state["best_window"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from evener.errors import EvenerError
 from evener.tasks.classification.metrics import Evaluation
+from evener.tasks.language_model import printable
 
 _CELL = 46
 _MOST_CLASSES = 60
@@ -15,6 +16,7 @@ _MOST_CLASSES = 60
 
 def confusion_svg(evaluation: Evaluation, labels: Sequence[str]) -> str:
     """The confusion matrix as an SVG picture; each row adds up to the samples of a true class."""
+    labels = [printable(name) for name in labels]  # XML has no control characters
     shown = [_shortened(name) for name in labels]
     margin = 24 + 8 * max(map(len, shown))
     size = _CELL * len(labels)
@@ -68,6 +70,7 @@ def write_report(
     Raises:
         EvenerError: They cannot be written.
     """
+    labels = [printable(name) for name in labels]
     small = len(labels) <= _MOST_CLASSES
     picture = confusion_svg(evaluation, labels) if small else ""
     rows = "\n".join(

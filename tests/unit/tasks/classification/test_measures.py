@@ -73,3 +73,9 @@ def test_the_picture_shows_every_cell(tmp_path) -> None:  # type: ignore[no-unty
     assert "70.0%" in page
     assert "a&lt;b" in page
     assert "<svg" in page
+
+
+def test_names_that_xml_cannot_hold_are_shown_as_escapes() -> None:
+    root = ElementTree.fromstring(confusion_svg(EVALUATION, ["a\x1bb", "c\x00d", "{rows}"]))
+    texts = {node.text for node in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"a\\x1bb", "c\\x00d", "{rows}"} <= texts
