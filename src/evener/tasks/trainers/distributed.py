@@ -79,7 +79,7 @@ class DistributedTrainer:
             if verify_every is None:
                 verify_every = options.verify_every or 1
             self._ddp = trainer.join_team(
-                environment=_as_process(self.dist_config, comm),
+                environment=_as_started(self.dist_config, comm),
                 communicator=comm.communicator,
                 backend=wanted.value,
                 precision=precision,
@@ -196,9 +196,11 @@ def _check_kinds(trainer: object, comm: object) -> None:
         )
 
 
-def _as_process(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:
-    """A place that says whether cores are still to be shared among the ranks of a host."""
-    by_hand = config.launched_by == "alone" and config.world_size > 1 and not comm.shares_process
+def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:
+    """A place that says who has shared out the cores of a host among its ranks."""
+    if comm.shares_process:
+        return replace(config, launched_by="alone")  # nobody: DistributedTrainer does
+    by_hand = config.launched_by == "alone" and config.world_size > 1
     return replace(config, launched_by="the user") if by_hand else config
 
 

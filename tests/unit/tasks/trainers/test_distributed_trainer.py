@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,6 +281,7 @@ def test_threads_on_the_cpu_share_its_cores_while_they_train(
 
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[int]:
         torch.set_num_threads(5)
+        config = replace(config, launched_by="the user")  # as out of a file
         with DistributedTrainer(TransformerTrainer(llama(1)), comm, config, **quiet()):
             inside = torch.get_num_threads()
         return [inside, torch.get_num_threads()]
