@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from evener.comm.base import (
     Communicator,
     SingleCommunicator,
 )
-from evener.comm.c10d import AllreduceOptions, Work, broadcast_options, gather_options, sum_options
+from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
 from evener.comm.engine import GRACE_S, Engine
 from evener.comm.messages import lost_message, mismatch_message
 from evener.comm.rendezvous import (
@@ -42,6 +43,8 @@ from evener.errors import (
 _CELL_BYTES = 1024
 _HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
+#: At which tensors of any dtype may begin in a buffer of bytes.
+_ALIGNMENT = 64
 
 
 def connect(
@@ -171,7 +174,7 @@ class GroupCommunicator(Communicator):
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._long_rows: dict[int, tuple[Tensor, Tensor]] = {}
-        self._scratch: Tensor | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
@@ -186,16 +189,16 @@ class GroupCommunicator(Communicator):
             return
         self._announce(call, words, num_bytes)
         options = sum_options(call.timeout_s + GRACE_S)
-        self._run_on(call, flat, lambda group, tensor: _start_sum(tensor, options, group))
+        self._run_on([call], [flat], lambda group, tensor: group.allreduce([tensor], options))
 
     def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        if len(flats) < 2 or any(flat.device.type != "cpu" for flat in flats):
-            super()._all_reduce_each(flats, calls)  # with one host copy, as large as the largest
+        if len(flats) < 2:
+            super()._all_reduce_each(flats, calls)
             return
         for flat, call in zip(flats, calls, strict=True):
             self._announce(call, _sum_words(flat), flat.numel() * flat.element_size())
         options = sum_options(calls[0].timeout_s + GRACE_S)
-        self._run_each(calls, [partial(_start_sum, flat, options) for flat in flats])
+        self._run_on(calls, flats, lambda group, tensor: group.allreduce([tensor], options))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         words = f"broadcast of {flat.numel()} bytes from rank {src}"
@@ -206,7 +209,7 @@ class GroupCommunicator(Communicator):
             return
         self._announce(call, words, flat.numel())
         options = broadcast_options(src, call.timeout_s + GRACE_S)
-        self._run_on(call, flat, lambda group, tensor: group.broadcast([tensor], options))
+        self._run_on([call], [flat], lambda group, tensor: group.broadcast([tensor], options))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         size = flat.numel() // self.world_size
@@ -222,7 +225,9 @@ class GroupCommunicator(Communicator):
         self._announce(call, words, flat.numel())
         options = gather_options(call.timeout_s + GRACE_S)
         self._run_on(
-            call, flat, lambda group, tensor: group._allgather_base(tensor, tensor[own], options)
+            [call],
+            [flat],
+            lambda group, tensor: group._allgather_base(tensor, tensor[own], options),
         )
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
@@ -275,7 +280,7 @@ class GroupCommunicator(Communicator):
 
     def _release(self) -> None:
         self._long_rows.clear()
-        self._scratch = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._engine.release()
 
     def _forget(self) -> None:
@@ -342,35 +347,47 @@ class GroupCommunicator(Communicator):
             self._end(CollectiveError(f"rank {self.rank} was interrupted in {calls[0].what!r}"))
             raise
 
-    def _run_on(self, call: Call, flat: Tensor, start: Callable[[Any, Tensor], Work]) -> None:
-        """Run an operation on ``flat`` where it lies, or on a copy in host memory."""
-        if flat.device.type == "cpu":
-            self._run(call, lambda group: start(group, flat))
-        elif self._engine.has_nccl and flat.device.type == "cuda":
-            self._run(call, lambda group: start(group, flat), nccl=True)
-        else:
-            copy = self._host_copy(flat)
-            self._run(call, lambda group: start(group, copy))
-            flat.copy_(copy)
+    def _run_on(
+        self,
+        calls: Sequence[Call],
+        flats: Sequence[Tensor],
+        start: Callable[[Any, Tensor], Work],
+    ) -> None:
+        """Run an operation on each tensor where it lies, or on a copy in host memory.
 
-    def _host_copy(self, flat: Tensor) -> Tensor:
-        scratch = self._scratch
-        if scratch is None or scratch.dtype != flat.dtype or scratch.numel() < flat.numel():
-            pinned = kind_of(flat.device).pins_memory
-            scratch = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=pinned)
-            self._scratch = scratch
-        copy = scratch[: flat.numel()]
-        copy.copy_(flat)
-        return copy
+        What goes over Gloo, and in which order, does not depend on where tensors lie: on another
+        rank they may lie elsewhere.
+        """
+        if self._engine.has_nccl and all(flat.device.type == "cuda" for flat in flats):
+            there = flats
+            self._run_each(calls, [partial(_start_on, start, flat) for flat in flats], nccl=True)
+        else:
+            there = self._on_host(flats)
+            self._run_each(calls, [partial(_start_on, start, part) for part in there])
+        for flat, part in zip(flats, there, strict=True):
+            if part is not flat:
+                flat.copy_(part)
+
+    def _on_host(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, those of other devices as copies in one buffer."""
+        sizes = [0 if f.device.type == "cpu" else f.numel() * f.element_size() for f in flats]
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        if self._scratch.numel() < ends[-1]:
+            pinned = any(kind_of(flat.device).pins_memory for flat in flats)
+            self._scratch = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
+        parts = []
+        for flat, size, start in zip(flats, sizes, [0, *ends], strict=False):
+            part = self._scratch[start : start + size].view(flat.dtype) if size else flat
+            parts.append(part if part is flat else part.copy_(flat))
+        return parts
 
 
 def _sum_words(flat: Tensor) -> str:
     return f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
 
 
-def _start_sum(flat: Tensor, options: AllreduceOptions, group: Any) -> Work:
-    work: Work = group.allreduce([flat], options)
-    return work
+def _start_on(start: Callable[[Any, Tensor], Work], tensor: Tensor, group: Any) -> Work:
+    return start(group, tensor)
 
 
 def _bytes_of(flat: Tensor) -> bytes:
