@@ -23,7 +23,6 @@ from torch.distributed import is_nccl_available
 from evener.errors import LaunchError
 
 __all__ = [
-    "AllreduceOptions",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
