@@ -54,9 +54,14 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
 
     Raises:
         ConfigError: ``rank`` or ``world_size`` is out of range.
-        DataError: A file is named twice, or there are fewer files than ranks.
+        DataError: ``files`` is one path alone, a file is named twice, or there are fewer files than
+            ranks.
     """
     _check(rank, world_size)
+    if isinstance(files, str | Path):
+        raise DataError(
+            f"files is {str(files)!r}; give a list of files, such as sorted(Path(folder).iterdir())"
+        )
     ordered = sorted(files, key=str)
     for before, after in itertools.pairwise(ordered):
         if str(before) == str(after):

@@ -58,6 +58,9 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
         shard_files(["a", "b"], 0, 3)
     with pytest.raises(DataError, match="'a' is among the files twice"):
         shard_files(["a", "b", "a"], 0, 2)
+    for path in ("corpus", Path("corpus")):
+        with pytest.raises(DataError, match="files is 'corpus'; give a list of files"):
+            shard_files(path, 0, 2)  # type: ignore[type-var, arg-type]
 
 
 @pytest.mark.parametrize("numbers", [(2.5, 0, 1), (4, 0.0, 1), (4, 0, "2"), (None, 0, 1)])
