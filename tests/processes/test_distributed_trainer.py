@@ -67,7 +67,7 @@ def test_processes_train_as_one_on_the_union_batch(world_size: int, tmp_path: Pa
 def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
     """As under ``evener launch``, whose port torch has taken for its own store."""
     dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
-    place = {"local_rank": rank.rank // 2, "local_world_size": 2, "launched_by": "evener"}
+    place = {"local_rank": rank.rank // 2, "local_world_size": 2, "backend": "cpu"}
     config = DistributedTrainConfig.of_rank(
         rank.rank, rank.world_size, coordinator_addr="no-such-host.invalid", **place
     )
@@ -77,6 +77,7 @@ def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
     ):
         trainer.train_batch(own_batch(0, rank.rank))
         found = (trainer.step, trainer.dist_config.local_rank, trainer.world_size)
+        assert "NCCL joins GPUs only" in trainer.trainer.ddp.assembly.backend_reason
     dist.destroy_process_group()
     return found
 

@@ -69,6 +69,7 @@ class Communicator(ABC):
         rank: This rank, ``0 .. world_size - 1``.
         world_size: Number of ranks.
         backend: ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
+        reason: Why it is that one, for people; set by whoever has chosen.
         timeout_s: Deadline of a call that names none.
     """
 
@@ -80,6 +81,7 @@ class Communicator(ABC):
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
+        self.reason = "given by the caller"
         self.timeout_s = check_timeout(timeout_s)
         self._ended: _End | None = None
         self._closed = False

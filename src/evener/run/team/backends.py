@@ -139,7 +139,7 @@ def connect_team(
     if communicator is not None:
         if backend == AverageBackend.NCCL:
             communicator.add_nccl()
-        return communicator, "given by the caller"
+        return communicator, communicator.reason
     if backend == AverageBackend.AUTO:
         backend = environment.comm_backend.value
     facts = _describe(environment, check_backend(backend), policy, device)
@@ -148,13 +148,13 @@ def connect_team(
         answers = comm.all_gather_bytes(
             json.dumps(asdict(facts)).encode(), what="how ranks exchange"
         )
-        chosen, reason = decide_backend([ExchangeFacts(**json.loads(a)) for a in answers])
+        chosen, comm.reason = decide_backend([ExchangeFacts(**json.loads(a)) for a in answers])
         if chosen == "nccl":
             comm.add_nccl()
     except BaseException:
         comm.close()
         raise
-    return comm, reason
+    return comm, comm.reason
 
 
 def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:
