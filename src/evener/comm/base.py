@@ -113,7 +113,7 @@ class Communicator(ABC):
         for what, tensor in tensors:
             call, flat = self._begin("all_reduce", what, timeout_s), _flat(tensor, what)
             if flat.numel():
-                flats.append(torch.view_as_real(flat) if flat.is_complex() else flat)
+                flats.append(torch.view_as_real(flat).view(-1) if flat.is_complex() else flat)
                 calls.append(call)
         self._all_reduce_each(flats, calls)
 
