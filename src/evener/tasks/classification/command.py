@@ -117,6 +117,5 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
         environment=environment,
     )
     with ddp:
-        pipeline.to(ddp.device)
         agree_on_data(ddp.assembly.team, data)
         ClassificationRun(config, options, ddp, pipeline, data, schedule).go()

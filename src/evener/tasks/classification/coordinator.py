@@ -19,17 +19,17 @@ from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.devices import count_accelerators, kind_of
 from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.run.config.pretrain import ModelConfig, load_config
+from evener.run.config.classify import ClassifyConfig
 from evener.run.team.host import threads_per_rank
 from evener.run.team.placement import Devices, devices_of_host
 from evener.run.windows.finite import find_non_finite, overflow
 from evener.run.windows.loss_scale import LossScale
 from evener.tasks.classification.encoding import Encoded
+from evener.tasks.classification.given import GivenModel
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.replica import Computed, Replica
-from evener.tasks.classification.samples import LabelSet, Sample
+from evener.tasks.classification.samples import Sample
 
 _T = TypeVar("_T")
 
@@ -82,7 +82,7 @@ class DataParallelCoordinator:
 
     def __init__(
         self,
-        model_config: ModelConfig | Mapping[str, Any] | str | Path,
+        model_config: GivenModel,
         classify_config: ClassifyConfig | Mapping[str, Any],
         devices: Devices = "auto",
         *,
@@ -97,14 +97,8 @@ class DataParallelCoordinator:
                 f"emulate_slow slows replica {unknown[0]!r}, and there are replicas 0 to "
                 f"{len(names) - 1}; name one of these"
             )
-        config = _classify_config(classify_config)
-        if config.labels is None:
-            raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
-        labels = LabelSet(config.labels)
-        weights = labels.weights(config.class_weights, ())
-        first = ClassifyPipeline.build(
-            _model_config(model_config), config, labels, class_weights=weights
-        )
+        first = ClassifyPipeline.build(model_config, classify_config)
+        config = first.config
         first.to(self.devices[0])
         self._config = config
         self._window = 0
@@ -338,19 +332,3 @@ def _connect(number: int) -> list[Communicator]:
         return [SingleCommunicator()]
     team = ThreadTeam(number)
     return [team.communicator(rank) for rank in range(number)]
-
-
-def _model_config(given: ModelConfig | Mapping[str, Any] | str | Path) -> ModelConfig:
-    if isinstance(given, ModelConfig):
-        return given
-    if isinstance(given, str | Path):
-        return ClassifyModelConfig(path=str(given))
-    return load_config(ClassifyModelConfig, None, base=given)
-
-
-def _classify_config(given: ClassifyConfig | Mapping[str, Any]) -> ClassifyConfig:
-    return (
-        given
-        if isinstance(given, ClassifyConfig)
-        else load_config(ClassifyConfig, None, base=given)
-    )

@@ -13,7 +13,6 @@ from torch import Tensor
 from evener.devices import copied, move
 from evener.errors import DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.run.config.pretrain import ModelConfig
 from evener.run.launching.terminal import say
 from evener.tasks.classification.adapter import (
     AdapterModel,
@@ -28,6 +27,12 @@ from evener.tasks.classification.adapter import (
 from evener.tasks.classification.base_model import base_folder, build_base, folder_fingerprint
 from evener.tasks.classification.dropout import Draws, own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
+from evener.tasks.classification.given import (
+    GivenModel,
+    classify_config_of,
+    labels_of,
+    model_config_of,
+)
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
@@ -77,7 +82,6 @@ class ClassifyPipeline:
         encoder: The tokenizer.
         labels: The classes.
         config: What it was made with.
-        device: Where it lives.
         draws: Source of its dropout.
     """
 
@@ -95,7 +99,6 @@ class ClassifyPipeline:
         self.encoder = encoder
         self.labels = labels
         self.config = config
-        self.device = torch.device("cpu")
         self.draws = Draws()
         self._base = base
         self._class_weights = None if class_weights is None else tuple(class_weights)
@@ -105,9 +108,9 @@ class ClassifyPipeline:
     @classmethod
     def build(
         cls,
-        model_config: ModelConfig,
-        config: ClassifyConfig,
-        labels: LabelSet,
+        model_config: GivenModel,
+        config: ClassifyConfig | Mapping[str, Any],
+        labels: LabelSet | None = None,
         *,
         tokenizer: Path | None = None,
         class_weights: Sequence[float] | None = None,
@@ -116,17 +119,22 @@ class ClassifyPipeline:
         """Makes a classifier on the CPU, in ``eval()``.
 
         Args:
-            model_config: The base, and perhaps an adapter to go on with.
-            config: What is trained, and how.
-            labels: The classes.
+            model_config: The base, and perhaps an adapter to go on with: a local folder, keys such
+                as ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
+            config: What is trained, and how; or its keys.
+            labels: The classes; those of ``config`` by default.
             tokenizer: Folder of the tokenizer; that of the base by default, bytes where the base
                 starts from scratch.
-            class_weights: A weight for each class.
+            class_weights: A weight for each class; those of ``config`` by default.
             quiet: Does not say where it cannot be told whether an adapter is one of this base.
 
         Raises:
             ConfigError: Base, adapter and tokenizer do not fit one another.
         """
+        model_config, config = model_config_of(model_config), classify_config_of(config)
+        labels = labels or labels_of(config)
+        if class_weights is None:
+            class_weights = labels.weights(config.class_weights, ())
         folder = base_folder(model_config.path) if model_config.path else None
         encoder = TextEncoder.load(tokenizer or folder, config.seq_len, config.end_tokens)
         adapter = getattr(model_config, "adapter", None)
@@ -196,14 +204,13 @@ class ClassifyPipeline:
         return other
 
     def to(self, device: torch.device) -> None:
-        """Moves the model."""
+        """Moves the model; ``Ddp.setup`` does so, too."""
         move(self.model, device)
-        self.device = device
-        self._weight_tensor = (
-            None
-            if self._class_weights is None
-            else torch.tensor(self._class_weights, device=device)
-        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
 
     @property
     def base_fingerprint(self) -> str:
@@ -256,9 +263,11 @@ class ClassifyPipeline:
         labels = batch.labels.to(self.device)
         losses = F.cross_entropy(logits, labels, reduction="none")
         weight = self.weight_of(batch.labels.tolist())
-        if self._weight_tensor is None:
+        if self._class_weights is None:
             loss = losses.mean()
         else:
+            if self._weight_tensor is None or self._weight_tensor.device != labels.device:
+                self._weight_tensor = torch.tensor(self._class_weights, device=labels.device)
             loss = (losses * self._weight_tensor[labels]).sum() / weight
         return BatchLoss(loss, weight, (logits.argmax(-1) == labels).sum())
 

@@ -145,11 +145,11 @@ def test_only_adapter_and_head_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     with make(["cpu"] * 2) as coordinator:
         replica = coordinator._replicas[0]
-        all_reduce = replica.comm.all_reduce
+        all_reduce = replica.comm._all_reduce
         monkeypatch.setattr(
             replica.comm,
-            "all_reduce",
-            lambda tensor, **words: (sent.append(tensor.numel()), all_reduce(tensor, **words)),
+            "_all_reduce",
+            lambda flat, call: (sent.append(flat.numel()), all_reduce(flat, call)),
         )
         coordinator.train_batch_parallel(samples(6))
         model = replica.pipeline.model

@@ -175,6 +175,19 @@ def test_replicas_share_the_frozen_base_and_nothing_else() -> None:
         assert (one is two) == (not one.requires_grad)
 
 
+def test_a_classifier_needs_no_more_than_keys_and_follows_its_model() -> None:
+    keys = {"labels": LABELS, "seq_len": 24, "class_weights": {"second": 3.0}}
+    pipeline = ClassifyPipeline.build(TINY_LLAMA, keys)
+    assert pipeline.labels.names == tuple(LABELS)
+    batch = pipeline.encoder.collate(pipeline.encode(samples(6)))
+    given, counts = pipeline.loss(batch), batch.labels.bincount(minlength=3).tolist()
+    assert given.weight == counts[0] + 3.0 * counts[1] + counts[2]
+    pipeline.model.to("meta")  # as Ddp.setup moves it to a device
+    assert pipeline.device.type == "meta"
+    with pytest.raises(ConfigError, match=r"ClassifyConfig\.labels is missing"):
+        ClassifyPipeline.build(TINY_LLAMA, {"seq_len": 24})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
