@@ -139,8 +139,14 @@ class Updater:
         return float(sum(float(g["lr"]) for o in self.optimizers for g in o.param_groups))
 
     def agree_on_buffers(self, share: Share, total_weight: float, what: str) -> None:
-        """Averages the model's buffers by weight; all ranks call it together."""
-        self.buffers.average(share.weight, total_weight, what=what)
+        """Averages the model's buffers by weight; all ranks call it together.
+
+        A window without weight leaves them as they were.
+        """
+        if total_weight:
+            self.buffers.average(share.weight, total_weight, what=what)
+        else:
+            self.buffers.restore()
 
     def may_skip(self, reports: Sequence[WindowReport]) -> bool:
         """Whether what is not finite is to be left out rather than to stop the team."""

@@ -118,7 +118,7 @@ def test_the_consensus_of_parameters_and_buffers_is_compared_at_the_end_if_not_b
     (name, window, committed), other = run_team(2, program)
     assert (name, window, committed) == other
     assert name in named
-    # It is spoilt while window 1 lands. The last window is a later one, of at most 3 steps.
+    # It is spoilt while window 1 lands. Windows have a few steps, so the last one comes later.
     assert window == 1 if every == 1 else window > 3
 
 

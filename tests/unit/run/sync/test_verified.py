@@ -192,21 +192,33 @@ def test_a_buffer_that_is_written_without_a_mark_halts_all_ranks(name: str) -> N
 
 
 def take_turns(
-    comm: Communicator, every: int, spoil: Callable[[int, nn.Module], None] = lambda *_: None
-) -> None:
+    comm: Communicator,
+    every: int,
+    spoil: Callable[[int, nn.Module], None] = lambda *_: None,
+    weight: float | None = None,
+) -> Tensor:
     """As a GAN does; inside a window the first model's statistics are each rank's own."""
     models = [seeded(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)), 0, X.dtype), mlp()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     with setup(comm, models, optimizers, shares=[2, 2, 0], verify_every=every) as ddp:
         for x, y in ddp.loader(TensorDataset(X, Y), batch_size=8).epoch(0):
             for model, optimizer in zip(models, optimizers, strict=True):
-                ddp.backward(F.mse_loss(model(x), y), optimizer=optimizer)
+                ddp.backward(F.mse_loss(model(x), y), weight, optimizer=optimizer)
                 ddp.step(optimizer)
             spoil(ddp.window, models[0])
+    return models[0].get_buffer("0.running_mean")
 
 
 def test_between_turns_ranks_have_buffers_of_their_own() -> None:
-    run_team(3, lambda comm: take_turns(comm, 1))
+    means = run_team(3, lambda comm: take_turns(comm, 1))
+    assert means[0].any()
+    for mean in means:
+        assert torch.equal(mean, means[0])
+
+
+def test_turns_without_weight_leave_buffers_as_they_were() -> None:
+    for mean in run_team(3, lambda comm: take_turns(comm, 1, weight=0.0)):
+        assert not mean.any()
 
 
 def test_a_window_of_turns_is_compared_as_any() -> None:
