@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from evener import (
+    ConfigError,
     DdpConfig,
     DistributedComm,
     DistributedTrainConfig,
@@ -67,6 +68,9 @@ def test_processes_train_as_one_on_the_union_batch(world_size: int, tmp_path: Pa
 def meet_in_group(rank: Rank, address: str) -> tuple[int, int, int]:
     """As under ``evener launch``, whose port torch has taken for its own store."""
     dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+    backwards = DistributedTrainConfig.of_rank(2 - rank.rank, rank.world_size)
+    with pytest.raises(ConfigError, match="of rank 0 of the default process group says rank 2"):
+        DistributedComm.remote(backwards)
     place = {"local_rank": rank.rank // 2, "local_world_size": 2, "backend": "cpu"}
     config = DistributedTrainConfig.of_rank(
         rank.rank, rank.world_size, coordinator_addr="no-such-host.invalid", **place

@@ -48,6 +48,11 @@ def default_group() -> Any:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def numbers_in(group: Any, number: int) -> list[int]:
+    """The number that each rank of a group has elsewhere; all its ranks call it together."""
+    return [int(said) for said in _gather(group, str(number).encode())]
+
+
 def find_place(group: Any) -> GroupPlace:
     """Looks around in a group; all its ranks call it together.
 

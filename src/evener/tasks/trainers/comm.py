@@ -6,7 +6,7 @@ from typing import Self, final
 
 from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator, SingleCommunicator, check_timeout
-from evener.comm.existing import default_group
+from evener.comm.existing import default_group, numbers_in
 from evener.comm.threads import ThreadTeam
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
@@ -123,11 +123,12 @@ def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:
     """The same rank, with an address at which the others can be met."""
     group = default_group()
     if group is not None and config.world_size > 1 and group.size() == config.world_size:
-        if group.rank() != config.rank:
-            raise ConfigError(
-                f"rank is {config.rank}, and this process is rank {group.rank()} of the default "
-                "process group; number ranks alike in both"
-            )
+        for rank, number in enumerate(numbers_in(group, config.rank)):
+            if number != rank:
+                raise ConfigError(
+                    f"the DistributedTrainConfig of rank {rank} of the default process group says "
+                    f"rank {number}; number ranks alike in both"
+                )
         place = place_in(group)
         return replace(place, backend=config.backend, comm_backend=config.comm_backend)
     config.check_address()
