@@ -2,8 +2,10 @@
 
 import difflib
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +106,11 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder)
             f"the tokenizer has {encoder.vocab_size} ids, the model only {rows} embeddings: use "
             "the tokenizer that the model was made with"
         )
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and longest < encoder.seq_len:
+    longest = _longest_text(model)
+    if longest < encoder.seq_len:
         raise ConfigError(
-            f"seq_len is {encoder.seq_len}, but the base model takes at most {longest} tokens; "
-            "lower seq_len"
+            f"seq_len is {encoder.seq_len}, but the base model takes at most {int(longest)} "
+            "tokens; lower seq_len"
         )
     prefix = f"{model.base_model_prefix}."
     return Base(
@@ -128,6 +130,18 @@ def folder_fingerprint(path: str) -> str:
     """
     with quiet():
         return _fingerprint(*_load(path, {}))
+
+
+def _longest_text(model: nn.Module) -> float:
+    """Tokens that a model takes; infinity where it does not say."""
+    positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+    for name, module in model.named_modules():
+        # RoBERTa and its like number tokens from the place after that of padding.
+        if "position" not in name or not isinstance(module, nn.Embedding):
+            continue
+        if module.num_embeddings == positions and module.padding_idx is not None:
+            return float(positions - module.padding_idx - 1)
+    return float(positions)
 
 
 def _modules_of(parameters: Iterable[str], prefix: str) -> tuple[str, ...]:
@@ -224,9 +238,12 @@ def _from_scratch(config: ModelConfig, names: Mapping[str, Any], encoder: TextEn
     try:
         built = AutoConfig.for_model(config.type, **keys, **names)
         refuse_unknown_keys(config, built)
-        model: nn.Module = AutoModelForSequenceClassification.from_config(
-            built, dtype=torch.float32
-        )
+        make = partial(AutoModelForSequenceClassification.from_config, dtype=torch.float32)
+        model: nn.Module = make(built)
+        lacking = encoder.seq_len - _longest_text(model)
+        if lacking > 0 and "max_position_embeddings" in keys.keys() - config.config.keys():
+            built.max_position_embeddings += int(lacking)
+            model = make(built)
     except ConfigError:
         raise
     except Exception as error:  # whatever the architecture makes of numbers that do not fit

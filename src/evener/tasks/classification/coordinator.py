@@ -183,7 +183,7 @@ class DataParallelCoordinator:
         return result
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
-        """Classifies labelled texts on all devices and compares.
+        """Classifies labelled texts on all devices and compares; the loss of none is ``nan``.
 
         Raises:
             DataError: A bad sample.

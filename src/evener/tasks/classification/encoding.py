@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evener.errors import ConfigError
 from evener.tasks.classification.finished_tokenizer import finished_files
 from evener.tasks.tokenizer import (
     ByteTokenizer,
@@ -53,6 +54,9 @@ class TextEncoder:
         vocab_size: The largest id plus one.
         seq_len: Most tokens of a text, special ones included.
         files: What ``AutoTokenizer`` loads the tokenizer from, by name.
+
+    Raises:
+        ConfigError: The tokens around a text leave no room for it.
     """
 
     def __init__(
@@ -66,6 +70,11 @@ class TextEncoder:
         seq_len: int,
         files: dict[str, bytes],
     ) -> None:
+        if seq_len <= (around := len(prefix) + len(suffix)):
+            raise ConfigError(
+                f"seq_len is {seq_len}, and the tokenizer puts {around} tokens around every text, "
+                "which leaves no room for it; raise seq_len"
+            )
         self._ids_of = ids_of
         self._prefix = list(prefix)
         self._suffix = list(suffix)
@@ -85,6 +94,7 @@ class TextEncoder:
 
         Raises:
             DataError: It does not load.
+            ConfigError: ``seq_len`` leaves no room for text.
         """
         if folder is None or is_byte_level(folder):
             tokenizer = ByteTokenizer()
@@ -162,8 +172,8 @@ class TextEncoder:
         """Token ids of a text, at most ``seq_len``."""
         room = self.seq_len - len(self._prefix) - len(self._suffix)
         # A token has at most some hundred characters; a book need not be read to its end.
-        ids = self._ids_of(text[: max(room, 1) * 64])[: max(room, 0)]
-        return [*self._prefix, *ids, *self._suffix][: self.seq_len]
+        ids = self._ids_of(text[: room * 64])[:room]
+        return [*self._prefix, *ids, *self._suffix]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
         """Puts texts side by side, as wide as the longest."""

@@ -294,10 +294,10 @@ class ClassifyPipeline:
         return loss_sum, weight_sum, count_confusion(true, found, len(self.labels))
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
-        """Classifies labelled texts and compares.
+        """Classifies labelled texts and compares; the loss of none is ``nan``.
 
         Raises:
-            DataError: There are none, or one is bad.
+            DataError: One is bad.
         """
         loss_sum, weight, confusion = self.evaluate_encoded(self.encode(samples))
         return Evaluation(loss=loss_sum / weight if weight else float("nan"), confusion=confusion)

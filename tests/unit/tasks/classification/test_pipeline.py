@@ -166,6 +166,17 @@ def test_dropout_that_is_no_layer_of_its_own_is_switched_off_too(
         assert torch.allclose(logits_of(pipeline, "a text"), expected, atol=1e-5)
 
 
+def test_positions_that_a_model_keeps_for_padding_hold_no_text() -> None:
+    """RoBERTa and its like: a text of ``max_position_embeddings`` tokens would fail in torch."""
+    roberta = {"type": "roberta", "config": dict(TINY_BERT["config"])}
+    assert len(build(roberta, seq_len=16).predict(["x" * 99])) == 1
+    roberta["config"]["max_position_embeddings"] = 16
+    gpt2 = {"type": "gpt2", "config": {"n_embd": 16, "n_head": 2, "n_positions": 15}}
+    for model in (roberta, gpt2):
+        with pytest.raises(ConfigError, match="seq_len is 16, but the base model takes at most 15"):
+            build(model, seq_len=16)
+
+
 def test_replicas_share_the_frozen_base_and_nothing_else() -> None:
     first = build()
     other = first.replica(torch.device("cpu"))
