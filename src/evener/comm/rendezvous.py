@@ -268,7 +268,8 @@ def _answer(
         elif served_by := _get(store, f"evener/go/{key}"):
             return key, 0 if served_by == "rank" else None
         if not patience.pause():
-            whom = "some rank to join (rank 0 says which)" if key else "rank 0 to call the roll"
+            twice = f"rank 0 to call the roll: was another process started as rank {rank}, too?"
+            whom = "some rank to join (rank 0 says which)" if key else twice
             raise LaunchError(f"rank {rank} of {world_size} waited {timeout_s:.0f} s for {whom}")
 
 
