@@ -106,11 +106,16 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
     return network
 
 
-def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
+def load_adapter(base: nn.Module, folder: Path, new_modules: Sequence[str] = ()) -> nn.Module:
     """Puts a saved adapter and its head on a base, to go on training it.
 
+    Args:
+        base: A model for sequence classification.
+        folder: Where the adapter is.
+        new_modules: What the base lacks, so that the adapter must hold it.
+
     Raises:
-        ConfigError: It does not fit this base.
+        ConfigError: It does not fit this base, or lacks what the base lacks.
     """
     from peft import PeftModel
 
@@ -125,14 +130,25 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
     except Exception as error:  # missing layers, other shapes, damaged files
         raise ConfigError(
             f"the adapter in {folder} does not fit this base model: {in_short(error)}. Give the "
-            "base that it was trained on"
+            "base that it was trained on, and as many labels"
         ) from error
+    saved = tuple(_config_of(network).modules_to_save or ())
+    if missing := [name for name in new_modules if not name.endswith(saved)]:
+        raise ConfigError(
+            f"the base lacks {missing[0]!r}, and so does the adapter in {folder}: it was trained "
+            "with random weights there, which are lost. Train an adapter anew, without "
+            "model.adapter"
+        )
     return network
+
+
+def _config_of(network: nn.Module) -> Any:
+    return network.peft_config["default"]  # type: ignore[index]
 
 
 def adapter_settings(network: nn.Module) -> dict[str, Any]:
     """What decides, beside its weights, what an adapter does; as plain JSON types."""
-    config: Any = network.peft_config["default"]  # type: ignore[index]
+    config = _config_of(network)
     targets = config.target_modules  # a pattern, or names
     return {
         "rank": config.r,
@@ -148,7 +164,7 @@ def save_adapter(
 
     ``PeftModel.from_pretrained`` loads them onto the base.
     """
-    network.peft_config["default"].base_model_name_or_path = base_path  # type: ignore[index, union-attr]
+    _config_of(network).base_model_name_or_path = base_path
     with hushed():
         network.save_pretrained(folder)  # type: ignore[operator]
         # The classes, and what pads: decoders look for the last token before that.

@@ -154,7 +154,7 @@ class ClassifyPipeline:
                 doubt = check_adapter(given, note, labels, folder_fingerprint)
                 if doubt and not quiet:
                     say(f"warning: {doubt}")
-                network = load_adapter(base.model, given)
+                network = load_adapter(base.model, given, base.new_modules)
         made = AdapterModel(network).eval()
         return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
 

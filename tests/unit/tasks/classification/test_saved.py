@@ -213,6 +213,20 @@ def test_adapters_of_another_kind_are_refused(
         build(base, adapter)
 
 
+def test_an_adapter_without_the_pooler_that_its_base_lacks_is_refused(tmp_path: Path) -> None:
+    """As peft saves it from a masked language model, whose pooler was random."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    base = save_base("bert", tmp_path / "base")
+    with quiet():
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
+        lora = LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
+        get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"the base lacks 'bert\.pooler\.dense', and so does"):
+        build(base, tmp_path / "adapter")
+
+
 def test_an_adapter_is_of_no_use_on_random_weights(foreign: tuple[Path, Path]) -> None:
     _, adapter = foreign
     note(adapter, base_model_name_or_path="somebody/base")
