@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from evener import (
     CollectiveMismatchError,
@@ -151,6 +153,38 @@ def test_a_trainer_alone_is_a_team_of_one_without_being_told() -> None:
         trainer.forward_backward_batch(batches[0])
     trainer.close()
     assert relative_error(vector(trainer.model), true) <= 1e-6
+
+
+def test_a_run_goes_on_where_it_was_saved_on_another_number_of_ranks(tmp_path: Path) -> None:
+    batches = [[lm_batch(10 * step + n, 1 + n) for n in range(4)] for step in range(6)]
+
+    def run(
+        world_size: int, stop: int, *, load: Path | None = None, save: Path | None = None
+    ) -> list[Tensor]:
+        def program(comm: DistributedComm, config: DistributedTrainConfig) -> Tensor:
+            trainer = TransformerTrainer(llama(seed=comm.rank), OPTIMIZER, max_steps=6)
+            with DistributedTrainer(trainer, comm, config, **quiet()) as distributed:
+                if load is not None:
+                    trainer.ddp.load(load)
+                while distributed.step < stop:
+                    for number in shard_batches(4, comm.rank, world_size):
+                        trainer.forward_backward_batch(batches[distributed.step][number])
+                    trainer.apply_gradients()
+                assert distributed.reached_max_steps is (stop == 6)
+                if save is not None:
+                    trainer.ddp.save(save)
+                    if distributed.is_coordinator:
+                        trainer.model.save_pretrained(save / "public")  # type: ignore[operator]
+                return vector(trainer.model)
+
+        return on_threads(world_size, program)
+
+    (true,) = run(1, 6)
+    halfway = run(2, 3, save=tmp_path)
+    public = AutoModelForCausalLM.from_pretrained(tmp_path / "public")
+    assert torch.equal(vector(public), halfway[0])
+    for mine in run(3, 6, load=tmp_path):
+        assert relative_error(mine, true) <= 1e-6
 
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
