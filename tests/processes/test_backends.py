@@ -28,7 +28,7 @@ def test_processes_refuse_and_agree_together():
     first, second = run_ranks(meet, 2)
     assert first == second
     assert first[0].startswith("backend is 'nccl', but ranks 0 and 1 compute on the CPU")
-    assert first[1] == (
+    assert first[1].startswith(
         "backend is 'gloo' on rank 0 and 'cpu' on rank 1; give the same on every rank"
     )
     assert first[2].startswith("gloo: chosen because ranks 0 and 1 compute on the CPU")

@@ -83,9 +83,9 @@ def test_uneven_devices_compares_three_ways_to_the_same_loss() -> None:
     assert texts[1] == ""
     lines = texts[0].splitlines()
     assert [line.split("  ")[0] for line in lines] == ["equal shares", "measured", "with a hint"]
-    first_shares = [int(re.findall(r"rank 0 does (\d+)%", line)[0]) for line in lines]
-    assert first_shares[0] == 50
-    assert first_shares[2] > 50  # by the hint; what is measured depends on who else is here
+    # Others are what is measured, which depends on who else uses the cores; a hint goes before
+    # that for the first windows only.
+    assert re.findall(r"rank 0 does (\d+)%", lines[0]) == ["50"]
     losses = [float(re.findall(r"loss ([\d.]+)", line)[0]) for line in lines]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
