@@ -53,6 +53,15 @@ def test_a_model_from_scratch_fits_tokenizer_and_samples(model: nn.Module) -> No
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_the_token_between_documents_is_learnt_like_any_other(kind: str) -> None:
+    model = build_model(ModelConfig(type=kind, config=TINY), **PLACE)
+    batch = LMBatch.of_documents([[1, 39, 5, 1, 39, 7]])
+    mean_loss(model, batch, CPU).backward()
+    gradient = model.get_input_embeddings().weight.grad
+    assert all(gradient[token].abs().sum() > 0 for token in (1, 5, 39))
+
+
 def test_without_keys_it_is_a_small_llama() -> None:
     model = build_model(ModelConfig(), **PLACE)
     assert model.config.hidden_size == SMALL_LLAMA["hidden_size"]
