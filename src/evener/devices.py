@@ -5,6 +5,7 @@ import platform
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -203,6 +204,11 @@ class OtherAccelerator(DeviceKind):
     def seed(self, seed: int) -> None:
         """Seeds every device's generator: the one way that torch asks of a backend."""
         self.module.manual_seed_all(seed)
+
+    def free_cache(self) -> None:
+        """Gives memory back where the backend offers that; not all of them do."""
+        with suppress(AttributeError):
+            self.module.empty_cache()
 
 
 _BUILT_IN: Final[tuple[DeviceKind, ...]] = (Cuda(), Xpu(), Mps())

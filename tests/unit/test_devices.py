@@ -21,6 +21,7 @@ def test_there_may_be_no_accelerator(monkeypatch):
 
 @pytest.mark.parametrize(("module", "kind"), [(torch.xpu, "xpu"), (torch.mps, "mps")])
 def test_each_kind_is_counted(monkeypatch, module, kind):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(module, "device_count", lambda: 1)
     assert count_accelerators() == {kind: 1}
 
@@ -40,6 +41,16 @@ def test_a_backend_from_elsewhere_is_asked_for_its_devices(monkeypatch):
         monkeypatch.setattr(getattr(torch, kind), "device_count", lambda: 0)
     monkeypatch.setattr("evener.devices._BUILT_IN", ())
     assert count_accelerators() == {"hpu": 3}
+
+
+def test_not_every_backend_from_elsewhere_can_give_memory_back(monkeypatch):
+    given_back = []
+    backend = SimpleNamespace(empty_cache=lambda: given_back.append(True))
+    monkeypatch.setattr(torch, "get_device_module", lambda name: backend)
+    kind_of(torch.device("hpu", 0)).free_cache()
+    assert given_back == [True]
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace())
+    kind_of(torch.device("hpu", 0)).free_cache()
 
 
 def test_float64_is_looked_for_where_it_exists():

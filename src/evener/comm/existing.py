@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm.rendezvous import is_loopback, own_address
+from evener.comm.rendezvous import is_loopback, listen, own_address
 from evener.devices import count_accelerators
-from evener.errors import ConfigError, LaunchError
+from evener.errors import ConfigError
 
 _BYTES = 256  # enough for a host name and a port
 
@@ -71,13 +71,7 @@ def find_place(group: Any) -> GroupPlace:
     address, listen_fd, port = "127.0.0.1", None, 0
     if rank == 0 and world_size > 1:
         address = address if one_host else _reachable_address()
-        try:
-            server = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=world_size)
-        except OSError as error:
-            raise LaunchError(
-                f"rank 0 of the process group cannot listen on {address} ({error.strerror}); check "
-                "the network of this host"
-            ) from error
+        server = listen(address, 0)
         port, listen_fd = server.getsockname()[1], server.detach()
     said = _gather(group, f"{port} {address}".encode())[0].decode()
     port, address = int(said.partition(" ")[0]), said.partition(" ")[2]

@@ -120,7 +120,7 @@ def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> 
 
 def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
     """A socket that listens on ``port``, where ``address`` leads to this host."""
-    with _listen(address, port) as listener:
+    with listen(address, port) as listener:
         # A server of torch's is its own first client, and would try for minutes.
         reason = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
         if reason is not None:
@@ -136,7 +136,16 @@ def _client(address: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(address, port, wait_for_workers=False, timeout=timeout)
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
+    """A socket for the team's store, on all networks of this host or on loopback alone.
+
+    Args:
+        address: Where others will look for it; a loopback number is listened on alone.
+        port: 0 takes one that is free.
+
+    Raises:
+        LaunchError: The port is taken, or this host does not have the address.
+    """
     try:
         if is_loopback(address):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET

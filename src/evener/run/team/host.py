@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from evener.errors import LaunchError
+
 _OTHER_FILES: Final = ("dri/renderD*", "accel/accel*", "davinci[0-9]*")
 """Device files of AMD's and Intel's GPUs, of the kernel's accelerators, and of Ascend's."""
 
 _PATIENCE_S: Final = 120.0
+_ASK_TORCH: Final = "import torch; print(torch.accelerator.device_count())"
 
 
 def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
@@ -43,6 +46,9 @@ def local_devices(
 
     Returns:
         Their number; 0 also for a single one that is not NVIDIA's.
+
+    Raises:
+        LaunchError: Torch did not answer.
     """
     environ = os.environ if environ is None else environ
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -77,14 +83,20 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _count_by_torch() -> int:
+def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
     """Asks torch in a process of its own, as it takes seconds to load and may start drivers."""
-    code = "import torch; print(torch.accelerator.device_count())"
-    asked = subprocess.run(  # a torch that does not load fails where it is used, and better
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE_S,
-        check=False,
-    )
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    try:
+        asked = subprocess.run(  # a torch that does not load fails where it is used, and better
+            [sys.executable, "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"torch has not said within {timeout_s:g} s how many accelerators this host has: give "
+            "the number of ranks (--nproc), or look what keeps `import torch` waiting"
+        ) from None
+    # What loads with torch may print lines of its own.
+    return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0

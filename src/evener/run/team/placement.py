@@ -145,9 +145,11 @@ def device_by_number(
         return f"{kind}:{number}"
     if wanted in ("auto", "cpu"):
         return "cpu"
+    source = "backend" if wanted == environment.backend else "devices"
     raise ConfigError(
-        f"devices is {wanted!r}, but local rank {number} finds {found_here(counts)}; start at most "
-        "one rank per device, or use devices='auto'"
+        f"{source} is {wanted!r}, but local rank {environment.local_rank} finds "
+        f"{found_here(counts)} where it needs {wanted}:{number}; start at most one rank per "
+        f"device, or let {source} be 'auto'"
     )
 
 

@@ -178,8 +178,9 @@ def _mismatch(rows: Sequence[Sequence[float]]) -> str:
     where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
     if {int(row[0]) for row in rows} == {Meeting.STEP, Meeting.FLUSH}:
         why = (
-            "Without ddp.loader every rank has to make as many updates. Remedy: one that has "
-            "nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
+            "Over a stream, or without ddp.loader, every rank has to make as many updates. Remedy: "
+            "leave a loop over a stream on all ranks at the same ddp.window; without a loader, one "
+            "that has nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
         )
     else:

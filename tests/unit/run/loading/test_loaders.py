@@ -444,6 +444,27 @@ def test_without_a_loader_ranks_that_end_early_are_named() -> None:
         assert "rank 1 is ending an epoch" in message
 
 
+def test_a_stream_that_one_rank_leaves_before_the_others_is_named() -> None:
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+
+        def train() -> None:
+            with setup(comm, model, optimizer) as ddp:
+                for _, x in ddp.loader(Part(0, 1), batch_size=4).epoch(0):
+                    ddp.backward(model(x).square().mean())
+                    ddp.step()
+                    if comm.rank == 1:
+                        break
+
+        with pytest.raises(CollectiveMismatchError) as caught:
+            train()
+        return str(caught.value)
+
+    for message in run_team(2, body):
+        assert "rank 0 is closing a window" in message
+        assert "leave a loop over a stream on all ranks at the same ddp.window" in message
+
+
 def test_without_a_loader_losses_before_a_step_add_up() -> None:
     model, optimizer = line()
     with setup(SingleCommunicator(), model, optimizer) as ddp:

@@ -1,13 +1,20 @@
 """Cores and devices that a host shows without torch."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from evener.errors import ConfigError
-from evener.run.team.host import available_cores, check_kind, local_devices, threads_per_rank
+from evener.errors import ConfigError, LaunchError
+from evener.run.team.host import (
+    _count_by_torch,
+    available_cores,
+    check_kind,
+    local_devices,
+    threads_per_rank,
+)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,17 @@ def test_torch_counts_in_a_process_of_its_own(tmp_path):
     assert local_devices({}, root=tmp_path) == torch.accelerator.device_count()
 
 
+def test_torch_may_take_forever_and_what_loads_with_it_may_print(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    monkeypatch.setattr("evener.run.team.host._ASK_TORCH", "echo a line of a plugin; echo 3")
+    assert _count_by_torch() == 3
+    monkeypatch.setattr("evener.run.team.host._ASK_TORCH", "exec sleep 600")
+    with pytest.raises(LaunchError, match=r"not said within 0\.1 s how many accelerators"):
+        _count_by_torch(timeout_s=0.1)
+
+
 def test_a_kind_of_device_that_is_not_here_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     for there in ("auto", "cpu", "xpu", "accelerator"):
         check_kind(there)
