@@ -81,6 +81,7 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
     """
     from peft import LoraConfig as PeftLora
     from peft import TaskType, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     kind = base.config.model_type  # type: ignore[union-attr]
     targets: Any = config.target_modules or TARGETS.get(str(kind), "all-linear")
@@ -98,7 +99,12 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
                 ),
             )
     except ValueError as error:
-        linear = {n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)}
+        backbone: nn.Module = base.base_model  # type: ignore[assignment]
+        linear = {
+            name.rpartition(".")[2]
+            for name, module in backbone.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)  # GPT-2 has the latter only
+        }
         raise ConfigError(
             f"no adapter can be put on a {kind} with lora.target_modules={targets}: "
             f"{in_short(error)}. Its linear layers are {', '.join(sorted(linear))}"
@@ -106,16 +112,19 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
     return network
 
 
-def load_adapter(base: nn.Module, folder: Path, new_modules: Sequence[str] = ()) -> nn.Module:
+def load_adapter(
+    base: nn.Module, folder: Path, wanted: LoraConfig, new_modules: Sequence[str] = ()
+) -> nn.Module:
     """Puts a saved adapter and its head on a base, to go on training it.
 
     Args:
         base: A model for sequence classification.
         folder: Where the adapter is.
+        wanted: What of it was given must be what it was made with.
         new_modules: What the base lacks, so that the adapter must hold it.
 
     Raises:
-        ConfigError: It does not fit this base, or lacks what the base lacks.
+        ConfigError: It does not fit this base, lacks what the base lacks, or was made otherwise.
     """
     from peft import PeftModel
 
@@ -139,7 +148,35 @@ def load_adapter(base: nn.Module, folder: Path, new_modules: Sequence[str] = ())
             "with random weights there, which are lost. Train an adapter anew, without "
             "model.adapter"
         )
+    _refuse_others(network, folder, wanted)
     return network
+
+
+def _refuse_others(network: nn.Module, folder: Path, wanted: LoraConfig) -> None:
+    """An adapter keeps what it was made with: other settings would do nothing."""
+    config = _config_of(network)
+    made: dict[str, Any] = {"rank": config.r, "alpha": config.lora_alpha}
+    made["dropout"] = config.lora_dropout
+    sits_on = {
+        name.removesuffix(".lora_A")
+        for name, _ in network.named_modules()
+        if name.endswith(".lora_A")
+    }
+    for key in sorted(wanted.model_fields_set):
+        value = getattr(wanted, key)
+        if key == "target_modules":
+            made[key] = sorted({name.rpartition(".")[2] for name in sits_on})
+            ends = tuple(f".{name}" for name in value or ())
+            same = value is None or all(name.endswith(ends) for name in sits_on)
+            same = same and all(any(name.endswith(e) for name in sits_on) for e in ends)
+        else:
+            same = value == made[key]
+        if not same:
+            raise ConfigError(
+                f"lora.{key} is {value!r}, and the adapter in {folder} was made with "
+                f"{made[key]!r}, which it keeps; leave lora.{key} out, or train a new adapter, "
+                "without model.adapter"
+            )
 
 
 def _config_of(network: nn.Module) -> Any:

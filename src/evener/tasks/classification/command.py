@@ -1,6 +1,8 @@
 """What ``evener classify`` runs in each rank, and how it classifies a file."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -40,6 +42,9 @@ def predict_file(options: ClassifyOptions) -> int:
     Args:
         options: ``predict`` is the file; name and folder say which run.
 
+    Returns:
+        The exit code: 0, or 128 + the number of SIGPIPE where nobody reads on.
+
     Raises:
         UserError: There is no finished run of that name, or the file is malformed.
     """
@@ -59,10 +64,16 @@ def predict_file(options: ClassifyOptions) -> int:
     pipeline = ClassifyPipeline.load(finished[0])
     if not options.quiet:
         say(f"classifying {len(records):,} texts with {finished[0]}")
-    for prediction in pipeline.predict([record.text for record in records]):
-        probability = prediction.probabilities[prediction.index]
-        document = {"label": prediction.label, "index": prediction.index}
-        sys.stdout.write(json.dumps({**document, "probability": round(probability, 6)}) + "\n")
+    try:
+        for prediction in pipeline.predict([record.text for record in records]):
+            probability = prediction.probabilities[prediction.index]
+            document = {"label": prediction.label, "index": prediction.index}
+            sys.stdout.write(json.dumps({**document, "probability": round(probability, 6)}) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough, as `head` does
+        with Path(os.devnull).open("w") as nowhere:  # Python flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return 0
 
 

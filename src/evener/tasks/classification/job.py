@@ -354,15 +354,15 @@ class ClassificationRun:
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved, now = checkpoint.document(RUN), self.documents[RUN]
         for key, what, settings in (
-            ("base", "base model", "model.path or model.config"),
-            ("labels", "classes", "labels"),
-            ("data", "data, or the same data split differently", "data.*, labels and seed"),
-            ("adapter", "adapter", "lora.* and model.adapter"),
-            ("encoder", "tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
+            ("base", "another base model", "model.path or model.config"),
+            ("labels", "other classes", "labels"),
+            ("data", "other data, or the same split differently", "data.*, labels and seed"),
+            ("adapter", "another adapter", "lora.* and model.adapter"),
+            ("encoder", "another tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
         ):
             if saved.get(key) != now[key]:
                 raise CheckpointError(
-                    f"{checkpoint.path} was trained with another {what}; put {settings} back, or "
+                    f"{checkpoint.path} was trained with {what}; put {settings} back, or "
                     "start without --resume"
                 )
         self.ddp.load(checkpoint.path)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evener.devices import copied, move
-from evener.errors import DataError
+from evener.errors import ConfigError, DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.run.launching.terminal import say
 from evener.tasks.classification.adapter import (
@@ -154,7 +154,7 @@ class ClassifyPipeline:
                 doubt = check_adapter(given, note, labels, folder_fingerprint)
                 if doubt and not quiet:
                     say(f"warning: {doubt}")
-                network = load_adapter(base.model, given, base.new_modules)
+                network = load_adapter(base.model, given, config.lora, base.new_modules)
         made = AdapterModel(network).eval()
         return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
 
@@ -174,6 +174,12 @@ class ClassifyPipeline:
         document = read_document(adapter)
         own_base = folder / "base"
         path = str(base or (own_base if own_base.is_dir() else document["base"]["path"]))
+        if base is None and not Path(path).is_dir():
+            raise ConfigError(
+                f"the base of the classifier in {folder} is {path!r}, which is not there any more; "
+                "put it back, give ClassifyPipeline.load its folder as base, or load "
+                f"{folder / 'merged'} with transformers: that needs no base"
+            )
         return cls.build(
             ClassifyModelConfig(path=path, adapter=str(adapter)),
             ClassifyConfig(

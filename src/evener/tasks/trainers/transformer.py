@@ -70,6 +70,7 @@ class TransformerTrainer:
     ) -> None:
         _check_model(model)
         _check_limits(max_steps, total_tokens)
+        _check_schedule(schedule)
         self.model = model
         self.max_steps = max_steps
         self.total_tokens = total_tokens
@@ -266,6 +267,11 @@ class TransformerTrainer:
 def _settings(given: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerConfig:
     if isinstance(given, OptimizerConfig):
         return given
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(
+            f"optimizer is a {type(given).__name__}; give its settings, such as {{'lr': 3e-4}}: a "
+            "TransformerTrainer makes a fused AdamW of them"
+        )
     return load_config(OptimizerConfig, None, base=given)
 
 
@@ -274,6 +280,14 @@ def _check_model(model: object) -> None:
         raise ConfigError(
             f"model is a {type(model).__name__}; give a torch.nn.Module, such as transformers' "
             "AutoModelForCausalLM makes"
+        )
+
+
+def _check_schedule(schedule: object) -> None:
+    if schedule is not None and not callable(schedule):
+        raise ConfigError(
+            f"schedule is a {type(schedule).__name__}; give a function of Progress that returns "
+            "the factor of the learning rate, such as lambda progress: 0.99**progress.steps"
         )
 
 

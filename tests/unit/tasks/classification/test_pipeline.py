@@ -214,6 +214,13 @@ def test_options_that_do_not_fit_the_base(
         ClassifyPipeline.build(model, config(**changes), LabelSet(LABELS))
 
 
+def test_layers_of_gpt2_are_named_too() -> None:
+    """They are of a class of their own, and no nn.Linear."""
+    model = {"type": "gpt2", "config": {"n_embd": 16, "n_layer": 1, "n_head": 2}}
+    with pytest.raises(ConfigError, match=r"Its linear layers are c_attn, c_fc, c_proj$"):
+        build(model, lora={"target_modules": ["q_proj"]})
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -213,6 +213,41 @@ def test_adapters_of_another_kind_are_refused(
         build(base, adapter)
 
 
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"rank": 8}, r"lora\.rank is 8, and the adapter in .* was made with 4, which it keeps"),
+        ({"alpha": 1.0}, r"lora\.alpha is 1\.0, .* made with 16\.0"),
+        ({"dropout": 0.5}, r"lora\.dropout is 0\.5, .* made with 0\.0"),
+        ({"target_modules": ["q_proj"]}, r"lora\.target_modules is \['q_proj'\], .*'v_proj'"),
+        ({"target_modules": ["q_proj", "score"]}, r"lora\.target_modules is "),
+    ],
+)
+def test_settings_that_an_adapter_was_not_made_with_are_refused(
+    foreign: tuple[Path, Path], lora: dict[str, Any], words: str
+) -> None:
+    """They would do nothing: a run would report what it has not trained."""
+    with pytest.raises(ConfigError, match=words):
+        build(*foreign, lora=lora)
+
+
+def test_settings_that_an_adapter_was_made_with_may_be_given(tmp_path: Path) -> None:
+    base = save_base("llama", tmp_path / "base")
+    lora = {"rank": 3, "alpha": 7, "dropout": 0.1, "target_modules": ["v_proj", "q_proj"]}
+    build(base, lora=lora).save(tmp_path)
+    build(base, tmp_path / "adapter", lora=lora)
+    build(base, tmp_path / "adapter", lora={})
+
+
+def test_a_base_that_has_gone_is_named_with_what_can_be_done(tmp_path: Path) -> None:
+    base = save_base("llama", tmp_path / "base")
+    build(base).save(tmp_path / "saved")
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"not there any more; .* as base, or"):
+        ClassifyPipeline.load(tmp_path / "saved")
+    ClassifyPipeline.load(tmp_path / "saved", base=moved)
+
+
 def test_an_adapter_without_the_pooler_that_its_base_lacks_is_refused(tmp_path: Path) -> None:
     """As peft saves it from a masked language model, whose pooler was random."""
     from peft import LoraConfig, get_peft_model

@@ -23,6 +23,8 @@ from helpers.language import llama, lm_batch, relative_error, train_plainly, vec
         ({"total_tokens": "x"}, ["total_tokens is 'x'"]),
         ({"total_tokens": 0}, ["total_tokens is 0"]),
         ({"total_tokens": float("inf")}, ["total_tokens is inf"]),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ["optimizer is a SGD", "settings"]),
+        ({"schedule": 0.5}, ["schedule is a float", "a function of Progress"]),
     ],
 )
 def test_a_bad_option_is_named(options: dict[str, Any], named: list[str]) -> None:
