@@ -38,7 +38,9 @@ def test_the_command_line_takes_it_beside_the_cpu(tmp_path: Path) -> None:
     lab = Lab(tmp_path / "lab")
     lab.sandbox.environ["PYTHONPATH"] = os.pathsep.join(map(str, (SRC, TESTS, tmp_path / "site")))
     try:
-        running = lab.command("run.yaml", "--nproc", "2", "--name", "there", "--set", "epochs=1")
+        # Measured, it may turn out too slow for any share.
+        options = ("--set", "epochs=1", "--set", "speed_hint=[1, 1]")
+        running = lab.command("run.yaml", "--nproc", "2", "--name", "there", *options)
         ended = running.end()
         assert ended.code == 0, ended.err
         run = lab.path_of("there")
