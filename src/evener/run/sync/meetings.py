@@ -161,7 +161,7 @@ class WindowMeetings:
         """All ranks are here, so all have applied the window before: it is committed."""
         if self.applied is None:
             return
-        self._compare_last(rows, self.applied.result.window)
+        self._compare_last(rows)
         applied, self.applied = self.applied, None
         if applied.lease is not None:
             self._plans.commit(applied.lease)
@@ -177,12 +177,11 @@ class WindowMeetings:
             for callback in self._engine.options.on_commit:
                 callback(result)
 
-    def _compare_last(self, rows: Sequence[Row], window: int) -> None:
+    def _compare_last(self, rows: Sequence[Row]) -> None:
         """Compares replicas where no window follows, so that the last of a run is not left out.
 
         The rows say so, as a rank without a share may be in its loader where others end the epoch.
         """
-        check, parked = self._engine.options.check, self._engine.team.parked
-        ended = all(row.note.at_rest for rank, row in enumerate(rows) if rank not in parked)
-        if ended and check.is_wanted and not check.is_due(window):
+        parked = self._engine.team.parked
+        if all(row.note.at_rest for rank, row in enumerate(rows) if rank not in parked):
             self._engine.verify()

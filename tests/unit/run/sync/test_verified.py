@@ -54,8 +54,10 @@ def test_a_window_after_which_replicas_differ_is_not_committed() -> None:
     assert run_team(3, program) == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize("every", [2, 1000])
-def test_the_last_window_of_an_epoch_is_compared_though_it_is_not_due(every: int) -> None:
+@pytest.mark.parametrize("every", [1, 2, 1000])
+def test_what_is_written_after_the_last_window_of_an_epoch_is_found(every: int) -> None:
+    """Where that window was due, and compared before; or was not."""
+
     def program(comm: Communicator) -> list[int]:
         def spoil(window: int, model: nn.Module) -> None:
             if window == 2 and comm.rank == 1:
