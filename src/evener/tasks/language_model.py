@@ -54,11 +54,13 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
         keys |= {"vocab_size": vocab_size, "max_position_embeddings": seq_len}
         keys = with_given_keys(keys, config)
         try:
-            # Nothing is padded, and torch gives the embedding of a padding token no gradient.
-            keys = {"pad_token_id": None} | keys
-            # Otherwise `check_vocabulary` has something to say.
+            # Otherwise `check_vocabulary` has something to say. As the padding token, the end of
+            # a text keeps an embedding of zeros in many architectures, and so looks at all
+            # positions alike: learnt, it sums texts up far worse (docs/experiments.md).
             if eos_id < keys.get("vocab_size", vocab_size):
-                keys = dict.fromkeys(("bos_token_id", "eos_token_id"), eos_id) | keys
+                keys = (
+                    dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
+                )
             built = AutoConfig.for_model(config.type, **keys)
             refuse_unknown_keys(config, built)
             _refuse_long_samples(built, seq_len, f"of model.type {config.type!r} as configured")

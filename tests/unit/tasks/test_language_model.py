@@ -53,13 +53,17 @@ def test_a_model_from_scratch_fits_tokenizer_and_samples(model: nn.Module) -> No
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
-def test_the_token_between_documents_is_learnt_like_any_other(kind: str) -> None:
-    model = build_model(ModelConfig(type=kind, config=TINY), **PLACE)
+@pytest.mark.parametrize(("keys", "learnt"), [({}, False), ({"pad_token_id": None}, True)])
+def test_the_end_of_a_text_is_learnt_only_where_it_is_no_padding(
+    keys: dict[str, Any], learnt: bool
+) -> None:
+    model = build_model(ModelConfig(config=TINY | keys), **PLACE)
     batch = LMBatch.of_documents([[1, 39, 5, 1, 39, 7]])
     mean_loss(model, batch, CPU).backward()
-    gradient = model.get_input_embeddings().weight.grad
-    assert all(gradient[token].abs().sum() > 0 for token in (1, 5, 39))
+    embedding = model.get_input_embeddings().weight
+    moves = embedding.grad.abs().sum(dim=1) > 0
+    assert moves[[1, 5, 39]].tolist() == [True, True, learnt]
+    assert bool((embedding[39] == 0).all()) is not learnt
 
 
 def test_without_keys_it_is_a_small_llama() -> None:
