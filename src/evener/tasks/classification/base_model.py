@@ -88,6 +88,8 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder)
         "id2label": dict(enumerate(labels)),
         "label2id": {name: i for i, name in enumerate(labels)},
         "pad_token_id": encoder.pad_id,
+        # Of a base for another problem, transformers would not take the logits for classes.
+        "problem_type": "single_label_classification",
     }
     with quiet():
         model, new = (

@@ -124,6 +124,32 @@ def test_a_saved_tokenizer_keeps_what_it_puts_around_texts(tmp_path: Path) -> No
     assert (again.encode("a b a b"), again.pad_id) == ([1, 3, 4, 2, 2], encoder.pad_id)
 
 
+@pytest.mark.parametrize(
+    ("problem", "num_outputs"), [("regression", 1), ("multi_label_classification", 3)]
+)
+def test_a_base_for_another_problem_becomes_a_classifier_to_transformers(
+    problem: str, num_outputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification, pipeline
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # `pipeline` sets it for good
+
+    with quiet():
+        built = AutoConfig.for_model(
+            "bert", **SIZE, vocab_size=257, num_labels=num_outputs, problem_type=problem
+        )
+        base = AutoModelForSequenceClassification.from_config(built)
+        base.save_pretrained(tmp_path / "base")
+        ByteTokenizer().save(tmp_path / "base")
+        ours = disturbed(build(tmp_path / "base"))
+        ours.save(tmp_path)
+        merged = str(tmp_path / "merged")
+        theirs = pipeline("text-classification", merged, tokenizer=merged, top_k=None)
+        found = {row["label"]: row["score"] for row in theirs(["a text"])[0]}
+    expected = dict(zip(LABELS, ours.predict(["a text"])[0].probabilities, strict=True))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 def test_a_base_named_by_a_relative_path_is_found_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
