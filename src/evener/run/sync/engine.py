@@ -93,7 +93,8 @@ class WindowEngine(Engine):
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together."""
         if self._turns and self.share.in_micro_batch:
-            self.end_micro_batch()
+            self.share.end_micro_batch()
+            self.close()  # by its plan, which ranks without a share and the data position follow
         if self.left:
             self._meetings.flush()
             self.left = False

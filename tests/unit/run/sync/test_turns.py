@@ -271,3 +271,33 @@ def test_models_by_name_and_by_number() -> None:
         setup(SingleCommunicator(), [], [adam(generator)])
     with pytest.raises(ConfigError, match=r"is no torch.nn.Module"):
         setup(SingleCommunicator(), [generator, 3], [adam(generator)])
+
+
+@pytest.mark.parametrize("shares", [(4, 4), (4, 3, 1), (5, 3, 0)])
+def test_a_loop_that_is_left_between_turns_goes_on_after_that_window(
+    shares: tuple[int, ...],
+) -> None:
+    """The window has changed a model, so it is closed; a rank without a share goes along."""
+
+    def program(comm: Communicator) -> list[tuple[int, int]]:
+        generator, discriminator = networks()
+        opt_g, opt_d = adam(generator), adam(discriminator)
+        done: list[tuple[int, int]] = []
+        with setup(
+            comm, [generator, discriminator], [opt_g, opt_d], shares=list(shares), verify_every=1
+        ) as ddp:
+            ddp.on_commit(lambda result: done.append((result.start, result.size)))
+            loader = ddp.loader(DATA, batch_size=BATCH)
+            for leave in (True, False):
+                for real, noise in loader.epoch(0):
+                    ddp.backward(score(discriminator(real), 1.0), optimizer=opt_d)
+                    ddp.step(opt_d)
+                    if leave and ddp.window == 1:
+                        break
+                    ddp.backward(score(discriminator(generator(noise)), 1.0), optimizer=opt_g)
+                    ddp.step(opt_g)
+                ddp.all_reduce(1.0)
+        return done
+
+    expected = [(start, BATCH) for start in range(0, SAMPLES, BATCH)]
+    assert run_team(len(shares), program) == [expected] * len(shares)
