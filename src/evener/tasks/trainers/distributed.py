@@ -65,7 +65,7 @@ class DistributedTrainer:
         precision: str = "auto",
         options: DdpConfig | None = None,
     ) -> None:
-        _check_kinds(trainer, comm)
+        _check_kinds(trainer, comm, config, options)
         self.trainer = trainer
         self._comm = comm.communicator
         self.dist_config = config or comm.config
@@ -183,17 +183,20 @@ class DistributedTrainer:
         self._ddp.__exit__(kind, error, traceback)
 
 
-def _check_kinds(trainer: object, comm: object) -> None:
+def _check_kinds(trainer: object, comm: object, config: object, options: object) -> None:
     if not isinstance(comm, DistributedComm):
         raise ConfigError(
             f"comm is a {type(comm).__name__}; give this rank's end: DistributedComm.remote(config)"
             ", or one element of the list DistributedComm.local(num_ranks)"
         )
-    if not isinstance(trainer, TransformerTrainer):
-        comm.close()  # the others learn at once that this rank will not come
-        raise ConfigError(
-            f"trainer is a {type(trainer).__name__}; give a TransformerTrainer(model)"
-        )
+    for name, given, kind, remedy in (
+        ("trainer", trainer, TransformerTrainer, "a TransformerTrainer(model)"),
+        ("config", config or comm.config, DistributedTrainConfig, "a DistributedTrainConfig"),
+        ("options", options or DdpConfig(), DdpConfig, "a DdpConfig"),
+    ):
+        if not isinstance(given, kind):
+            comm.close()  # the others learn at once that this rank will not come
+            raise ConfigError(f"{name} is a {type(given).__name__}; give {remedy}")
 
 
 def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:

@@ -500,6 +500,13 @@ def test_what_is_no_end_and_no_trainer_is_named() -> None:
         DistributedTrainer(TransformerTrainer(llama(1)), [end])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"trainer is a Llama.*; give a TransformerTrainer"):
         DistributedTrainer(llama(1), end)  # type: ignore[arg-type]
+    for wrong, words in (
+        ({"config": {"rank": 0}}, "config is a dict"),
+        ({"options": 3}, "options is a int"),
+    ):
+        (end,) = DistributedComm.local(1)
+        with pytest.raises(ConfigError, match=f"{words}; give a D"):
+            DistributedTrainer(TransformerTrainer(llama(1)), end, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_team_of_no_ranks_is_refused() -> None:
