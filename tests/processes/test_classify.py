@@ -117,9 +117,14 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
     assert result.summary["steps"] == NUM_WINDOWS
     # Warm-up is a part of the whole: shorter in the interrupted run, so only nearly the same.
     assert relative_difference(folder / "runs" / "whole", result.path) <= 0.2
-    assert "nothing to do" in run(
-        folder, "run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume"
-    )
+    again = ("run.yaml", "--set", "optimizer.min_lr_ratio=1", "--resume")
+    assert "nothing to do" in run(folder, *again)
+    # A full disk may have kept the run from writing what it is for.
+    (result.path / "adapter").rename(result.path / "lost")
+    assert "nothing to do" not in run(folder, *again)
+    assert (result.path / "adapter" / "adapter_model.safetensors").read_bytes() == (
+        result.path / "lost" / "adapter_model.safetensors"
+    ).read_bytes()
 
 
 def stop_before_training(rank: Rank, folder: str, command: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Going on from a checkpoint: which one, is it of this run, what has changed, is anything left."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -236,20 +236,21 @@ def beginning_of_data(checkpoint: Checkpoint) -> Beginning:
     return Beginning(**checkpoint.document(RUN).get("beginning", {}))
 
 
-def is_finished(team: Team, folder: Path, window: int) -> bool:
+def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = ()) -> bool:
     """Whether a run has been brought to its end, which was ``window``; all ranks call it together.
 
     Args:
         team: The ranks.
         folder: The run folder, which rank 0 looks into.
         window: Windows that the run has.
+        results: What it leaves in the folder; a full disk may have kept it from that.
     """
     finished = False
     if team.rank == 0:
         last = read_events(folder / "events.jsonl")[-1:]
         finished = [(e["type"], e.get("reason"), e.get("window")) for e in last] == [
             ("run_finished", "completed", window)
-        ]
+        ] and all((folder / name).exists() for name in results)
     return bool(team.introduce({"finished": finished})[0]["finished"])
 
 

@@ -41,6 +41,9 @@ HISTORY = "evaluations.json"
 BEST = "best.safetensors"
 """Asset of a checkpoint: the best adapter and head until then."""
 
+RESULTS = ("adapter", "merged", "report.html")
+"""What a finished run leaves beside its checkpoints."""
+
 
 class ClassificationRun:
     """One rank's part of a run, from data to the report."""
@@ -102,7 +105,7 @@ class ClassificationRun:
         if (
             self.resumed is not None
             and self._has_ended
-            and is_finished(self.team, self.folder, self.ddp.window)
+            and is_finished(self.team, self.folder, self.ddp.window, RESULTS)
         ):
             self._say(
                 f"{self.folder} has been completed ({self.ddp.window} steps): nothing to do. Raise "
