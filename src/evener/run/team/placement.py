@@ -62,6 +62,8 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
         if name in of_kind:
             return of_kind[name]
         return (_checked(name, counts, devices),)
+    if not isinstance(devices, Sequence):
+        raise ConfigError(f"devices is {devices!r}; give 'auto', a number of ranks or a list")
     if not devices:
         raise ConfigError("devices is an empty list; name a device for each rank")
     return tuple(_checked(str(device), counts, devices) for device in devices)
