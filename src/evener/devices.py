@@ -57,8 +57,8 @@ class DeviceKind(ABC):
         self.module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
-        """Waits for what this thread has queued on a device."""
-        self.module.synchronize(device)
+        """Waits for what this thread has queued on a device, and for no other thread's stream."""
+        self.module.current_stream(device).synchronize()
 
     def seed(self, seed: int) -> None:
         """Seeds the generator from which a model on the current device draws."""
@@ -114,10 +114,6 @@ class Cuda(DeviceKind):
         properties = torch.cuda.get_device_properties(device)
         return properties.name, properties.total_memory
 
-    def finish(self, device: torch.device) -> None:
-        """Waits for this thread's stream alone."""
-        torch.cuda.current_stream(device).synchronize()
-
     def half(self, device: torch.device) -> Half:
         """bf16 where the card has it, else fp16 where it has tensor cores.
 
@@ -139,10 +135,6 @@ class Xpu(DeviceKind):
         """Name and memory of the card."""
         properties = torch.xpu.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
-
-    def finish(self, device: torch.device) -> None:
-        """Waits for this thread's stream alone."""
-        torch.xpu.current_stream(device).synchronize()
 
     def has_float64(self, device: torch.device) -> bool:
         """Data-centre cards have it; Arc cards and integrated graphics mostly do not."""
@@ -196,6 +188,10 @@ class OtherAccelerator(DeviceKind):
     def describe(self, device: torch.device) -> tuple[str, int]:
         """The backend's name; torch asks of no module to know more."""
         return self.name, 0
+
+    def finish(self, device: torch.device) -> None:
+        """Waits for all that is queued: whether there are streams is not known."""
+        self.module.synchronize(device)
 
     def has_float64(self, device: torch.device) -> bool:
         """Some have, and some have not."""

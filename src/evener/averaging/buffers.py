@@ -130,7 +130,7 @@ class BufferAverager:
                 buffer = agreed  # what counts for nothing may even be NaN
             difference = (buffer - agreed) if buffer.dtype != torch.bool else buffer ^ agreed
             factor = weight / total_weight if buffer.is_floating_point() else 1.0
-            parts.append(self._widened(difference).mul(factor).flatten())
+            parts.append(self._widened(difference).mul_(factor).flatten())
         packed = torch.cat(parts)
         if self.comm.world_size > 1:
             self.comm.all_reduce(packed, what=f"buffers of {what}")

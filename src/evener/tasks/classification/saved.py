@@ -37,16 +37,11 @@ def read_document(adapter: Path) -> dict[str, Any]:
         ConfigError: It is missing, unreadable, or lacks a key.
     """
     path = adapter / DOCUMENT
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{adapter} has no {DOCUMENT}; give a folder that a ClassifyPipeline was saved to, or "
-            "a run folder of evener classify"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    whole = document if isinstance(document, dict) else {}
+    whole = _read_object(
+        path,
+        absent=f"{adapter} has no {DOCUMENT}; give a folder that a ClassifyPipeline was saved to, "
+        "or a run folder of evener classify",
+    )
     for key, is_right in _KEYS.items():
         if not is_right(whole.get(key)):
             raise ConfigError(
@@ -129,14 +124,19 @@ def _other_base(adapter: Path, base: BaseNote, theirs: str) -> ConfigError:
 
 
 def _peft_config(adapter: Path) -> dict[str, Any]:
-    path = adapter / "adapter_config.json"
+    return _read_object(
+        adapter / "adapter_config.json",
+        absent=f"{adapter} holds no adapter (adapter_config.json); give a folder that save or "
+        "peft's save_pretrained has written",
+    )
+
+
+def _read_object(path: Path, *, absent: str) -> dict[str, Any]:
+    """A JSON object; empty where the file holds something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{adapter} holds no adapter (adapter_config.json); give a folder that save or peft's "
-            "save_pretrained has written"
-        ) from None
+        raise ConfigError(absent) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; save the adapter again") from None
     return document if isinstance(document, dict) else {}
