@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to be read at once. An exception gives its reason."""
+"""Functions stay small enough to be read at once, files to be understood alone."""
 
 import ast
 
@@ -6,7 +6,8 @@ import pytest
 
 from helpers.source import modules
 
-MAX_FILE_LINES = 400
+# Only a limit against drawers: a file follows one thought, at 80 lines as at 600.
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 # "comm.groups" or "comm.groups:GroupCommunicator.split" -> (lines allowed, reason)
