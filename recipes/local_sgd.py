@@ -43,14 +43,14 @@ class Outcome:
     seconds: float
 
 
-def train(policy: str, samples: int, epochs: int, devices: Any, **options: Any) -> Outcome:
+def train(policy: str, samples: int, epochs: int, **options: Any) -> Outcome:
     """Trains from the same start with one policy."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.BatchNorm1d(128), nn.Linear(128, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     windows: list[WindowResult] = []
     config = DdpConfig(quiet=True, **options)
-    with Ddp.setup(model, optimizer, policy=policy, devices=devices, config=config) as ddp:
+    with Ddp.setup(model, optimizer, policy=policy, config=config) as ddp:
         # Committed windows: here the model holds the consensus, the same bits on every rank.
         # Between two of them each rank has a working copy of its own.
         ddp.on_commit(windows.append)
@@ -91,15 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--slow", type=float, default=3.0, help="factor for the last rank")
     parser.add_argument("--anchor", type=int, default=8, help="steps of the slowest in a window")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on two CPU ranks")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     samples, epochs = (4096, 2) if args.smoke else (32768, 5)
-    devices = ["cpu", "cpu"] if args.smoke else "auto"
 
     place = DistributedTrainConfig.from_env()  # what the launcher told this rank
     slow = {place.world_size - 1: args.slow}
     for policy in ("sync", "cadence", "async"):
-        outcome = train(policy, samples, epochs, devices, emulate_slow=slow, anchor=args.anchor)
+        outcome = train(policy, samples, epochs, emulate_slow=slow, anchor=args.anchor)
         if place.rank == 0:
             print(describe(policy, outcome))
 

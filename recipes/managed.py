@@ -92,7 +92,7 @@ def evaluate(model: nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, help="how many; else every CUDA device, or the CPU")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on two CPU ranks")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/managed"), help="for checkpoints")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def main() -> None:
         .batch_size(64)
         .num_epochs(3 if args.smoke else 20)
         .max_grad_norm(1.0)
-        .devices(["cpu", "cpu"] if args.smoke else args.devices or "auto")
+        .devices(args.devices or "auto")
         .eval_fn(evaluate)
         .checkpoint_every(10)
         .checkpoint_fn(lambda _, model: torch.save(model.state_dict(), last))

@@ -75,7 +75,7 @@ class Tagger(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     num_epochs, words = (2, Words(500)) if args.smoke else (10, Words(10_000))
     torch.manual_seed(0)
@@ -89,9 +89,8 @@ def main() -> None:
         collate_fn=pad,
         num_workers=0 if args.smoke else 2,
     )
-    devices = ["cpu", "cpu"] if args.smoke else "auto"
     config = DdpConfig(max_grad_norm=1.0)
-    ddp = Ddp.setup(model, optimizer, scheduler, devices=devices, config=config)
+    ddp = Ddp.setup(model, optimizer, scheduler, config=config)
     device = ddp.device
     batches = ddp.loader(loader, micro_batch_size=16)
     for epoch in range(num_epochs):

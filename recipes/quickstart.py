@@ -53,7 +53,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     torch.manual_seed(0)
     dataset = draw_digits(1500 if args.smoke else 20_000, seed=1)
@@ -61,7 +61,7 @@ def main() -> None:
 
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    ddp = Ddp.setup(model, optimizer, devices=["cpu", "cpu"] if args.smoke else "auto")
+    ddp = Ddp.setup(model, optimizer)
     device = ddp.device
     loader = ddp.loader(dataset, batch_size=64)
     for epoch in range(1 if args.smoke else 5):

@@ -31,9 +31,7 @@ def make_data(count: int) -> Data:
     return TensorDataset(x, x.sin().sum(dim=1, keepdim=True))
 
 
-def train(
-    dataset: Data, steps: int, width: int, devices: Any, **options: Any
-) -> list[WindowResult]:
+def train(dataset: Data, steps: int, width: int, **options: Any) -> list[WindowResult]:
     """Trains from the same start; returns the committed windows."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -41,7 +39,7 @@ def train(
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     windows: list[WindowResult] = []
-    with Ddp.setup(model, optimizer, devices=devices, config=DdpConfig(**options)) as ddp:
+    with Ddp.setup(model, optimizer, config=DdpConfig(**options)) as ddp:
         ddp.on_commit(windows.append)  # on every rank, with the same numbers
         # A small micro-batch lets a rank that is slow take a small part: shares are whole samples.
         loader = ddp.loader(dataset, batch_size=256, micro_batch_size=64, max_steps=steps)
@@ -72,10 +70,9 @@ def describe(name: str, windows: list[WindowResult], seconds: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--slow", type=float, default=3.0, help="factor for the last rank")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on two CPU ranks")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     steps, width = (10, 512) if args.smoke else (60, 1024)
-    devices = ["cpu", "cpu"] if args.smoke else "auto"
     dataset = make_data(256 * steps)
 
     place = DistributedTrainConfig.from_env()  # what the launcher told this rank
@@ -88,7 +85,7 @@ def main() -> None:
     }
     for name, options in ways.items():
         started = time.perf_counter()
-        windows = train(dataset, steps, width, devices, emulate_slow=slow, quiet=True, **options)
+        windows = train(dataset, steps, width, emulate_slow=slow, quiet=True, **options)
         if place.rank == 0:
             print(describe(name, windows, time.perf_counter() - started))
 

@@ -70,7 +70,7 @@ class Tagger(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     num_epochs, words = (2, Words(500)) if args.smoke else (10, Words(10_000))
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--smoke", action="store_true", help="a few seconds on the CPU")
+    parser.add_argument("--smoke", action="store_true", help="less of everything: a few seconds")
     args = parser.parse_args()
     torch.manual_seed(0)
     dataset = draw_digits(1500 if args.smoke else 20_000, seed=1)

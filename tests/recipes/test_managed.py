@@ -13,7 +13,9 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "managed.py"
 
 
 def test_the_managed_recipe_learns_and_saves(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", [RECIPE.name, "--smoke", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", [RECIPE.name, "--smoke", "--devices", "2", "--out", str(tmp_path)]
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(RECIPE), run_name="__main__")
