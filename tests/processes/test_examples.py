@@ -67,28 +67,32 @@ def lab(tmp_path_factory):
         ("pretrain_machines.yaml", {"anchor": 1}),
     ],
 )
-def test_a_configuration_trains(lab, example, changes):
-    stem = Path(example).stem
-    name = ("--name", stem)
-    lab.run(f"examples/{example}", *name, *settings(**changes, max_steps=4), nproc=2)
-    run = lab.path_of(stem)
-    assert run.summary["world_size"] == 2
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_configuration_trains(lab, example, changes, nproc):
+    name = f"{Path(example).stem}-{nproc}"
+    options = ("--name", name, *settings(**changes, max_steps=4))
+    lab.run(f"examples/{example}", *options, nproc=nproc)
+    run = lab.path_of(name)
+    assert run.summary["world_size"] == nproc
     assert run.summary["steps"] == 4
     assert len(run.checkpoints) == 1
 
 
-def test_a_classifier_trains(tmp_path):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_classifier_trains(world_size, tmp_path):
     rows = [{"text": s.text, "label": f"class {s.label}"} for s in samples(60)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     changes = ["data.path=train.jsonl", f"model={TINY_LLAMA}", "seq_len=24", "max_steps=2"]
     command = ["classify", "examples/classify.yaml", *(w for c in changes for w in ("--set", c))]
     Zygote.get().preload("evener.cli", "evener.tasks.classification.job", "peft")
-    with RankTeam(be_evener, 2, str(tmp_path), command) as team:
+    with RankTeam(be_evener, world_size, str(tmp_path), command) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
-    assert [(o.returned, o.value) for o in outcomes] == [(True, 0)] * 2, outcomes[0].story()
+    assert [(o.returned, o.value) for o in outcomes] == [(True, 0)] * world_size, outcomes[
+        0
+    ].story()
     summary = json.loads((tmp_path / "runs" / "classify" / "summary.json").read_text())
-    assert (summary["steps"], summary["world_size"]) == (2, 2)
+    assert (summary["steps"], summary["world_size"]) == (2, world_size)
 
 
 # ── batch scripts ────────────────────────────────────────────────────────────────────────────────
