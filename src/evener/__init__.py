@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from evener.run.team.environment import DistributedBackend as DistributedBackend
     from evener.run.team.environment import DistributedRole as DistributedRole
     from evener.run.team.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.team.team import Member as Member
+    from evener.run.windows.results import Progress as Progress
+    from evener.run.windows.results import RankRecord as RankRecord
     from evener.run.windows.results import WindowResult as WindowResult
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
@@ -87,10 +90,13 @@ _MODULE_OF: Final = {
     "EvenerError": "evener.errors",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
+    "Member": "evener.run.team.team",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",
+    "Progress": "evener.run.windows.results",
     "ProtocolError": "evener.errors",
+    "RankRecord": "evener.run.windows.results",
     "Replicas": "evener.run.manual.replicas",
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",

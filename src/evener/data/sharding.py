@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from evener.errors import ConfigError, DataError
 
@@ -74,9 +74,9 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
     return ordered[rank::world_size]
 
 
-def is_whole(value: object) -> bool:
-    """Whether something is a whole number, such as an ``int`` or one of NumPy's."""
-    return isinstance(value, Integral)
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether something is a whole number, such as an ``int`` or one of NumPy's; no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check(rank: int, world_size: int) -> None:

@@ -27,7 +27,7 @@ from evener.run.team.placement import Devices, devices_of_host, place_in
 from evener.run.team.team import Meeting, Member
 from evener.run.windows.memory import explain
 from evener.run.windows.results import Progress, WindowResult
-from evener.run.windows.share import Share
+from evener.run.windows.share import Share, refuse_number
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
@@ -107,7 +107,7 @@ class Ddp(DataSide):
             process_group: A group of ``torch.distributed`` whose ranks are the team; the default
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
-            quiet: Do not print the team to stderr.
+            quiet: Do not print the team to stderr; warnings are always printed.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
@@ -174,9 +174,10 @@ class Ddp(DataSide):
                 parameters get a gradient. See ``step``.
 
         Raises:
-            UsageError: Outside a micro-batch, a bad weight, a second weight that differs, or
-                gradients that something else has written.
+            UsageError: Outside a micro-batch, a loss that is not a tensor, a bad weight, a second
+                weight that differs, or gradients that something else has written.
         """
+        refuse_number(loss)
         engine = self._engine
         habits, share = engine.options.habits, engine.share
         if not (share.in_micro_batch or engine.in_epoch):

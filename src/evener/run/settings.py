@@ -8,6 +8,7 @@ from typing import Literal
 
 from evener.cadence.elche import ElChe
 from evener.cadence.guard import make_guard
+from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ class DdpConfig:
         emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
         stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
             window that is being computed.
-        quiet: Do not print the team to stderr.
+        quiet: Do not print the team to stderr; warnings are always printed.
     """
 
     max_grad_norm: float | None = None
@@ -121,12 +122,17 @@ class DdpConfig:
         )
         for name in (*whole, *real):
             value = getattr(self, name)
-            fits = _is_whole(value) if name in whole else _is_number(value)
+            fits = is_whole(value) if name in whole else _is_number(value)
             optional = name in ("max_grad_norm", "max_batch_diff")
             if fits or (value is None and optional):
                 continue
             what = "a whole number" if name in whole else "a number"
             raise ConfigError(f"{name} is {value!r}; give {what}{' or None' if optional else ''}")
+        if not isinstance(self.emulate_slow, Mapping):
+            raise ConfigError(
+                f"emulate_slow is {self.emulate_slow!r}; give a factor for each rank to be "
+                "slowed, such as {1: 3.0}"
+            )
         stop_when: object = self.stop_when
         if stop_when is not None and not callable(stop_when):
             raise ConfigError(f"stop_when is {stop_when!r}; give a function without arguments")
@@ -203,5 +209,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return the value of a whole-number option as an ``int``; one of NumPy's will do.
+
+    Raises:
+        ConfigError: It is not a whole number (``32.0`` is a float), or it is below ``least``.
+    """
+    if not is_whole(value) or (number := int(value)) < least:
+        raise ConfigError(f"{name} is {value!r}; give a whole number from {least}")
+    return number

@@ -169,7 +169,7 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
         )
 
     stop_requested = config.stop_when or _never
-    notice = _never_mind if config.quiet or team.rank else _warn
+    notice = _never_mind if team.rank else _warn
     alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
     return EngineOptions(
         max_grad_norm=config.max_grad_norm,

@@ -19,6 +19,7 @@ from evener.run.loading.loaders import make_loader
 from evener.run.loading.stream import StreamLoader, stream_of
 from evener.run.loading.team_loop import Feed, TeamLoader
 from evener.run.local.engine import LocalEngine
+from evener.run.settings import whole_number
 from evener.run.team.team import Meeting
 
 
@@ -104,6 +105,10 @@ class DataSide:
             ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
                 data itself.
         """
+        batch_size = _optional("batch_size", batch_size, 1)
+        num_workers = _optional("num_workers", num_workers, 0)
+        max_steps = _optional("max_steps", max_steps, 0)
+        seed = whole_number("seed", seed, 0)
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
             loader = StreamLoader(
@@ -155,6 +160,8 @@ class DataSide:
                 "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
                 "map-style data set, or let every rank evaluate on all of it"
             )
+        batch_size = _optional("batch_size", batch_size, 1)
+        num_workers = _optional("num_workers", num_workers, 0)
         intake = _read(dataset, False, 0, batch_size, collate_fn, num_workers)
         size = _batch_size(intake)
         loader = EvaluationLoader(
@@ -240,7 +247,7 @@ class DataSide:
         num_samples = intake.order.num_samples
         if intake.drop_last:
             num_samples -= num_samples % size
-        _check_sizes(num_samples, micro_batch_size, max_steps, intake)
+        _check_sizes(num_samples, micro_batch_size, intake)
         for remark in intake.remarks:
             self._engine.options.habits.tell_once(remark)
         if micro_batch_size == "auto" and assembly.takes_turns:
@@ -250,7 +257,7 @@ class DataSide:
         if micro_batch_size == "share":
             micro = size
         elif not isinstance(micro_batch_size, str):
-            micro = micro_batch_size
+            micro = int(micro_batch_size)
         assembly.set_micro_batch_size(micro)
         feed = Feed(
             make_fetcher(intake.dataset, intake.collate_fn, seed, intake.num_workers, prefetch),
@@ -305,14 +312,10 @@ def _batch_size(intake: Intake) -> int:
     size = intake.batch_size
     if size is None:
         raise ConfigError("batch_size is not given; pass the samples of one optimizer step")
-    if size < 1:
-        raise ConfigError(f"batch_size is {size}; give at least 1 sample per optimizer step")
     return size
 
 
-def _check_sizes(
-    num_samples: int, micro_batch_size: int | str, max_steps: int | None, intake: Intake
-) -> None:
+def _check_sizes(num_samples: int, micro_batch_size: int | str, intake: Intake) -> None:
     if num_samples < 1 and intake.order.num_samples:
         raise ConfigError(
             f"drop_last leaves nothing of {intake.order.num_samples} samples in batches of "
@@ -325,7 +328,9 @@ def _check_sizes(
             raise ConfigError(
                 f"micro_batch_size is {micro_batch_size!r}; give a number, 'share' or 'auto'"
             )
-    elif micro_batch_size < 1:
-        raise ConfigError(f"micro_batch_size is {micro_batch_size}; give at least 1 sample")
-    if max_steps is not None and max_steps < 0:
-        raise ConfigError(f"max_steps is {max_steps}; give 0 or more")
+    else:
+        whole_number("micro_batch_size", micro_batch_size, 1)
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else whole_number(name, value, least)

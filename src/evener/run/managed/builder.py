@@ -209,7 +209,7 @@ class DdpBuilder:
         return self._set("metrics_fn", function)
 
     def quiet(self, quiet: bool = True) -> Self:
-        """Does not print the team to standard error."""
+        """Does not print the team to standard error; warnings are always printed."""
         return self._set("quiet", quiet)
 
     def _set(self, name: str, value: Any) -> Self:

@@ -19,7 +19,7 @@ from evener.errors import ConfigError
 from evener.run.assembly.engines import choose_policy
 from evener.run.assembly.precision import choose_precision
 from evener.run.managed.metrics import EpochMetrics
-from evener.run.settings import DdpConfig
+from evener.run.settings import DdpConfig, whole_number
 from evener.run.team.backends import check_backend, check_policy
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import Devices, devices_of_host
@@ -235,8 +235,8 @@ def _check_numbers(given: dict[str, Any]) -> None:
         value = given.get(name, lowest)
         if name == "micro_batch_size" and value == "auto":
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            raise ConfigError(f"{name} is {value!r}; give a whole number from {lowest}")
+        if name in given:
+            given[name] = whole_number(name, value, lowest)
 
 
 def _check_policy(given: dict[str, Any]) -> ApplyPolicy:

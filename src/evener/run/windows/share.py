@@ -3,7 +3,9 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -139,12 +141,7 @@ class Share:
                 "ddp.backward(loss) was called outside a micro-batch; iterate over "
                 "loader.epoch(n) and call it once per batch"
             )
-        units = float(micro.samples if weight is None else weight)
-        if not (math.isfinite(units) and units >= 0):
-            raise UsageError(
-                f"weight is {units}; give the number (>= 0) of samples or tokens that the loss is "
-                "the mean of"
-            )
+        units = float(micro.samples) if weight is None else _units(weight)
         if (None in self._sums) != (part is None) and self._sums:
             raise UsageError(
                 "ddp.backward was called with and without optimizer= in one window; name the "
@@ -235,6 +232,34 @@ class Share:
         elapsed_s = time.perf_counter() - micro.started_s
         self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
         return last
+
+
+def _units(weight: object) -> float:
+    """A weight as a number; one of NumPy's, or a tensor with one element, will do."""
+    units = math.nan
+    if isinstance(weight, SupportsFloat) and not isinstance(weight, bool):
+        with suppress(TypeError, ValueError, RuntimeError):  # a tensor of several elements
+            units = float(weight)
+    if not (math.isfinite(units) and units >= 0):
+        raise UsageError(
+            f"weight is {weight!r}; give the number (>= 0) of samples or tokens that the loss is "
+            "the mean of"
+        )
+    return units
+
+
+def refuse_number(loss: object) -> None:
+    """Refuses a loss that is not a tensor, such as that of ``loss.item()``.
+
+    Raises:
+        UsageError: Says what it is.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"the loss given to ddp.backward is {loss!r}, a {type(loss).__name__} without a graph, "
+            "of which no gradient can be computed; give the tensor that the model's output led to, "
+            "without .item(), float() or .numpy()"
+        )
 
 
 def refuse_loss(loss: Tensor) -> None:
