@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evener.comm.rendezvous import is_loopback, listen, own_address
+from evener.comm.addresses import is_loopback
+from evener.comm.rendezvous import listen, own_address
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 

@@ -84,7 +84,6 @@ def connect(
         return SingleCommunicator(timeout_s=timeout_s)
     if not 0 < port < 65536:
         raise ConfigError(f"port is {port}: the team's store needs one of 1 to 65535 (MASTER_PORT)")
-    address = "127.0.0.1" if address == "localhost" else address
     devices = choose_devices(address, port)
     hosts = rank == 0 if hosts_store is None else hosts_store
     deadline = time.monotonic() + timeout_s

@@ -1,7 +1,6 @@
 """How the ranks of a team find one another: the store, the roll call, the network device."""
 
 import errno
-import ipaddress
 import os
 import secrets
 import socket
@@ -10,6 +9,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakValueDictionary
 
+from evener.comm.addresses import (
+    bind,
+    is_loopback,
+    is_unknown_name,
+    number_behind,
+    numbers_of,
+)
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
 from evener.comm.messages import name_ranks
 from evener.errors import LaunchError
@@ -19,7 +25,6 @@ _LONGEST_PAUSE_S = 0.05
 _BACKLOG = 512
 #: For how long a host tries to reach itself: it answers at once, or the address is another's.
 _OWN_HOST_S = 10.0
-_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ def open_store(
     """Connect to the team's store as soon as it is there; on one rank, serve it too.
 
     Args:
-        address: Name or number of the host that serves the store. A loopback address is served on
-            loopback only.
+        address: Name or number of the host that serves the store; it is served there alone, see
+            ``bind``.
         port: Its port.
         hosts: Whether this process serves it.
         listen_fd: A socket that already listens on ``port``, to serve on; the store closes it. Not
@@ -85,9 +90,9 @@ def open_store(
     server = _servers.get((address, port)) if hosts else None
     if hosts and server is None:
         server = _servers[address, port] = _serve(address, port, listen_fd, timeout_s)
-    left_s = _await_server(address, port, timeout_s)
+    number, left_s = _await_server(address, port, timeout_s)
     try:
-        return _client(address, port, left_s), server
+        return _client(number, port, left_s), server
     except RuntimeError as error:
         raise LaunchError(
             f"{address}:{port} takes connections but does not answer as the store of a team "
@@ -102,9 +107,11 @@ _servers: WeakValueDictionary[tuple[str, int], TCPStore] = WeakValueDictionary()
 def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> TCPStore:
     # A socket that is handed down is bound and does not listen yet; a launcher has made it here.
     descriptor = _listen_within_reach(address, port, timeout_s) if listen_fd is None else listen_fd
+    with socket.socket(fileno=os.dup(descriptor)) as server:
+        own_number = number_behind(address, server.getsockname())
     try:
         return TCPStore(
-            address,
+            own_number,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -122,11 +129,12 @@ def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
     """A socket that listens on ``port``, where ``address`` leads to this host."""
     with listen(address, port) as listener:
         # A server of torch's is its own first client, and would try for minutes.
-        reason = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
-        if reason is not None:
+        reached = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
+        if reached.failure:
             raise LaunchError(
                 f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
-                f"({reason}): give the address of the host that rank 0 runs on (MASTER_ADDR)"
+                f"({reached.failure}): give the address of the host that "
+                "rank 0 runs on (MASTER_ADDR)"
             )
         return listener.detach()
 
@@ -137,25 +145,23 @@ def _client(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket for the team's store, on all networks of this host or on loopback alone.
+    """Return a socket that listens for the clients of the team's store, on this address alone.
 
     Args:
-        address: Where others will look for it; a loopback number is listened on alone.
+        address: Where others will look for it; see ``bind``.
         port: 0 takes one that is free.
 
     Raises:
-        LaunchError: The port is taken, or this host does not have the address.
+        LaunchError: The port is in use, or not allowed.
     """
     try:
-        if is_loopback(address):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family, backlog=_BACKLOG)
-        # Which of its addresses the others can reach is not for this host to say.
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(
-            ("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
-        )
+        listener = bind(address, port)
+        try:
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
@@ -168,36 +174,43 @@ def listen(address: str, port: int) -> socket.socket:
         ) from None
 
 
-def _await_server(address: str, port: int, timeout_s: float) -> float:
-    """Wait until something listens there; return the seconds left."""
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """How trying to connect ended: with the number that answered, or with why none did."""
+
+    number: str = ""
+    failure: str = ""
+
+
+def _await_server(address: str, port: int, timeout_s: float) -> tuple[str, float]:
+    """Wait until something listens there; return its number and the seconds left."""
     patience = _Patience(timeout_s)
-    reason = _reach(address, port, patience)
-    if reason is not None:
+    reached = _reach(address, port, patience)
+    if reached.failure:
         raise LaunchError(
-            f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({reason}): start "
-            "rank 0 there, and check the address, the port and the firewall between the hosts"
+            f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({reached.failure}): "
+            "start rank 0 there, and check the address, the port and the firewall between the hosts"
         )
-    return patience.left_s
+    return reached.number, patience.left_s
 
 
-def _reach(address: str, port: int, patience: _Patience) -> str | None:
-    """Try to connect until it works; say why not when patience is at its end."""
+def _reach(address: str, port: int, patience: _Patience) -> _Reached:
+    """Try to connect until it works or patience is at its end."""
     while True:
         try:
             # Also keeps torch from printing a stack trace for each attempt that comes too early.
-            socket.create_connection((address, port), max(0.1, min(2.0, patience.left_s))).close()
-            return None
-        except socket.gaierror as error:
-            if error.errno in _NO_SUCH_NAME:
+            attempt_s = max(0.1, min(2.0, patience.left_s))
+            with socket.create_connection((address, port), attempt_s) as connection:
+                return _Reached(number=number_behind(address, connection.getpeername()))
+        except (OSError, UnicodeError) as error:
+            if is_unknown_name(error):
                 raise LaunchError(
                     f"the address {address!r} of rank 0 is unknown here: give a name or number "
                     "that this host can resolve (MASTER_ADDR)"
                 ) from None
-            detail = error.strerror
-        except OSError as error:
-            detail = error.strerror or "no answer"
+            detail = getattr(error, "strerror", None) or "no answer"
         if not patience.pause():
-            return detail
+            return _Reached(failure=detail)
 
 
 def call_roll(
@@ -312,7 +325,7 @@ def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ..
                 f"GLOO_SOCKET_IFNAME is {wanted!r} ({first_line(error)}): name interfaces of this "
                 f"host with an address, of {', '.join(n for _, n in socket.if_nameindex())}"
             ) from None
-    host = address if is_loopback(address) else own_address(address, port)
+    host = numbers_of(address)[0] if is_loopback(address) else own_address(address, port)
     return (ProcessGroupGloo.create_device(hostname=host),)
 
 
@@ -336,14 +349,6 @@ def own_address(address: str, port: int) -> str:
         if not is_loopback(own):
             return own
     return "127.0.0.1"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether ``address`` is a number that names this host only."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def first_line(error: BaseException) -> str:

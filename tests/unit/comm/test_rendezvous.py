@@ -13,7 +13,6 @@ from evener.comm.rendezvous import (
     call_roll,
     choose_devices,
     first_line,
-    is_loopback,
     open_store,
 )
 from evener.errors import LaunchError
@@ -122,14 +121,6 @@ def test_a_board_whose_host_is_gone_answers_nothing() -> None:
 )
 def test_messages_of_torch_without_paths_and_stacks(message: str, text: str) -> None:
     assert first_line(RuntimeError(message)) == text
-
-
-def test_loopback_addresses() -> None:
-    assert is_loopback("127.0.0.1")
-    assert is_loopback("127.0.1.1")
-    assert is_loopback("::1")
-    assert not is_loopback("10.0.0.1")
-    assert not is_loopback("node-17")
 
 
 def test_devices_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ lines of JSON of limited length. As with torch's own store, nothing authenticate
 private network.
 """
 
+import errno
 import json
+import secrets
 import selectors
 import socket
 import time
@@ -15,19 +17,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
 from evener.errors import LaunchError
 from evener.run.launching.nodes import Node
 from evener.run.launching.ranks import MAX_NPROC, LocalRanks
 from evener.run.launching.terminal import say
-from evener.run.team.address import is_loopback
 from evener.version import __version__
 
 _LONGEST_LINE_BYTES = 4096
+_LARGEST_NUMBER = 10**6
 _BACKLOG = 512
+# Connections that have not said yet who they are. A launcher speaks as soon as it has connected, so
+# the oldest of them can be closed for a new one: it was none, or comes again.
+_MOST_STRANGERS = 32
+_MOST_REFUSALS = 8  # are printed; what is printed for each attempt would fill a disk
+_SILENCE_S = 10.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _CONNECT_S = 5.0
-_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 
 def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, socket.socket | None]:
@@ -50,6 +57,11 @@ def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, sock
     if node.number > 0:
         return _join(node, nproc), None
     listener = _listen(node, listen=True)
+    if listens_everywhere(listener):
+        say(
+            f"evener: {node.host} is not the address of a network interface of this machine, so "
+            "node 0 listens on all of them"
+        )
     try:
         ranks = _Host(node, nproc, listener).gather()
         if not store_waits:  # a torch script opens the port itself
@@ -102,10 +114,10 @@ def _encode(**values: object) -> bytes:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """A message; ``None`` for what none of our launchers has sent."""
+    """Return a message; ``None`` for what none of our launchers has sent."""
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # lists in lists in lists exhaust the parser's stack
         return None
     return message if isinstance(message, dict) else None
 
@@ -113,9 +125,16 @@ def _decode(line: bytes) -> dict[str, Any] | None:
 def _parse_hello(message: Mapping[str, Any]) -> _Hello | None:
     numbers = [message.get(name) for name in ("node", "nnodes", "nproc")]
     version = message.get("evener")
-    if not isinstance(version, str) or not all(type(n) is int for n in numbers):
+    if not isinstance(version, str):
         return None
-    return _Hello(version[:64], *numbers)  # type: ignore[arg-type]
+    if not all(type(n) is int and abs(n) <= _LARGEST_NUMBER for n in numbers):
+        return None
+    return _Hello(_printable(version)[:64], *numbers)  # type: ignore[arg-type]
+
+
+def _printable(text: str) -> str:
+    """Return text without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
@@ -151,22 +170,11 @@ def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
 
 def _listen(node: Node, *, listen: bool) -> socket.socket:
     try:
-        if is_loopback(node.host):
-            family = socket.AF_INET6 if ":" in node.host else socket.AF_INET
-            address = "127.0.0.1" if node.host == "localhost" else node.host
-        else:
-            # Which of its addresses the others can reach is not for this host to say.
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            address = ""
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = bind(node.host, node.port)
         try:
-            if family == socket.AF_INET6 and not address:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, node.port))
             if listen:
                 listener.listen(_BACKLOG)
-        except BaseException:
+        except OSError:
             listener.close()
             raise
     except OSError as error:
@@ -180,19 +188,24 @@ def _listen(node: Node, *, listen: bool) -> socket.socket:
 
 @dataclass(slots=True)
 class _Host:
-    """Node 0 while it waits for the others."""
+    """Node 0 while it waits for the others.
+
+    Whoever reaches the port can connect, so no connection ends the wait: a launcher that does not
+    fit is told why and ends, and node 0 prints the same and keeps waiting.
+    """
 
     node: Node
     nproc: int
     listener: socket.socket
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _lines: dict[socket.socket, bytearray] = field(default_factory=dict)
+    _strangers: dict[socket.socket, bytearray] = field(default_factory=dict)
     _nodes: dict[socket.socket, _Hello] = field(default_factory=dict)
+    _refusals: list[str] = field(default_factory=list)
     _is_reached: bool = False
 
     def gather(self) -> LocalRanks:
         """Waits until all are here, and tells each which ranks are its own."""
-        token = f"{time.monotonic_ns():x}"
+        token = secrets.token_hex(8)
         self.listener.setblocking(False)
         self._selector.register(self.listener, selectors.EVENT_READ)
         try:
@@ -208,7 +221,7 @@ class _Host:
                 self._tell(connection, error=str(error))
             raise
         finally:
-            for connection in [*self._lines]:
+            for connection in [*self._strangers, *self._nodes]:
                 self._drop(connection)
             self._selector.close()
 
@@ -220,8 +233,9 @@ class _Host:
         # Rank 0 is going to meet its own store under this address: a wrong one is noticed here.
         try:
             own = socket.create_connection((self.node.host, self.node.port), _CONNECT_S)
-        except OSError as error:
-            raise LaunchError(self._is_no_address(error.strerror or "no answer")) from None
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or "no answer"
+            raise LaunchError(self._is_no_address(why)) from None
         own.sendall(_encode(token=token))
         return own
 
@@ -237,10 +251,11 @@ class _Host:
         while not self._is_reached or len(self._nodes) < self.node.nnodes - 1:
             waited_s = time.monotonic() - started
             if waited_s >= self.node.timeout_s:
+                refused = f"; refused: {self._refusals[-1]}" if self._refusals else ""
                 raise LaunchError(
                     f"node 0 waited {self.node.timeout_s:.0f} s at {self.node.where} for "
                     f"{self._missing}: start the same command there with its --node-rank, or look "
-                    "at its output"
+                    f"at its output{refused}"
                 )
             if waited_s > 1.0 and not said:
                 said = True
@@ -252,8 +267,10 @@ class _Host:
                 raise LaunchError(self._is_no_address("another machine has this address"))
             for key, _ in ready:
                 if key.fileobj is self.listener:
-                    self._welcome()
-                elif isinstance(key.fileobj, socket.socket):
+                    self._welcome(token)
+                elif key.fileobj in self._nodes:
+                    self._drop(key.fileobj)  # it ended before all were here, or is none of ours
+                elif key.fileobj in self._strangers:
                     self._read(key.fileobj, token)
 
     @property
@@ -261,24 +278,39 @@ class _Host:
         absent = [str(n) for n in range(self.node.nnodes) if n not in self._counts]
         return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.node.nnodes}"
 
-    def _welcome(self) -> None:
+    def _welcome(self, token: str) -> None:
         try:
             connection, _ = self.listener.accept()
-        except OSError:  # it has gone again
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return  # else it has gone again
         connection.setblocking(False)
-        self._lines[connection] = bytearray()
+        self._strangers[connection] = bytearray()
         self._selector.register(connection, selectors.EVENT_READ)
+        # At once: what has said who it is can no longer be taken for the oldest stranger.
+        self._read(connection, token)
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Drops the stranger that has been silent for longest."""
+        if self._strangers:
+            self._drop(next(iter(self._strangers)))
+        else:  # all descriptors are in use elsewhere; select would return at once
+            time.sleep(_FIRST_PAUSE_S)
 
     def _read(self, connection: socket.socket, token: str) -> None:
         try:
             chunk = connection.recv(_LONGEST_LINE_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
             chunk = b""
-        line = self._lines[connection]
+        line = self._strangers[connection]
         line += chunk
-        if not chunk or len(line) > _LONGEST_LINE_BYTES or connection in self._nodes:
-            self._drop(connection)  # ended before all were here, or none of ours
+        if not chunk or len(line) > _LONGEST_LINE_BYTES:
+            self._drop(connection)
             return
         if not line.endswith(b"\n"):
             return
@@ -286,13 +318,24 @@ class _Host:
         hello = _parse_hello(message)
         if message.get("token") == token:
             self._is_reached = True
+            self._drop(connection)
         elif hello is None:
             self._drop(connection)
         elif wrong := check_hello(self.node, hello, self._counts):
-            self._tell(connection, error=wrong)
-            raise LaunchError(wrong)
+            self._refuse(connection, wrong)
         else:
+            del self._strangers[connection]
             self._nodes[connection] = hello
+            self._tell(connection, waiting=True)
+
+    def _refuse(self, connection: socket.socket, wrong: str) -> None:
+        with suppress(OSError):
+            wrong = f"{wrong} (from {connection.getpeername()[0]})"
+        self._tell(connection, error=wrong)
+        self._drop(connection)
+        if wrong not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+            self._refusals.append(wrong)
+            say(f"evener: refused a launcher: {wrong}; still waiting for {self._missing}")
 
     def _tell(self, connection: socket.socket, **values: object) -> None:
         with suppress(OSError):  # it is missed where its ranks should be
@@ -301,31 +344,40 @@ class _Host:
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         self._nodes.pop(connection, None)
-        del self._lines[connection]
+        self._strangers.pop(connection, None)
         connection.close()
 
 
 # ── the other nodes ──────────────────────────────────────────────────────────────────────────────
 
 
+class _ClosedError(Exception):
+    """What listens at the address closed the connection before it had answered."""
+
+
 def _join(node: Node, nproc: int) -> LocalRanks:
     deadline = time.monotonic() + node.timeout_s
     pause_s, said = _FIRST_PAUSE_S, False
+    closed_at: float | None = None
     while True:
         left_s = deadline - time.monotonic()
         try:
             address = (node.host, node.port)
             with socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s))) as connection:
                 return _ask(node, nproc, connection, deadline)
-        except socket.gaierror as error:
-            if error.errno in _NO_SUCH_NAME:
+        except _ClosedError:
+            # Node 0 does that to the oldest of many connections which have not said who they are.
+            closed_at = closed_at or time.monotonic()
+            if time.monotonic() - closed_at >= min(_SILENCE_S, node.timeout_s):
+                raise LaunchError(_is_no_answer(node, "closed the connection")) from None
+            why = "it closed the connection"
+        except (OSError, UnicodeError) as error:
+            if is_unknown_name(error):
                 raise LaunchError(
                     f"the address {node.host!r} of node 0 is unknown here: give a name or number "
                     "that this machine can resolve (--master-addr)"
                 ) from None
-            why = error.strerror
-        except OSError as error:
-            why = error.strerror or "no answer"
+            why = getattr(error, "strerror", None) or "no answer"
         if time.monotonic() >= deadline:
             raise LaunchError(
                 f"node {node.number} waited {node.timeout_s:.0f} s for node 0, but nothing listens "
@@ -340,10 +392,21 @@ def _join(node: Node, nproc: int) -> LocalRanks:
 
 
 def _ask(node: Node, nproc: int, connection: socket.socket, deadline: float) -> LocalRanks:
+    """Says who this node is, and waits for its ranks.
+
+    Raises:
+        LaunchError: Node 0 refused it, did not answer in time, or is something else.
+        _ClosedError: The connection ended before any answer.
+    """
     hello = {"evener": __version__, "node": node.number, "nnodes": node.nnodes, "nproc": nproc}
+    answers = _Answers(connection)
     try:
         connection.sendall(_encode(**hello))
-        line = _read_line(connection, deadline)
+        line = answers.first(node, deadline)
+        if not line:
+            raise _ClosedError
+        if (_decode(line) or {}).get("waiting") is True:
+            line = answers.next(deadline)
     except TimeoutError:
         raise LaunchError(
             f"node {node.number} waited {node.timeout_s:.0f} s at {node.where} for node 0 to name "
@@ -351,29 +414,61 @@ def _ask(node: Node, nproc: int, connection: socket.socket, deadline: float) -> 
             "something else"
         ) from None
     except OSError:
+        if not answers.have_come:
+            raise _ClosedError from None
         line = b""
     answer = _decode(line) or {}
     if isinstance(answer.get("error"), str):
-        raise LaunchError(answer["error"])
+        raise LaunchError(_printable(answer["error"]))
     first, world_size = answer.get("first_rank"), answer.get("world_size")
     if type(first) is not int or type(world_size) is not int:
         what = "answered something else" if line else "closed the connection"
-        raise LaunchError(
-            f"{node.where} {what} when node {node.number} asked for its ranks: node 0 has ended "
-            f"(its output says why), its team is complete already (is --node-rank {node.number} "
-            "started twice?), or another program uses that port"
-        )
+        raise LaunchError(_is_no_answer(node, what))
     return LocalRanks(
         first=first, count=nproc, world_size=world_size, host=node.host, port=node.port
     )
 
 
-def _read_line(connection: socket.socket, deadline: float) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= _LONGEST_LINE_BYTES:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        chunk = connection.recv(_LONGEST_LINE_BYTES)
-        if not chunk:
-            break
-        line += chunk
-    return line
+def _is_no_answer(node: Node, what: str) -> str:
+    return (
+        f"{node.where} {what} when node {node.number} asked for its ranks: node 0 has ended "
+        f"(its output says why), its team is complete already (is --node-rank {node.number} "
+        "started twice?), or another program uses that port"
+    )
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Lines that come over a connection, of limited length."""
+
+    connection: socket.socket
+    have_come: bool = False
+    _rest: bytes = b""
+
+    def first(self, node: Node, deadline: float) -> bytes:
+        """The first line, which node 0 sends at once; prints whom it waits for if it does not."""
+        try:
+            return self.next(min(deadline, time.monotonic() + _SILENCE_S))
+        except TimeoutError:
+            host, port = self.connection.getpeername()[:2]
+            say(
+                f"evener: {host} port {port} accepted the connection of node {node.number} "
+                f"{_SILENCE_S:.0f} s ago and has not answered; waiting for it until "
+                f"{node.timeout_s:.0f} s are over. Is that node 0 of this run, or another program?"
+            )
+            return self.next(deadline)
+
+    def next(self, deadline: float) -> bytes:
+        """The next line; empty when the connection has ended. Raises ``TimeoutError``."""
+        while b"\n" not in self._rest and len(self._rest) <= _LONGEST_LINE_BYTES:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left_s)
+            chunk = self.connection.recv(_LONGEST_LINE_BYTES)
+            if not chunk:
+                break
+            self._rest += chunk
+            self.have_come = True
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line

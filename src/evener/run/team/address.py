@@ -44,15 +44,6 @@ def parse_address(address: object, name: str) -> tuple[str, int | None]:
     return host, int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or number leads to this host alone, wherever it is used."""
-    # That of comm/rendezvous.py takes numbers only, and loads torch, which a launcher does not.
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _split(text: str) -> tuple[str, str | None]:
     if "/" in text:  # the address of a page
         return "", None

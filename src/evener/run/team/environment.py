@@ -8,9 +8,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from evener.comm.addresses import is_loopback
 from evener.errors import ConfigError
 from evener.run.team import slurm
-from evener.run.team.address import is_loopback, parse_address
+from evener.run.team.address import parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"

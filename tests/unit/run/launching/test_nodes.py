@@ -128,18 +128,28 @@ def test_ranks_are_numbered_node_after_node(store_waits):
     assert places == [(0, 2, 6, *where), (2, 1, 6, *where), (3, 3, 6, *where)]
 
 
-def test_unlike_numbers_of_machines_are_refused_on_both():
+def test_who_does_not_fit_is_told_and_named_by_node_0(capsys):
     port = free_port()
-    first, second = run_nodes(node(0, port, nnodes=2), node(1, port, nnodes=3))
-    assert "node 0 was started with --nnodes 2, node 1 with --nnodes 3" in first
-    assert second == first
+    first, second = run_nodes(node(0, port, nnodes=2, timeout_s=3.0), node(1, port, nnodes=3))
+    assert "node 0 was started with --nnodes 2, node 1 with --nnodes 3" in second
+    assert "(from 127.0.0.1)" in second
+    assert f"node 0 waited 3 s at 127.0.0.1:{port} for node 1 of 2" in first
+    assert f"; refused: {second}" in first
+    said = capsys.readouterr().err
+    assert f"refused a launcher: {second}; still waiting for node 1 of 2" in said
 
 
-def test_a_number_given_twice_is_refused_on_all():
+def test_a_number_given_twice_is_refused_where_it_is_the_second():
     port = free_port()
-    results = run_nodes(node(0, port), node(1, port), node(1, port))
-    for said in results:
-        assert "two machines were started with --node-rank 1; number them from 0 to 2" in said
+    with first_node(port, nnodes=3) as results:
+        with visit(port, hello(nnodes=3)) as second:
+            assert second.recv(64) == b'{"waiting": true}\n'
+            (said,) = run_nodes(node(1, port))
+            assert "two machines were started with --node-rank 1; number them from 0 to 2" in said
+            (third,) = run_nodes(node(2, port))
+            assert json.loads(second.makefile().readline())["first_rank"] == 2
+        assert (third.first, third.world_size) == (3, 5)
+    results[0][1].close()
 
 
 def test_who_does_not_come_is_named():
@@ -213,6 +223,8 @@ def has_been_sent_away(connection):
         b"[]\n",
         b'{"evener": 1}\n',
         b'{"evener": "x", "node": true, "nnodes": 2, "nproc": 1}\n',
+        b"[" * 4000 + b"\n",
+        b'{"evener": "x", "node": ' + b"9" * 4000 + b', "nnodes": 2, "nproc": 1}\n',
         b"x" * 10_000,
         b"",
     ],
@@ -237,12 +249,37 @@ def test_a_machine_that_goes_before_all_are_there_may_come_again():
     results[0][1].close()
 
 
-def test_another_version_is_refused():
+def test_another_version_is_refused_and_the_right_one_taken(capsys):
     port = free_port()
-    with first_node(port) as results, visit(port, hello(evener="0.0.1")) as other:
-        answer = json.loads(other.makefile().readline())
-    assert f"node 0 runs evener {__version__}, node 1 runs 0.0.1" in answer["error"]
-    assert results == [answer["error"]]
+    with first_node(port) as results:
+        with visit(port, hello(evener="0.0.1\x1b[2J")) as other:
+            answer = json.loads(other.makefile().readline())
+        assert f"node 0 runs evener {__version__}, node 1 runs 0.0.1?[2J" in answer["error"]
+        meet(node(1, port, nnodes=2), 1, store_waits=True)
+    assert answer["error"] in capsys.readouterr().err
+    results[0][1].close()
+
+
+def test_a_connection_that_is_closed_unheard_is_tried_again():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            server.accept()[0].close()
+            with server.accept()[0] as connection:
+                assert json.loads(connection.makefile().readline())["node"] == 1
+                connection.sendall(b'{"waiting": true}\n{"first_rank": 2, "world_size": 3}\n')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        ranks, _ = meet(node(1, server.getsockname()[1]), 1, store_waits=True)
+        thread.join(PATIENCE_S)
+    assert (ranks.first, ranks.world_size) == (2, 3)
+
+
+def test_a_name_that_is_none_is_said_at_once():
+    place = Node(number=1, nnodes=2, host="a" * 70, port=1, timeout_s=PATIENCE_S)
+    (said,) = run_nodes(place)
+    assert "of node 0 is unknown here" in said
 
 
 def test_something_else_at_the_address():

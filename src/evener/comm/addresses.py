@@ -1,0 +1,122 @@
+"""Which address of this host a name stands for, and sockets that listen there alone.
+
+Launchers use it, so it loads no torch.
+"""
+
+import errno
+import socket
+from ipaddress import ip_address
+from typing import Any
+
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or number stands for the host itself, whichever host uses it.
+
+    That holds for loopback numbers and for ``localhost``, also where that is ``::1`` alone. Another
+    name that leads to a loopback number here (many distributions map a host's own name to
+    127.0.1.1) leads elsewhere on other hosts, so it does not count.
+    """
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_unknown_name(error: OSError | UnicodeError) -> bool:
+    """Return whether an attempt to connect failed for a name that no retry makes known."""
+    # Python encodes names before it asks for them, and refuses labels of more than 63 letters.
+    is_name = isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME
+    return is_name or isinstance(error, UnicodeError)
+
+
+def numbers_of(host: str) -> list[str]:
+    """Return the numbers that a host has here, IPv4 first; of a number, itself.
+
+    Hosts that share IPv4 alone are common, hosts that share IPv6 alone are rare. Where a name has
+    both, all ranks must choose alike, so the order is fixed.
+
+    Raises:
+        OSError, UnicodeError: The name is unknown here.
+    """
+    if _is_number(host):
+        return [host]
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    ordered = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that is bound to the address of a host, and does not listen yet.
+
+    Where the host has no address of this machine's own (a forwarded address, the virtual one of a
+    Kubernetes service), or its name leads to loopback here and elsewhere on other hosts, the socket
+    is bound to all addresses: others could not connect otherwise.
+
+    Args:
+        host: Name or number under which others will look for it.
+        port: 0 takes one that is free.
+
+    Raises:
+        OSError: The port is in use, or not allowed.
+    """
+    try:
+        numbers = numbers_of(host)
+    except (OSError, UnicodeError):  # reported by whoever connects
+        numbers = []
+    for number in numbers:
+        if is_loopback(number) and not is_loopback(host):
+            continue
+        try:
+            return _bound(socket.AF_INET6 if ":" in number else socket.AF_INET, number, port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    if socket.has_dualstack_ipv6():
+        return _bound(socket.AF_INET6, "", port)
+    return _bound(socket.AF_INET, "", port)
+
+
+def listens_everywhere(bound: socket.socket) -> bool:
+    """Return whether a socket is bound to every address of this machine."""
+    return ip_address(str(bound.getsockname()[0])).is_unspecified
+
+
+def number_behind(host: str, end: tuple[Any, ...]) -> str:
+    """Return a number for a host, given an end of a socket there.
+
+    Args:
+        host: Its name or number.
+        end: What ``getsockname`` or ``getpeername`` returned.
+
+    Returns:
+        The host itself if it is a number or the end stands for every address.
+    """
+    number = str(end[0])
+    return host if _is_number(host) or ip_address(number).is_unspecified else number
+
+
+def _is_number(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
+
+
+def _bound(family: socket.AddressFamily, number: str, port: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Lets a run begin on the port of one that has just ended.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and not number:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Resolved again for the sake of a scope, as in fe80::1%eth0.
+        info = socket.getaddrinfo(
+            number or None, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        bound.bind(info[0][4])
+    except BaseException:
+        bound.close()
+        raise
+    return bound

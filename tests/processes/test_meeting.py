@@ -1,0 +1,197 @@
+"""Launchers that meet under attack, beside launchers of other runs, and on ``::1`` alone."""
+
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from evener.version import __version__
+from helpers.launched import Ended, Running, Sandbox
+from helpers.limits import PATIENCE_S
+from helpers.machines import ADDRESSES, TwoMachines
+from helpers.ports import free_port
+
+TELL_PLACE = "print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+
+FROM_ANOTHER_VERSION = """
+import sys
+from evener import version
+version.__version__ = "0.0.1"
+from evener.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+#: A host whose ``localhost`` is ``::1``: Python alone resolves names there, C++ is given numbers.
+IPV6_ALONE = """
+import socket
+def resolve(host, *args, ask=socket.getaddrinfo, **kwargs):
+    return ask("::1" if host == "localhost" else host, *args, **kwargs)
+socket.getaddrinfo = resolve
+"""
+
+TRAIN = """
+import torch
+from evener import Ddp
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
+    data = [(torch.ones(2), torch.ones(1))] * 8
+    for epoch in range(1):
+        for x, y in ddp.loader(data, batch_size=4, micro_batch_size=2).epoch(epoch):
+            ddp.backward(torch.nn.functional.mse_loss(model(x), y))
+            ddp.step()
+    port = int(os.environ["MASTER_PORT"])
+    listening = [
+        line.split()[1].partition(":")[0]
+        for name in ("tcp", "tcp6")
+        for line in open(f"/proc/net/{name}").readlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    print(ddp.rank, ddp.world_size, *listening, flush=True)
+"""
+
+
+@pytest.fixture
+def sandboxes(tmp_path: Path) -> Iterator[list[Sandbox]]:
+    with ExitStack() as stack:
+        made = []
+        for number in range(2):
+            folder = tmp_path / f"machine-{number}"
+            folder.mkdir()
+            made.append(Sandbox(folder))
+            stack.callback(made[-1].close)
+        yield made
+
+
+def command(node: int, address: str, *script: object) -> list[object]:
+    nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", address, "--nproc", 1)
+    return ["launch", *nodes, *script]
+
+
+def visit(port: int, text: bytes = b"") -> socket.socket:
+    """Connects as soon as node 0 listens."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            continue
+        connection.sendall(text)
+        return connection
+
+
+def read_until(running: Running, words: str) -> str:
+    """Reads what a command writes to standard error until it has said that."""
+    assert running.process.stderr is not None
+    said = ""
+    deadline = time.monotonic() + PATIENCE_S
+    while words not in said:
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([running.process.stderr], [], [], left_s)
+        assert ready, f"{words!r} not in {said!r}"
+        chunk = os.read(running.process.stderr.fileno(), 65_536)
+        assert chunk, f"it has ended: {said}"
+        said += chunk.decode()
+    return said
+
+
+def hello(**changes: object) -> bytes:
+    said = {"evener": __version__, "node": 1, "nnodes": 2, "nproc": 1, **changes}
+    return json.dumps(said).encode() + b"\n"
+
+
+def test_no_visitor_ends_or_stalls_the_meeting(sandboxes: list[Sandbox]) -> None:
+    first, second = sandboxes
+    silent = socket.create_server(
+        ("127.0.0.1", 0)
+    )  # something that is no launcher, and says so late
+    port = free_port()
+    script = first.script(TELL_PLACE)
+    with silent, ExitStack() as visitors:
+        silent_port = silent.getsockname()[1]
+        waiting = second.evener(*command(1, f"127.0.0.1:{silent_port}", script))
+        # 64 descriptors, of which Python and the launcher need some themselves.
+        evener = f'ulimit -n 64; exec "{sys.executable}" -P -m evener "$@"'
+        host = first.start("bash", "-c", evener, "evener", *command(0, f"127.0.0.1:{port}", script))
+
+        for _ in range(100):
+            visitors.enter_context(visit(port))
+        visitors.enter_context(visit(port, b"[" * 4000 + b"\n"))
+        visitors.enter_context(visit(port, b'{"a":' * 800 + b"\n"))
+        # Strangers that look like launchers: each is told, and ends nothing.
+        for changes, told in (
+            ({"evener": "0.0.2\x1b[2J"}, f"node 0 runs evener {__version__}, node 1 runs 0.0.2?["),
+            ({"nnodes": 3}, "node 0 was started with --nnodes 2, node 1 with --nnodes 3"),
+            ({"node": 0}, "two machines were started with --node-rank 0"),
+        ):
+            stranger = visitors.enter_context(visit(port, hello(**changes)))
+            assert told in json.loads(stranger.makefile().readline())["error"]
+        other = second.start(
+            sys.executable,
+            "-c",
+            FROM_ANOTHER_VERSION,
+            *command(1, f"127.0.0.1:{port}", script),
+        ).end()
+        refusal = f"node 0 runs evener {__version__}, node 1 runs 0.0.1; install the same version"
+        assert (other.code, refusal in other.err) == (1, True), other.err
+
+        right = second.evener(*command(1, f"127.0.0.1:{port}", script)).end()
+        ended = host.end()
+        assert (right.code, right.out, right.err) == (0, "1 2\n", "")
+        assert (ended.code, ended.out) == (0, "0 2\n"), ended.err
+        assert refusal in ended.err
+        assert "still waiting for node 1 of 2" in ended.err
+        assert "\x1b" not in ended.err
+
+        # It has waited all the while, and takes the answer when there is one.
+        said = read_until(waiting, "has not answered")
+        assert f"127.0.0.1 port {silent_port} accepted the connection of node 1 10 s ago" in said
+        connection, _ = silent.accept()
+        with connection:
+            connection.sendall(b'{"first_rank": 4, "world_size": 5}\n')
+            assert waiting.end().out == "4 5\n"
+
+
+def ends_of(running: list[Running]) -> list[Ended]:
+    ended = [each.end() for each in running]
+    for each in ended:
+        assert each.code == 0, each.err
+    return ended
+
+
+def test_localhost_may_be_the_ipv6_loopback_address(sandboxes: list[Sandbox]) -> None:
+    port = free_port()
+    running = []
+    for node, sandbox in enumerate(sandboxes):
+        site = sandbox.folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(IPV6_ALONE)
+        sandbox.environ["PYTHONPATH"] += f"{os.pathsep}{site}"
+        script = sandbox.script(TRAIN)
+        running.append(sandbox.evener(*command(node, f"localhost:{port}", script)))
+    first, second = ends_of(running)
+    loopback = "00000000000000000000000001000000"
+    assert first.out == f"0 2 {loopback}\n"
+    assert second.out == f"1 2 {loopback}\n"
+
+
+@pytest.mark.root
+def test_the_store_listens_at_the_address_given_alone(sandboxes: list[Sandbox]) -> None:
+    with TwoMachines() as machines:
+        running = []
+        for node, sandbox in enumerate(sandboxes):
+            words = command(node, ADDRESSES[0], sandbox.script(TRAIN))
+            evener = (sys.executable, "-P", "-m", "evener", *words)
+            running.append(sandbox.start(*machines.command(node, *evener)))
+        first, second = ends_of(running)
+    number = bytes(reversed(socket.inet_aton(ADDRESSES[0]))).hex().upper()
+    assert first.out == f"0 2 {number}\n"
+    assert second.out == "1 2\n"  # its machine serves nothing
