@@ -70,7 +70,11 @@ def run_rank(arguments: argparse.Namespace) -> int:
         policy=arguments.policy,
         devices="cpu",
         precision="fp32",
-        config=DdpConfig(emulate_slow=slow, anchor=arguments.anchor, timeout_s=TIMEOUT_S),
+        config=DdpConfig(
+            emulate_slow=slow,
+            anchor=None if arguments.policy == "sync" else arguments.anchor,
+            timeout_s=TIMEOUT_S,
+        ),
         quiet=True,
     ) as ddp:
         slowdown = ddp.assembly.engine.options.slowdown

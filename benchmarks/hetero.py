@@ -278,7 +278,7 @@ class Evener(Way):
             config=DdpConfig(
                 emulate_slow=slow,
                 partition_ratios=ratios,
-                anchor=arguments.anchor,
+                anchor=None if policy == "sync" else arguments.anchor,
                 timeout_s=TIMEOUT_S,
                 quiet=True,
             ),

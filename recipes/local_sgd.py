@@ -98,7 +98,8 @@ def main() -> None:
     place = DistributedTrainConfig.from_env()  # what the launcher told this rank
     slow = {place.world_size - 1: args.slow}
     for policy in ("sync", "cadence", "async"):
-        outcome = train(policy, samples, epochs, emulate_slow=slow, anchor=args.anchor)
+        anchor = None if policy == "sync" else args.anchor  # sync averages in every step
+        outcome = train(policy, samples, epochs, emulate_slow=slow, anchor=anchor)
         if place.rank == 0:
             print(describe(policy, outcome))
 

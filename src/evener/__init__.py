@@ -12,6 +12,8 @@ from evener.version import __version__
 
 if TYPE_CHECKING:
     from evener.cadence.elche import ElChe as ElChe
+    from evener.cadence.guard import DivergenceGuard as DivergenceGuard
+    from evener.cadence.guard import Verdict as Verdict
     from evener.cadence.policies import ApplyPolicy as ApplyPolicy
     from evener.data.sharding import shard_batches as shard_batches
     from evener.data.sharding import shard_files as shard_files
@@ -85,6 +87,7 @@ _MODULE_OF: Final = {
     "DistributedRole": "evener.run.team.environment",
     "DistributedTrainConfig": "evener.run.team.environment",
     "DistributedTrainer": "evener.tasks.trainers.distributed",
+    "DivergenceGuard": "evener.cadence.guard",
     "ElChe": "evener.cadence.elche",
     "EpochMetrics": "evener.run.managed.metrics",
     "EvenerError": "evener.errors",
@@ -105,6 +108,7 @@ _MODULE_OF: Final = {
     "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
+    "Verdict": "evener.cadence.guard",
     "WindowResult": "evener.run.windows.results",
     "WorkerError": "evener.errors",
     "pretrain": "evener.tasks.pretraining",

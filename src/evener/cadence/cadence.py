@@ -6,7 +6,7 @@ from heapq import heapify, heapreplace
 from typing import Any, final
 
 from evener.cadence.elche import ElChe
-from evener.cadence.guard import DivergenceGuard, Verdict
+from evener.cadence.guard import DivergenceGuard, Verdict, ask_guard
 from evener.cadence.local import LocalPlan, LocalReport
 from evener.cadence.policies import ApplyPolicy, Planner
 from evener.errors import CheckpointError, ConfigError
@@ -86,7 +86,7 @@ class CadencePolicy(Planner):
             sync_s: Seconds that averaging took of the ranks' time, without waiting for the slowest;
                 of the window before, as far as it is known only afterwards.
         """
-        self._verdict = self._guard.report(max(r.divergence for r in reports))
+        self._verdict = ask_guard(self._guard, max(r.divergence for r in reports))
         steps = [r.steps for r in reports]
         if not any(steps):
             return

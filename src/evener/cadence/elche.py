@@ -23,6 +23,15 @@ _BEYOND_ROUNDING = 0.75
 """And only if it is off by more of a batch than rounding explains: small counts, of which one batch
 is more than the dead zone, would otherwise go back and forth with noise."""
 
+ANCHOR = 10
+"""The anchor that a run starts from, unless told otherwise."""
+
+MAX_ANCHOR = 200
+"""The anchor grows no further, unless told otherwise or started from a larger one."""
+
+LEAST_OVERHEAD, MOST_OVERHEAD = 0.01, 0.50
+"""Within these, ``overhead_target`` may be chosen."""
+
 _SAME_MS = 1e-6
 """Ranks whose batches take equally long up to this many milliseconds are equally slow."""
 
@@ -68,7 +77,7 @@ class ElChe:
         self._world_size = world_size
         self._anchor = anchor
         self._min_anchor = anchor
-        self._max_anchor = max(200, anchor)
+        self._max_anchor = max(MAX_ANCHOR, anchor)
         self._overhead_target = 0.10
         self._max_batch_diff: int | None = None
         self._counts = [anchor] * world_size
@@ -126,29 +135,41 @@ class ElChe:
         """Sets the part of the time that averaging may take, 0.10 by default.
 
         Args:
-            target: Taken to be within 0.01 to 0.50.
+            target: From 0.01 to 0.50.
 
         Returns:
             This object.
 
         Raises:
-            ConfigError: It is not a number.
+            ConfigError: It is not within these limits.
         """
-        _require(not math.isnan(target), "overhead_target is nan; give a part such as 0.1")
-        self._overhead_target = min(max(target, 0.01), 0.50)
+        _require(
+            LEAST_OVERHEAD <= target <= MOST_OVERHEAD,
+            f"overhead_target is {target}; give a part of the time from {LEAST_OVERHEAD} to "
+            f"{MOST_OVERHEAD}",
+        )
+        self._overhead_target = target
         return self
 
     def with_max_anchor(self, max_anchor: int) -> Self:
-        """Sets the largest anchor, 200 by default; a larger anchor of now comes down to it.
+        """Sets the largest anchor, 200 by default.
+
+        Args:
+            max_anchor: A larger anchor of now comes down to it. 0 keeps the anchor from growing:
+                the one of now is then the largest.
 
         Returns:
             This object.
 
         Raises:
-            ConfigError: It is below 1.
+            ConfigError: It is below 0.
         """
         _require_whole(max_anchor=max_anchor)
-        _require(max_anchor >= 1, f"max_anchor is {max_anchor}; give 1 or more")
+        _require(
+            max_anchor >= 0,
+            f"max_anchor is {max_anchor}; give the largest anchor, or 0 for no growth",
+        )
+        max_anchor = max_anchor or self._anchor
         self._max_anchor = max_anchor
         if self._anchor > max_anchor:
             counts = [max(1, _round(c * max_anchor / self._anchor)) for c in self._counts]

@@ -7,11 +7,14 @@ from typing import final
 
 from evener.errors import ConfigError
 
-_RISES = 3
-"""Rises in a row after which growth is suppressed."""
+_RISES = 2
+"""Rises in a row after which growth is suppressed: the third of three rising values shows them."""
 
 GUARD_NAMES = ("none", "level")
 """Names of the guards, for configurations."""
+
+THRESHOLD = 0.05
+"""Divergence below which ``LevelGuard`` does nothing, unless told otherwise."""
 
 
 class Verdict(StrEnum):
@@ -28,15 +31,23 @@ class Verdict(StrEnum):
 
 
 class DivergenceGuard(ABC):
-    """Judges how far ranks were apart when they averaged."""
+    """Judges how far ranks were apart when they averaged.
+
+    Derive a class for a rule of your own and give an object of it as
+    ``DdpConfig(divergence_guard=...)``. Only rank 0, which plans, asks it: once a window, in the
+    order of windows. It must not call anything that ranks do together.
+    """
 
     @abstractmethod
     def report(self, divergence: float) -> Verdict:
-        """Takes a window's divergence.
+        """Judge a window.
 
         Args:
             divergence: The largest ``‖p - average‖ / ‖average‖`` over ranks, of the parameters just
                 before they were averaged.
+
+        Returns:
+            What to do with the anchor.
         """
 
 
@@ -51,10 +62,10 @@ class NoGuard(DivergenceGuard):
 
 @final
 class LevelGuard(DivergenceGuard):
-    """Worries when the divergence has risen three times in a row to above a threshold.
+    """Worries at the third of three rising values, if that is above a threshold.
 
-    The first time it suppresses growth of the anchor; while the divergence goes on rising above the
-    threshold, it asks for a smaller anchor.
+    It then suppresses growth of the anchor; while the divergence keeps rising above the threshold,
+    it asks for a smaller anchor.
 
     Args:
         threshold: Divergence below which nothing is done.
@@ -63,7 +74,7 @@ class LevelGuard(DivergenceGuard):
         ConfigError: It is not a finite number above 0.
     """
 
-    def __init__(self, threshold: float = 0.05) -> None:
+    def __init__(self, threshold: float = THRESHOLD) -> None:
         if not 0 < threshold < math.inf:
             raise ConfigError(
                 f"divergence_threshold is {threshold}; give a finite number above 0, such as 0.05, "
@@ -82,15 +93,42 @@ class LevelGuard(DivergenceGuard):
         return Verdict.SUPPRESS_GROWTH if self._rises == _RISES else Verdict.NUDGE_DOWN
 
 
-def make_guard(name: str, threshold: float) -> DivergenceGuard:
+def make_guard(
+    guard: str | bool | DivergenceGuard | None, threshold: float | None = None
+) -> DivergenceGuard:
     """The guard of a configuration.
+
+    Args:
+        guard: ``"level"``; ``"none"``, ``None`` or ``False`` for no guard; or one of the user's.
+        threshold: That of ``"level"``; ``None`` for its default.
 
     Raises:
         ConfigError: The name is unknown, or the threshold is out of range.
     """
-    level = LevelGuard(threshold)  # a bad threshold is refused whatever the guard
-    if name == "level":
+    level = LevelGuard(THRESHOLD if threshold is None else threshold)  # refused whatever the guard
+    if isinstance(guard, DivergenceGuard):
+        return guard
+    if guard == "level":
         return level
-    if name == "none":
+    if guard in ("none", None) or guard is False:
         return NoGuard()
-    raise ConfigError(f"divergence_guard is {name!r}; choose one of {', '.join(GUARD_NAMES)}")
+    raise ConfigError(
+        f"divergence_guard is {guard!r}; choose one of {', '.join(GUARD_NAMES)}, or give an object "
+        "of a class derived from evener.DivergenceGuard"
+    )
+
+
+def ask_guard(guard: DivergenceGuard, divergence: float) -> Verdict:
+    """The guard's verdict on a window, checked: the guard may be the user's.
+
+    Raises:
+        ConfigError: What it returned is no verdict.
+    """
+    answer: object = guard.report(divergence)
+    try:
+        return Verdict(answer)  # type: ignore[arg-type]  # refused below if it is something else
+    except ValueError:
+        raise ConfigError(
+            f"{type(guard).__name__}.report returned {answer!r}; return an evener.Verdict: "
+            f"{', '.join(f'Verdict.{v.name}' for v in Verdict)}"
+        ) from None

@@ -16,7 +16,7 @@ from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.devices import count_accelerators
 from evener.run.assembly.assembly import Assembly, assemble
-from evener.run.assembly.models import Models, Schedulers
+from evener.run.assembly.models import Models, Schedulers, check_arguments
 from evener.run.launching.starting import start_all_ranks
 from evener.run.loading.feeding import DataSide
 from evener.run.managed.builder import DdpBuilder
@@ -96,7 +96,8 @@ class Ddp(DataSide):
             devices: ``"auto"`` (every device of this host's accelerator, else the CPU), ``"cpu"``,
                 ``"cuda"``, ``"xpu"``, ``"mps"``, ``"accelerator"`` (whatever torch finds), one
                 device such as ``"cuda:1"``, a number of ranks, or a list with a device for each
-                rank of this host, such as ``["cuda:0", "cpu"]`` or ``["cpu", "cpu"]``.
+                rank of this host, such as ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]`` or ``[0, 1]``
+                (numbers of the host's accelerator).
             precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (autocast around the model's forward);
                 ``"auto"`` is the fast one of this device. Ranks may differ. With ``fp16`` anywhere
                 the team scales losses; an overflow on one rank leaves the window out on all.
@@ -113,6 +114,7 @@ class Ddp(DataSide):
             ConfigError: A bad option, or ranks with different models or versions.
             LaunchError: The ranks did not find one another.
         """
+        check_arguments(model, optimizer, scheduler)
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment

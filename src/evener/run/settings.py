@@ -3,11 +3,12 @@
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, Self, TypeGuard
 
-from evener.cadence.elche import ElChe
-from evener.cadence.guard import make_guard
+from evener.cadence.elche import ANCHOR, MAX_ANCHOR, ElChe
+from evener.cadence.guard import DivergenceGuard, make_guard
+from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 
@@ -16,30 +17,40 @@ from evener.errors import ConfigError
 class DdpConfig:
     """Options of ``Ddp.setup`` beyond its arguments.
 
+    Those that act in CADENCE and ASYNC alone are refused with policy ``"sync"``.
+
     Attributes:
         max_grad_norm: Clip the averaged gradient to this 2-norm; ``None`` does not clip.
         non_finite: ``"raise"`` stops every rank on a non-finite loss or gradient; ``"skip"``
             leaves the window out on every rank.
-        speed_hint: Speeds of the ranks relative to one another, such as ``(1.0, 0.33)``; replaces
-            the timing before the first window.
+        speed_hint: Speeds of the ranks relative to one another, a larger number for a faster rank:
+            one for each rank, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``, where a
+            rank that is not named has speed 1. ``with_speed_hint`` says how slow a rank is instead.
+            Replaces the timing before the first window. Where measurement contradicts it, rank 0
+            warns.
         partition_ratios: Shares of the ranks relative to one another, the same in every window;
             replaces planning altogether. 0 gives a rank nothing to do.
-        anchor: CADENCE and ASYNC: local steps of the slowest rank in a window, to start from.
-        overhead_target: Part of the time that averaging may take before the anchor grows; taken to
-            be within 0.01 to 0.50.
-        max_anchor: Largest anchor.
-        max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
-            lockstep, ``None`` no limit. With a limit, ranks wait for one that turns slow.
-        divergence_guard: ``"level"`` keeps the anchor from growing when ranks drift apart, and
-            brings it down when that goes on; ``"none"`` does not look.
-        divergence_threshold: Drift, relative to the norm of the parameters, below which the guard
-            does nothing.
+        anchor: CADENCE and ASYNC: local steps of the slowest rank in a window, to start from; 10
+            if left out.
+        overhead_target: CADENCE and ASYNC: part of the time that averaging may take before the
+            anchor grows, from 0.01 to 0.50; 0.10 if left out.
+        max_anchor: CADENCE and ASYNC: largest anchor; 0 keeps it from growing. 200 if left out.
+        max_batch_diff: CADENCE and ASYNC: most local steps by which a rank may be ahead of another
+            in a window; 0 is lockstep, ``None`` no limit. With a limit, ranks wait for one that
+            turns slow.
+        divergence_guard: CADENCE and ASYNC: ``"level"`` keeps the anchor from growing at the third
+            of three rising divergences of the ranks, and halves it while they keep rising;
+            ``"none"``, ``None`` or ``False`` does not look; a ``DivergenceGuard`` of your own
+            decides by itself.
+        divergence_threshold: CADENCE and ASYNC: divergence, relative to the norm of the parameters,
+            below which ``"level"`` does nothing; 0.05 if left out.
         lr_scale_ratio: CADENCE and ASYNC: multiplies the learning rate by
             ``1 + (world_size - 1) * lr_scale_ratio``; 0 leaves it as it is.
         verify_every: After every so many windows, at the end of an epoch, before a checkpoint and
             on leaving, compare the parameters and averaged buffers of all ranks by hashes, and
             raise ``ReplicasDifferError`` where they differ; 0 does not look. In CADENCE and ASYNC
-            it is their consensus, when the next window is exchanged or the epoch ends.
+            it is their consensus, when the next window is exchanged or the epoch ends. If left out,
+            0, and 1 in a ``DistributedTrainer``.
         gradient_buckets: SYNC: labels with names of parameters, such as
             ``[("block 1", ["1.weight", "1.bias"]), ("block 0", ["0.weight"])]``: gradients are
             exchanged in that order, those of a bucket at once, and what no bucket names at the end.
@@ -53,16 +64,16 @@ class DdpConfig:
 
     max_grad_norm: float | None = None
     non_finite: Literal["raise", "skip"] = "raise"
-    speed_hint: Sequence[float] | None = None
+    speed_hint: Sequence[float] | Mapping[int, float] | None = None
     partition_ratios: Sequence[float] | None = None
-    anchor: int = 10
-    overhead_target: float = 0.10
-    max_anchor: int = 200
+    anchor: int | None = None
+    overhead_target: float | None = None
+    max_anchor: int | None = None
     max_batch_diff: int | None = None
-    divergence_guard: str = "level"
-    divergence_threshold: float = 0.05
+    divergence_guard: str | bool | DivergenceGuard | None = "level"
+    divergence_threshold: float | None = None
     lr_scale_ratio: float = 0.0
-    verify_every: int = 0
+    verify_every: int | None = None
     gradient_buckets: Sequence[tuple[str, Sequence[str]]] | None = None
     timeout_s: float = 600.0
     emulate_slow: Mapping[int, float] = field(default_factory=dict)
@@ -75,24 +86,76 @@ class DdpConfig:
         for name in ("speed_hint", "partition_ratios"):
             values = getattr(self, name)
             least = "above 0" if name == "speed_hint" else "of 0 or more, not all 0"
-            if values is not None and not _fits(values, positive=name == "speed_hint"):
+            by_rank = name == "speed_hint" and _is_by_rank(values)
+            numbers_given = list(values.values()) if by_rank else values
+            if values is not None and not _fits(numbers_given, positive=name == "speed_hint"):
                 raise ConfigError(
                     f"{name} is {values!r}; give a finite number {least} for each rank, relative "
                     "to one another, such as (1.0, 0.33)"
+                    + (" or {1: 0.33}" if name == "speed_hint" else "")
                 )
         if self.speed_hint is not None and self.partition_ratios is not None:
             raise ConfigError(
                 f"speed_hint is {self.speed_hint!r} and partition_ratios "
                 f"{self.partition_ratios!r}; fixed shares need no speeds: give one of them"
             )
-        if self.anchor > self.max_anchor:
+        largest = self._largest_anchor
+        if self.anchor is not None and 0 < largest < self.anchor:
             raise ConfigError(
-                f"anchor is {self.anchor}, above max_anchor ({self.max_anchor}); lower it, or "
-                "raise max_anchor"
+                f"anchor is {self.anchor}, above max_anchor ({largest}); lower it, or raise "
+                "max_anchor"
             )
         # Refuses bad numbers here, and not when training begins.
         self.make_cadence(1).with_max_batch_diff(self.max_batch_diff)
         make_guard(self.divergence_guard, self.divergence_threshold)
+
+    def with_speed_hint(self, slow_rank: int, ratio: float) -> Self:
+        """Return a copy that takes one rank for slower than all others, until it is measured.
+
+        Args:
+            slow_rank: The slow rank.
+            ratio: How many times as fast the others are; 1 or more.
+
+        Raises:
+            ConfigError: A number is out of range.
+        """
+        if not is_whole(slow_rank) or slow_rank < 0:
+            raise ConfigError(f"slow_rank is {slow_rank!r}; give the number of a rank, from 0")
+        if not _is_number(ratio) or not 1 <= ratio < math.inf:
+            raise ConfigError(
+                f"ratio is {ratio!r}: it is how many times as fast the other ranks are as rank "
+                f"{slow_rank}; give a finite number of 1 or more, or name another rank"
+            )
+        return replace(self, speed_hint={slow_rank: 1.0 / ratio})
+
+    def hinted_speeds(self, world_size: int) -> tuple[float, ...] | None:
+        """Return the speeds of ``speed_hint`` by rank, if there is one."""
+        if self.speed_hint is None:
+            return None
+        if isinstance(self.speed_hint, Mapping):
+            return tuple(float(self.speed_hint.get(rank, 1.0)) for rank in range(world_size))
+        return tuple(map(float, self.speed_hint))
+
+    def check_policy(self, policy: ApplyPolicy) -> None:
+        """Refuses options that were given and have no effect with the policy.
+
+        Raises:
+            ConfigError: Names the first one and the remedy.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: given[f.name] for f in fields(self) if given[f.name] != f.default}
+        for name in LOCAL_OPTIONS:
+            if policy is ApplyPolicy.SYNC and name in given:
+                raise ConfigError(
+                    f"{name} is {given[name]!r}, but has no effect with policy 'sync', which "
+                    "averages gradients in every optimizer step; leave it out, or use policy "
+                    "'cadence' or 'async'"
+                )
+        if policy is not ApplyPolicy.SYNC and self.partition_ratios is not None:
+            raise ConfigError(
+                f"partition_ratios is {list(self.partition_ratios)} with policy {policy.value!r}, "
+                "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
+            )
 
     def check_team(self, world_size: int) -> None:
         """Refuses options that name ranks which are not there; on every rank alike.
@@ -102,17 +165,18 @@ class DdpConfig:
         """
         for name in ("speed_hint", "partition_ratios"):
             values = getattr(self, name)
-            if values is not None and len(values) != world_size:
+            if isinstance(values, Sequence) and len(values) != world_size:
                 raise ConfigError(
                     f"{name} is {values!r}, {len(values)} numbers for a team of {world_size}; give "
                     "one for each rank"
                 )
-        for rank in self.emulate_slow:
-            if rank not in range(world_size):
-                raise ConfigError(
-                    f"emulate_slow names rank {rank!r}, but the team has ranks 0 to "
-                    f"{world_size - 1}"
-                )
+        for name in ("emulate_slow", "speed_hint"):
+            values = getattr(self, name)
+            for rank in values if isinstance(values, Mapping) else ():
+                if rank not in range(world_size):
+                    raise ConfigError(
+                        f"{name} names rank {rank!r}, but the team has ranks 0 to {world_size - 1}"
+                    )
 
     def _check_types(self) -> None:
         whole = ("anchor", "max_anchor", "max_batch_diff", "verify_every")
@@ -123,7 +187,7 @@ class DdpConfig:
         for name in (*whole, *real):
             value = getattr(self, name)
             fits = is_whole(value) if name in whole else _is_number(value)
-            optional = name in ("max_grad_norm", "max_batch_diff")
+            optional = name not in ("lr_scale_ratio", "timeout_s")
             if fits or (value is None and optional):
                 continue
             what = "a whole number" if name in whole else "a number"
@@ -154,7 +218,7 @@ class DdpConfig:
                 f"lr_scale_ratio is {self.lr_scale_ratio}; give 0 (off) or more, such as 1.0 for a "
                 "learning rate in proportion to the ranks"
             )
-        if self.verify_every < 0:
+        if self.verify_every is not None and self.verify_every < 0:
             raise ConfigError(
                 f"verify_every is {self.verify_every}; give 0 (off) or a number of windows"
             )
@@ -176,11 +240,14 @@ class DdpConfig:
         Raises:
             ConfigError: A number is out of range.
         """
-        return (
-            ElChe(world_size, self.anchor)
-            .with_overhead_target(self.overhead_target)
-            .with_max_anchor(self.max_anchor)
-        )
+        cadence = ElChe(world_size, ANCHOR if self.anchor is None else self.anchor)
+        if self.overhead_target is not None:
+            cadence.with_overhead_target(self.overhead_target)
+        return cadence.with_max_anchor(self._largest_anchor)
+
+    @property
+    def _largest_anchor(self) -> int:
+        return MAX_ANCHOR if self.max_anchor is None else self.max_anchor
 
 
 def _fits(values: object, *, positive: bool) -> bool:
@@ -189,6 +256,10 @@ def _fits(values: object, *, positive: bool) -> bool:
     if not all(_is_number(v) and 0 <= v < math.inf for v in values):
         return False
     return all(values) if positive else any(values)
+
+
+def _is_by_rank(values: object) -> TypeGuard[Mapping[int, float]]:
+    return isinstance(values, Mapping) and all(is_whole(rank) for rank in values)
 
 
 def _are_buckets(values: object) -> bool:

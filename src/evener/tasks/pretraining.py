@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.cadence.policies import LOCAL_OPTIONS
 from evener.errors import ConfigError
 from evener.run.config.options import Allowed, PretrainOptions
 from evener.run.launching.child import loading_libraries
 from evener.run.launching.signals import StopSignals
+from evener.run.launching.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -139,13 +141,7 @@ def _run(
         config=DdpConfig(
             non_finite=config.non_finite,
             speed_hint=config.speed_hint,
-            anchor=config.anchor,
-            overhead_target=config.overhead_target,
-            max_anchor=config.max_anchor,
-            max_batch_diff=config.max_batch_diff,
-            divergence_guard=config.divergence_guard,
-            divergence_threshold=config.divergence_threshold,
-            lr_scale_ratio=config.lr_scale_ratio,
+            **_local_options(config, is_first=environment.rank == 0),
             verify_every=config.verify_every,
             timeout_s=config.timeout_s,
             emulate_slow=slow,
@@ -157,6 +153,16 @@ def _run(
     with ddp:
         run = PretrainingRun(config, options, trainer, vocabulary.tokenizer, records, schedule)
         return run.go()
+
+
+def _local_options(config: "RunConfig", *, is_first: bool) -> dict[str, Any]:
+    """Options of local steps. A file may hold them in SYNC, too: ``--set`` changes its policy."""
+    if config.policy != "sync":
+        return {name: getattr(config, name) for name in LOCAL_OPTIONS}
+    idle = [name for name in LOCAL_OPTIONS if name in config.model_fields_set]
+    if idle and is_first:
+        say(f"warning: {', '.join(idle)}: no effect with policy 'sync'")
+    return {}
 
 
 def _build_model(config: "RunConfig", vocabulary: "Vocabulary") -> "torch.nn.Module":

@@ -106,11 +106,21 @@ def test_the_anchor_stops_at_its_largest():
     assert shrunk.batch_counts == (10, 20)
 
 
-@pytest.mark.parametrize(("given_target", "kept"), [(0.0, 0.01), (0.3, 0.3), (7.0, 0.5)])
-def test_the_overhead_target_is_taken_to_be_within_limits(given_target, kept):
-    cadence = ElChe(1, anchor=10).with_overhead_target(given_target).with_max_anchor(10**6)
+@pytest.mark.parametrize("target", [0.01, 0.3, 0.5])
+def test_the_overhead_target_is_what_the_anchor_grows_to(target):
+    cadence = ElChe(1, anchor=10).with_overhead_target(target).with_max_anchor(10**6)
     cadence.report_timing([1000.0], [10], 900.0)
-    assert cadence.anchor == math.ceil(10 * 0.9 / kept)
+    assert cadence.anchor == math.ceil(10 * 0.9 / target)
+
+
+def test_a_largest_anchor_of_0_is_no_growth():
+    cadence = ElChe(2, anchor=10).with_speed_ratio(1, 2.0).with_max_anchor(0)
+    assert cadence.batch_counts == (20, 10)
+    report(cadence, [100.0, 200.0], 5000.0)
+    assert cadence.anchor == 10
+    cadence.nudge_anchor_down(0.5)
+    report(cadence, [100.0, 200.0], 5000.0)
+    assert cadence.anchor == 10
 
 
 def test_a_nudge_goes_below_the_start():
@@ -313,9 +323,12 @@ def test_absurd_timings_leave_counts_finite():
         (lambda: ElChe(2, 10).with_speed_ratio(1, math.nan), "ratio is nan"),
         (lambda: ElChe(2, 10).with_speed_ratio(2, 2.0), "no rank 2"),
         (lambda: ElChe(2, 10).with_speeds([1.0, 0.0]), "speeds are"),
-        (lambda: ElChe(2, 10).with_max_anchor(0), "max_anchor is 0"),
+        (lambda: ElChe(2, 10).with_max_anchor(-1), "max_anchor is -1"),
         (lambda: ElChe(2, 10).with_max_batch_diff(-1), "max_batch_diff is -1"),
-        (lambda: ElChe(2, 10).with_overhead_target(math.nan), "overhead_target is nan"),
+        *(
+            (lambda bad=bad: ElChe(2, 10).with_overhead_target(bad), f"overhead_target is {bad}")
+            for bad in (math.nan, 0.0, 0.6)
+        ),
         (lambda: ElChe(2, 10).batches(-1), "no rank -1"),
         (lambda: ElChe(2, 10).clamp_total(-1), "-1 batches"),
         (lambda: ElChe(2, 10).nudge_anchor_down(math.nan), "factor is nan"),

@@ -21,6 +21,8 @@ BAD = [
     ({"speed_hint": (1.0, 0.0)}, "speed_hint is (1.0, 0.0); give a finite number above 0 for each"),
     ({"speed_hint": ()}, "speed_hint is (); give"),
     ({"speed_hint": 2.0}, "speed_hint is 2.0; give"),
+    ({"speed_hint": {1: 0}}, "speed_hint is {1: 0}; give a finite number above 0 for each rank"),
+    ({"speed_hint": {"1": 2.0}}, "speed_hint is {'1': 2.0}; give"),
     ({"speed_hint": "fast"}, "speed_hint is 'fast'; give"),
     ({"speed_hint": (1.0, math.inf)}, "speed_hint is (1.0, inf); give"),
     ({"partition_ratios": (0, 0)}, "partition_ratios is (0, 0); give a finite number of 0 or more"),
@@ -32,10 +34,11 @@ BAD = [
     ({"anchor": 0}, "anchor is 0: "),
     ({"anchor": 2.5}, "anchor is 2.5; give a whole number"),
     ({"anchor": 300}, "anchor is 300, above max_anchor (200); lower it, or raise max_anchor"),
-    ({"max_anchor": 0, "anchor": 1}, "anchor is 1, above max_anchor (0)"),
+    ({"max_anchor": 3, "anchor": 4}, "anchor is 4, above max_anchor (3)"),
+    ({"max_anchor": -1}, "max_anchor is -1; give the largest anchor, or 0 for no growth"),
     ({"max_batch_diff": -1}, "max_batch_diff is -1; give 0 or more"),
     ({"overhead_target": math.nan}, "overhead_target is nan"),
-    ({"overhead_target": None}, "overhead_target is None; give a number"),
+    ({"overhead_target": "0.1"}, "overhead_target is '0.1'; give a number or None"),
     ({"divergence_guard": "trend"}, "'trend'"),
     ({"divergence_threshold": -1.0}, "-1.0"),
     ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 (off) or more"),
@@ -64,6 +67,7 @@ def test_bad_options_are_refused_at_once(options, words):
         ({"speed_hint": (1.0, 0.5, 0.5)}, "3 numbers for a team of 2; give one for each rank"),
         ({"partition_ratios": (1.0,)}, "1 numbers for a team of 2"),
         ({"emulate_slow": {2: 3.0}}, "emulate_slow names rank 2, but the team has ranks 0 to 1"),
+        ({"speed_hint": {2: 3.0}}, "speed_hint names rank 2, but the team has ranks 0 to 1"),
     ],
 )
 def test_options_that_do_not_fit_the_team_are_refused(options, words):
@@ -80,7 +84,7 @@ def test_good_options_are_taken():
         anchor=20,
         max_anchor=50,
         max_batch_diff=0,
-        overhead_target=0.9,  # clamped where it is used
+        overhead_target=0.5,
         emulate_slow={1: 3},
     )
     config.check_team(2)

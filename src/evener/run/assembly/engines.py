@@ -17,7 +17,6 @@ from evener.cadence.guard import make_guard
 from evener.cadence.policies import ApplyPolicy, Policy
 from evener.cadence.sync import SyncPolicy
 from evener.comm.flat import FlatBuffers
-from evener.errors import ConfigError
 from evener.run.assembly.models import check_identity
 from evener.run.assembly.registry import Registry
 from evener.run.assembly.transfer import transfer_state
@@ -57,20 +56,10 @@ def choose_policy(policy: str, config: DdpConfig) -> ApplyPolicy:
     """The policy of that name.
 
     Raises:
-        ConfigError: There is none, or an option makes no sense with it.
+        ConfigError: There is none, or an option has no effect with it.
     """
     chosen = check_policy(policy)
-    if chosen is ApplyPolicy.SYNC and config.lr_scale_ratio:
-        raise ConfigError(
-            f"lr_scale_ratio is {config.lr_scale_ratio} with policy 'sync', whose batch_size is "
-            "that of the whole team and does not grow with it; set the learning rate itself, or "
-            "use policy 'cadence' or 'async'"
-        )
-    if chosen is not ApplyPolicy.SYNC and config.partition_ratios is not None:
-        raise ConfigError(
-            f"partition_ratios is {list(config.partition_ratios)} with policy {chosen.value!r}, "
-            "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
-        )
+    config.check_policy(chosen)
     return chosen
 
 
@@ -126,8 +115,8 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
         assert comm is not None
         background = Team(comm, payload_length=team.payload_length)
     cadence = config.make_cadence(team.world_size)
-    if config.speed_hint is not None:
-        cadence.with_speeds(config.speed_hint)
+    if (speeds := config.hinted_speeds(team.world_size)) is not None:
+        cadence.with_speeds(speeds)
     buffers = BufferAverager(parts.model, team.comm)
     options = _options(parts, buffers)
     return LocalEngine(
@@ -181,7 +170,7 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
             clock=compute_clock(members[team.rank].device),
             sleep=patient_sleep(stop_requested),
         ),
-        check=ReplicaCheck(parts.model, parts.flat, buffers, every=config.verify_every),
+        check=ReplicaCheck(parts.model, parts.flat, buffers, every=config.verify_every or 0),
         check_model=lambda: check_identity(parts.model, parts.flat),
         stop_requested=stop_requested,
         before_update=parts.schedule.before_update,
@@ -201,8 +190,8 @@ def _sync_planner(members: Sequence[str], config: DdpConfig, avoid_ones: bool) -
     if config.partition_ratios is not None:
         return FixedShares(members, config.partition_ratios, avoid_ones=avoid_ones)
     planner = SyncPolicy(members, [None] * len(members), avoid_ones=avoid_ones)
-    if config.speed_hint is not None:
-        planner.hint(list(config.speed_hint))
+    if (speeds := config.hinted_speeds(len(members))) is not None:
+        planner.hint(list(speeds))
     return planner
 
 

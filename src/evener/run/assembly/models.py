@@ -19,6 +19,54 @@ Schedulers = LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
+_CALL = "Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler)"
+
+
+def check_arguments(model: object, optimizer: object, scheduler: object) -> None:
+    """Refuses arguments in another order or of another kind than ``Ddp.setup`` takes.
+
+    Called before ranks are started, so that a mistake costs nothing.
+
+    Raises:
+        ConfigError: Names the argument and the call that is right.
+    """
+    if isinstance(model, Optimizer):
+        raise ConfigError(f"model is {_described(model)}; the model comes first: {_CALL}")
+    if not isinstance(model, nn.Module | Sequence | Mapping) or isinstance(model, str):
+        raise ConfigError(
+            f"model is {_described(model)}; Ddp.setup takes the model itself, since each rank is a "
+            f"process that makes its own: {_CALL}"
+        )
+    if isinstance(optimizer, nn.Module) or _is_function(optimizer):
+        raise ConfigError(
+            f"optimizer is {_described(optimizer)}; Ddp.setup takes an optimizer that is made "
+            "already, and no function that makes a model or an optimizer, since each rank is a "
+            f"process that makes its own: {_CALL}. Ddp.builder(model_fn, optim_fn, train_fn) takes "
+            "functions"
+        )
+    if isinstance(scheduler, Optimizer | nn.Module | type):
+        raise ConfigError(f"scheduler is {_described(scheduler)}; the order is {_CALL}")
+    if not isinstance(optimizer, Optimizer | Sequence) or isinstance(optimizer, str):
+        raise ConfigError(
+            f"optimizer is {_described(optimizer)}; give a torch.optim optimizer or a list of "
+            f"them: {_CALL}"
+        )
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, nn.Module | Optimizer)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}, a module"
+    if isinstance(value, Optimizer):
+        return f"a {type(value).__name__}, an optimizer"
+    return f"a {type(value).__name__}" if _is_function(value) else f"{value!r}"
+
+
 def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """One module that holds all, and those whose ``forward`` the user calls.
 

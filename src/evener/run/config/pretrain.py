@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from evener.cadence.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD
+from evener.cadence.guard import THRESHOLD
 from evener.errors import ConfigError
 from evener.run.yaml_files import NumberLoader, read_yaml
 
@@ -37,12 +40,26 @@ def _whole_or_auto(value: object) -> object:
     raise ValueError("give a whole number of samples from 1, or 'auto'")
 
 
+def _speeds(value: object) -> object:
+    speeds = list(value.values()) if isinstance(value, dict) else value
+    ranks = list(value) if isinstance(value, dict) else [0]
+    if (
+        isinstance(speeds, list)
+        and speeds
+        and all(type(speed) in (int, float) and 0 < speed < math.inf for speed in speeds)
+        and all(type(rank) is int and rank >= 0 for rank in ranks)
+    ):
+        return value
+    raise ValueError("give a speed above 0 for each rank, such as [1, 0.33], or by rank: {1: 0.33}")
+
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
+SpeedHint = Annotated[list[float] | dict[int, float], BeforeValidator(_speeds)]
 MicroBatchSize = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 
 
@@ -173,21 +190,26 @@ class RunConfig(Section):
     epochs: Positive = 1
     seed: NotNegative = 0
     policy: Literal["sync", "cadence", "async"] = "sync"
-    speed_hint: Annotated[list[Annotated[Number, Field(gt=0)]], Field(min_length=1)] | None = Field(
-        default=None, description="speeds of the ranks, relative to one another"
+    speed_hint: SpeedHint | None = Field(
+        default=None, description="speeds of the ranks, relative to one another; larger is faster"
     )
     anchor: Positive = Field(
-        default=10, description="local steps of the slowest rank between averages, to start from"
+        default=ANCHOR,
+        description="local steps of the slowest rank between averages, to start from",
     )
-    overhead_target: Annotated[Number, Field(ge=0.01, le=0.5)] = Field(
+    overhead_target: Annotated[Number, Field(ge=LEAST_OVERHEAD, le=MOST_OVERHEAD)] = Field(
         default=0.1, description="part of the time that averaging may take"
     )
-    max_anchor: Positive = 200
+    max_anchor: NotNegative = Field(
+        default=MAX_ANCHOR, description="the anchor grows no further; 0: it does not grow"
+    )
     max_batch_diff: NotNegative | None = Field(
         default=None, description="local steps by which a rank may lead another; no limit"
     )
-    divergence_guard: Literal["none", "level"] = "level"
-    divergence_threshold: Annotated[Number, Field(gt=0)] = 0.05
+    divergence_guard: Annotated[
+        Literal["none", "level"], BeforeValidator(lambda v: v or "none")
+    ] = "level"
+    divergence_threshold: Annotated[Number, Field(gt=0)] = THRESHOLD
     lr_scale_ratio: Annotated[Number, Field(ge=0)] = Field(
         default=0.0, description="lr times 1 + (ranks - 1) times this; not in sync"
     )

@@ -1,10 +1,11 @@
 """``Ddp.builder``: a managed run, described option by option and then started."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from torch.utils.data import Dataset
 
+from evener.cadence.guard import DivergenceGuard
 from evener.cadence.policies import ApplyPolicy
 from evener.run.managed.job import (
     ManagedOptions,
@@ -127,8 +128,11 @@ class DdpBuilder:
         """Fixed shares of the devices, relative to one another; replaces planning."""
         return self._set("partition_ratios", ratios)
 
-    def speed_hint(self, speeds: Sequence[float]) -> Self:
-        """Speeds of the devices, relative to one another; replaces the timing at the start."""
+    def speed_hint(self, speeds: Sequence[float] | Mapping[int, float]) -> Self:
+        """Speeds of the devices, relative to one another; replaces the timing at the start.
+
+        One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
+        """
         return self._set("speed_hint", speeds)
 
     def timeout_s(self, seconds: float) -> Self:
@@ -156,16 +160,24 @@ class DdpBuilder:
         return self._set("anchor", steps)
 
     def max_anchor(self, steps: int) -> Self:
-        """Most local steps of the slowest device in a window."""
+        """Most local steps of the slowest device in a window; 0: no more than at the start."""
         return self._set("max_anchor", steps)
 
     def overhead_target(self, fraction: float) -> Self:
-        """Part of the time that averaging may cost before windows get longer."""
+        """Part of the time that averaging may cost before windows get longer; 0.01 to 0.50."""
         return self._set("overhead_target", fraction)
 
     def max_batch_diff(self, steps: int) -> Self:
         """Most local steps by which the fastest device may be ahead of the slowest."""
         return self._set("max_batch_diff", steps)
+
+    def divergence_guard(self, guard: str | bool | DivergenceGuard | None) -> Self:
+        """Decides whether windows may grow: ``"level"``, ``"none"``, or a guard of your own."""
+        return self._set("divergence_guard", guard)
+
+    def no_divergence_guard(self) -> Self:
+        """Lets windows grow however far the devices diverge: ``divergence_guard("none")``."""
+        return self.divergence_guard("none")
 
     def divergence_threshold(self, threshold: float) -> Self:
         """Divergence of the devices from which windows no longer grow."""

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from evener.cadence.policies import ApplyPolicy
+from evener.cadence.guard import DivergenceGuard
+from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
-from evener.run.assembly.engines import choose_policy
 from evener.run.assembly.precision import choose_precision
 from evener.run.managed.metrics import EpochMetrics
 from evener.run.settings import DdpConfig, whole_number
@@ -32,15 +32,12 @@ OptimFn = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 TrainFn = Callable[[Any, Any], Loss]
 SchedulerFn = Callable[[Any], LRScheduler | Sequence[LRScheduler] | ProgressSchedule]
 
-#: Options of policies that average parameters, which ``DdpConfig`` has under the same names.
-CADENCE_OPTIONS = (
-    "anchor",
-    "max_anchor",
-    "overhead_target",
-    "max_batch_diff",
-    "divergence_threshold",
-    "lr_scale_ratio",
-)
+
+_MAKERS = {
+    "model_fn": "lambda device: Model()",
+    "optim_fn": "lambda params: torch.optim.AdamW(params)",
+    "scheduler": "lambda optimizer: StepLR(optimizer, 10)",
+}
 
 
 class ManagedOptions(TypedDict, total=False):
@@ -66,11 +63,12 @@ class ManagedOptions(TypedDict, total=False):
     eval_fn: Callable[[Any], Any]
     metrics_fn: Callable[[EpochMetrics], object]
     partition_ratios: Sequence[float]
-    speed_hint: Sequence[float]
+    speed_hint: Sequence[float] | Mapping[int, float]
     anchor: int
     max_anchor: int
     overhead_target: float
     max_batch_diff: int
+    divergence_guard: str | bool | DivergenceGuard | None
     divergence_threshold: float
     lr_scale_ratio: float
     seed: int
@@ -108,8 +106,8 @@ class Job:
     epoch_fn: Callable[[int, Any], object] | None = None
     eval_fn: Callable[[Any], Any] | None = None
     metrics_fn: Callable[[EpochMetrics], object] | None = None
-    partition_ratios: tuple[float, ...] | None = None
-    speed_hint: tuple[float, ...] | None = None
+    partition_ratios: Sequence[float] | None = None
+    speed_hint: Sequence[float] | Mapping[int, float] | None = None
     cadence: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     timeout_s: float = 600.0
@@ -145,26 +143,30 @@ def make_job(
     Raises:
         ConfigError: Names the option, its value and what to do.
     """
-    given: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+    # None stands for "not given", but for the guard, where it stands for none.
+    given: dict[str, Any] = {
+        n: value for n, value in options.items() if value is not None or n == "divergence_guard"
+    }
     _check_names(given)
     _check_functions(model_fn=model_fn, optim_fn=optim_fn, train_fn=train_fn, **given)
     _check_complete(given)
     _check_numbers(given)
-    policy = _check_policy(given)
+    policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
     choose_precision(str(given.get("precision", "auto")), torch.device("cpu"))
     _check_place()
     devices = devices_of_host(given.get("devices", "auto"), count_accelerators())
     backend = _check_backend(str(given.get("backend", "auto")), devices)
-    _check_ratios(given, len(devices))
     job = Job(
         model_fn=model_fn,
         optim_fn=optim_fn,
         train_fn=train_fn,
-        cadence={n: given.pop(n) for n in CADENCE_OPTIONS if n in given},
+        cadence={n: given.pop(n) for n in LOCAL_OPTIONS if n in given},
         **{**given, "devices": devices, "policy": policy, "backend": backend},
     )
     # What these check should be known before workers start.
-    choose_policy(policy, job.config(lambda: False))
+    config = job.config(lambda: False)
+    config.check_policy(policy)
+    config.check_team(len(devices))
     return job
 
 
@@ -181,7 +183,16 @@ def _check_names(given: dict[str, Any]) -> None:
 
 def _check_functions(**given: Any) -> None:
     for name, value in given.items():
-        if (name.endswith("_fn") or name == "scheduler") and not callable(value):
+        if not (name.endswith("_fn") or name == "scheduler"):
+            continue
+        made = {"model_fn": nn.Module, "optim_fn": Optimizer, "scheduler": LRScheduler}.get(name)
+        if made is not None and isinstance(value, made):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__} that is made already; give a function that "
+                f"makes one, since each device gets its own: {_MAKERS[name]}. Ddp.setup takes what "
+                "is made"
+            )
+        if not callable(value):
             raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; give a function")
 
 
@@ -239,17 +250,6 @@ def _check_numbers(given: dict[str, Any]) -> None:
             given[name] = whole_number(name, value, lowest)
 
 
-def _check_policy(given: dict[str, Any]) -> ApplyPolicy:
-    policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
-    for option in CADENCE_OPTIONS:
-        if policy is ApplyPolicy.SYNC and option in given:
-            raise ConfigError(
-                f"{option} is {given[option]!r}, but has no effect with policy 'sync', which "
-                "averages after every optimizer step; leave it out"
-            )
-    return policy
-
-
 def _check_place() -> None:
     place = DistributedTrainConfig.from_env()
     if place.world_size > 1:
@@ -263,32 +263,13 @@ def _check_place() -> None:
 def _check_backend(name: str, devices: Sequence[str]) -> str:
     backend = check_backend(name)
     unfit = "cpu" in devices or len(set(devices)) < len(devices)
-    if backend is AverageBackend.NCCL and unfit:
+    # One device exchanges nothing, whatever the backend: the run says so when it starts.
+    if backend is AverageBackend.NCCL and unfit and len(devices) > 1:
         raise ConfigError(
             f"backend is 'nccl' for the devices {', '.join(devices)}; NCCL joins CUDA devices, one "
             "rank on each: use backend='gloo' or 'auto'"
         )
     return backend.value
-
-
-def _check_ratios(given: dict[str, Any], world_size: int) -> None:
-    for name in ("partition_ratios", "speed_hint"):
-        if name not in given:
-            continue
-        try:
-            values = tuple(float(value) for value in given[name])
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"{name} is {given[name]!r}; give a number for each device, such as (1.0, 0.33)"
-            ) from None
-        if len(values) != world_size:
-            raise ConfigError(
-                f"{name} is {values}, {len(values)} numbers for {world_size} devices; give one for "
-                "each"
-            )
-        if not all(0 <= v < float("inf") for v in values) or not any(values):
-            raise ConfigError(f"{name} is {values}; give numbers from 0, not all of them 0")
-        given[name] = values
 
 
 def _is_maker(dataset: Any) -> bool:

@@ -10,7 +10,7 @@ from evener.averaging.replicas import Entry
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.placement import device_by_number, found_here
+from evener.run.team.placement import by_number, device_by_number, found_here
 
 #: A layout as it travels: name, shape and dtype in words.
 Model = Sequence[Sequence[str]]
@@ -44,7 +44,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
 
 def place(
     models: Sequence[nn.Module],
-    devices: str | torch.device | Sequence[str | torch.device],
+    devices: str | torch.device | Sequence[str | int | torch.device],
     environment: DistributedTrainConfig,
 ) -> tuple[torch.device, ...]:
     """The device of each replica of this process.
@@ -73,7 +73,10 @@ def place(
             f"{len(models)} models, but {len(devices)} devices ({list(devices)}); give one device "
             "for each model of this process"
         )
-    return tuple(_device(device, counts) for device in devices)
+    return tuple(
+        _device(by_number(device, counts, devices) if isinstance(device, int) else device, counts)
+        for device in devices
+    )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -85,7 +85,7 @@ class Replicas:
         return self.rank == 0
 
     def sync_params(self) -> None:
-        """Copies the parameters of replica 0, frozen ones too, over those of all others.
+        """Copies parameters, frozen ones too, and buffers of replica 0 over those of all others.
 
         Call it once before training, since ``Ddp.wrap`` leaves values alone; again after a model
         has grown by layers with random weights.
@@ -93,12 +93,13 @@ class Replicas:
         Raises:
             ConfigError: Replicas differ in names, shapes or dtypes.
         """
-        self._copy([dict(m.named_parameters()) for m in self.models], "sync_params")
+        named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
+        self._copy(named, "sync_params")
 
     def sync_buffers(self) -> None:
         """Copies the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
 
-        Nothing else touches buffers: until this is called each replica keeps its own.
+        Besides ``sync_params`` nothing touches buffers: until then each replica keeps its own.
 
         Raises:
             ConfigError: Replicas differ in names, shapes or dtypes.
@@ -262,7 +263,7 @@ class Replicas:
 
 def wrap(
     models: nn.Module | Sequence[nn.Module],
-    devices: str | torch.device | Sequence[str | torch.device] = "auto",
+    devices: str | torch.device | Sequence[str | int | torch.device] = "auto",
     *,
     backend: str = "auto",
     non_finite: Literal["raise", "propagate"] = "raise",
@@ -280,8 +281,8 @@ def wrap(
 
     Args:
         models: Replicas of one architecture, or the one of this process.
-        devices: A device for each model, one for all, or ``"auto"``: accelerators as far as there
-            are any, else the CPU.
+        devices: A device for each model (a number is one of this host's accelerator), one for all,
+            or ``"auto"``: accelerators as far as there are any, else the CPU.
         backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``. The same
             in every call of a script.
         non_finite: ``"raise"`` refuses gradients with an inf or a NaN on every process;

@@ -93,7 +93,8 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
                     f"every rank{where}"
                 )
     if len(team) == 1:
-        return "none", "one rank, nothing to exchange"
+        unused = "" if first.backend == AverageBackend.AUTO else f", so {first.backend!r} is unused"
+        return "none", f"one rank, nothing to exchange{unused}"
     backend = AverageBackend(first.backend)
     obstacle = _obstacle_to_nccl(team)
     if backend is AverageBackend.NCCL:

@@ -17,7 +17,7 @@ from evener.run.team.environment import (
 )
 
 #: What ``Ddp.setup`` takes for ``devices``.
-Devices = str | int | torch.device | Sequence[str | torch.device]
+Devices = str | int | torch.device | Sequence[str | int | torch.device]
 
 _spent_sockets: set[int] = set()
 
@@ -34,7 +34,8 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
         devices: ``"auto"`` (every device of the host's accelerator, else one CPU rank), ``"cpu"``,
             ``"accelerator"`` or a kind of it such as ``"cuda"``, ``"xpu"`` and ``"mps"`` (every
             device of that kind), one device by name, a number of ranks (on accelerators where
-            there are any), or a list of devices.
+            there are any), or a list of devices, of which a number is one of the host's
+            accelerator.
         counts: Devices of this host by kind of accelerator, such as ``{"cuda": 2}``; the kind that
             ``"auto"`` takes comes first.
 
@@ -66,7 +67,32 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
         raise ConfigError(f"devices is {devices!r}; give 'auto', a number of ranks or a list")
     if not devices:
         raise ConfigError("devices is an empty list; name a device for each rank")
-    return tuple(_checked(str(device), counts, devices) for device in devices)
+    return tuple(
+        _checked(by_number(device, counts, devices), counts, devices) for device in devices
+    )
+
+
+def by_number(device: object, counts: Mapping[str, int], devices: object) -> str:
+    """The name of a device of a list, where it may be a number: 1 is ``"cuda:1"`` or the like.
+
+    Args:
+        device: The device.
+        counts: See ``devices_of_host``.
+        devices: The list, for errors.
+
+    Raises:
+        ConfigError: It is a truth value, or there is no accelerator to count.
+    """
+    if not isinstance(device, int):
+        return str(device)
+    kind = next(iter(counts), "")
+    if isinstance(device, bool) or not kind or not 0 <= device < counts[kind]:
+        raise ConfigError(
+            f"devices is {devices!r}, where {device!r} stands for a device of the host's "
+            f"accelerator by its number, but torch finds {found_here(counts)} here; give numbers "
+            "from 0 below that, names such as 'cpu', or 'auto'"
+        )
+    return f"{kind}:{device}"
 
 
 def check_devices(devices: Devices) -> None:

@@ -77,7 +77,7 @@ class DistributedTrainer:
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
             options = options or DdpConfig()
             if verify_every is None:
-                verify_every = options.verify_every or 1
+                verify_every = 1 if options.verify_every is None else options.verify_every
             self._ddp = trainer.join_team(
                 environment=_as_started(self.dist_config, comm),
                 communicator=comm.communicator,

@@ -35,7 +35,7 @@ def start(
     [
         ("max_grad_norm", (1.0, None), "rank 1 trains with max_grad_norm None, rank 0 with 1.0"),
         ("non_finite", ("raise", "skip"), "non_finite 'skip', rank 0 with 'raise'"),
-        ("anchor", (10, 20), "anchor 20.0, rank 0 with 10.0"),
+        ("verify_every", (10, 20), "verify_every 20.0, rank 0 with 10.0"),
         ("policy", ("cadence", "async"), "policy 'async', rank 0 with 'cadence'"),
         ("partition_ratios", ((1, 2), (2, 1)), "rank 0 with \\[1.0, 2.0\\]"),
     ],

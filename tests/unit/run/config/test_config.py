@@ -197,8 +197,21 @@ WRONG = {
     ),
     "non_finite: mask": "non_finite is 'mask': choose one of 'raise', 'skip'",
     "anchor: 0": "anchor is 0: give 1 or more",
-    "overhead_target: 0.9": "overhead_target is 0.9: give 0.5 or less",
-    "max_anchor: 0": "max_anchor is 0: give 1 or more",
+    "max_anchor: -1": "max_anchor is -1: give 0 or more",
+    **{
+        f"speed_hint: {bad}": (
+            f"speed_hint is {shown}: give a speed above 0 for each rank, such as [1, 0.33], or by "
+            "rank: {1: 0.33}"
+        )
+        for bad, shown in {
+            "[1, 0]": "[1, 0]",
+            "{}": "{}",
+            "2": "2",
+            "{1: yes}": "{1: True}",
+            "{a: 1}": "{'a': 1}",
+            "[.inf]": "[inf]",
+        }.items()
+    },
     "max_batch_diff: -1": "max_batch_diff is -1: give 0 or more",
     "divergence_guard: trend": "divergence_guard is 'trend': choose one of 'none', 'level'",
     "divergence_threshold: 0": "divergence_threshold is 0: give more than 0",

@@ -134,21 +134,23 @@ def test_parameters_and_buffers_are_copied_from_replica_0_only_when_told(layout)
 
     def body(replicas: Replicas, models: list[nn.Module]) -> Any:
         states = []
-        for action in (lambda: None, replicas.sync_params, replicas.sync_buffers):
+        for action in (lambda: None, replicas.sync_buffers, replicas.sync_params):
             action()
             states.append([copy.deepcopy(m.state_dict()) for m in models])
+            for model in models:
+                model[1].running_mean.add_(replicas.rank)
         return states
 
     processes = spread(layout, make, body)
     truth = make(0).state_dict()
     parameters = {n for n, _ in make(0).named_parameters()}
     number = 0
-    for before, with_params, with_buffers in processes:
-        for a, b, c in zip(before, with_params, with_buffers, strict=True):
+    for before, with_buffers, with_params in processes:
+        for a, b, c in zip(before, with_buffers, with_params, strict=True):
             own = make(number).state_dict()
             for name in truth:
                 assert torch.equal(a[name], own[name])
-                assert torch.equal(b[name], truth[name] if name in parameters else own[name])
+                assert torch.equal(b[name], own[name] if name in parameters else truth[name])
                 assert torch.equal(c[name], truth[name])
             number += 1
 

@@ -267,11 +267,17 @@ def test_the_first_parameter_that_differs_is_named_on_every_rank(culprit: int) -
             assert text in str(error)
 
 
-def test_replicas_are_looked_at_only_when_it_is_due() -> None:
+@pytest.mark.parametrize(
+    ("option", "in_config", "found"),
+    [({}, {}, 0), ({"verify_every": 3}, {}, 2), ({}, {"verify_every": 0}, -1)],
+)
+def test_replicas_are_looked_at_only_when_it_is_due(
+    option: dict[str, int], in_config: dict[str, int], found: int
+) -> None:
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> int:
         model = llama()
         with DistributedTrainer(
-            TransformerTrainer(model, OPTIMIZER), comm, config, verify_every=3, **quiet()
+            TransformerTrainer(model, OPTIMIZER), comm, config, **option, **quiet(**in_config)
         ) as distributed:
             with torch.no_grad():
                 model.get_parameter("lm_head.weight").view(-1)[0] += comm.rank
@@ -282,7 +288,7 @@ def test_replicas_are_looked_at_only_when_it_is_due() -> None:
                     return number
         return -1
 
-    assert on_threads(2, program) == [2, 2]
+    assert on_threads(2, program) == [found, found]
 
 
 def blow_up(model: nn.Module, inputs: Any, output: Any) -> None:
