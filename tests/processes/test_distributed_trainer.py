@@ -39,6 +39,8 @@ def train(rank: Rank, num_steps: int, folder: str) -> Any:
             rank=rank.rank,
             coordinator_port=rank.port,
             store_fd=config.store_fd,
+            # Rank 0 may listen on every address; the others connect to the one in the file.
+            **({} if rank.rank else {"coordinator_addr": "0.0.0.0"}),
         )
     model = llama(seed=rank.rank)
     with (

@@ -11,12 +11,14 @@ _NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
 _LARGEST_PORT = 65_535
 
 
-def parse_address(address: object, name: str) -> tuple[str, int | None]:
+def parse_address(address: object, name: str, *, may_bind: bool = False) -> tuple[str, int | None]:
     """Takes an address apart; asks no network.
 
     Args:
         address: ``HOST``, ``HOST:PORT``, ``[IPv6]``, ``[IPv6]:PORT`` or an IPv6 address alone.
         name: What it is called, for errors.
+        may_bind: Whether it may stand for every address of this host, as ``0.0.0.0`` does: one can
+            listen there, but nobody else can connect to it.
 
     Returns:
         The host, without brackets, and the port where there is one.
@@ -32,10 +34,11 @@ def parse_address(address: object, name: str) -> tuple[str, int | None]:
             f"{name} is {address!r}, which is no host; give a name or an IP address of rank 0's "
             "host, with :PORT behind it or without (an IPv6 address then stands in brackets)"
         )
-    if _is_wildcard(host):
+    if _is_wildcard(host) and not may_bind:
         raise ConfigError(
-            f"{name} is {address!r}, which stands for every address and is that of no host; give "
-            "the name or IP address under which the others reach rank 0"
+            f"{name} is {address!r}, which stands for every address and is that of no host: rank 0 "
+            "alone can use it, to listen there; give the name or IP address under which the others "
+            "reach rank 0"
         )
     if port is None:
         return host, None

@@ -61,7 +61,8 @@ class DistributedTrainConfig:
         local_rank: Number of this rank among those on this host; chooses its device.
         role: Coordinator for rank 0, worker for the others.
         coordinator_addr: Host of the store through which ranks find one another (rank 0's): a name
-            or an IP address, or ``host:port``.
+            or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``, where the
+            store then listens on every address; the others need one that leads there.
         backend: What this rank computes on.
         comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
         coordinator_port: Port of that store; 0 only in a team of one.
@@ -96,7 +97,9 @@ class DistributedTrainConfig:
         set_field(self, "role", _choice("role", self.role, DistributedRole))
         set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
         set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
-        host, port = parse_address(self.coordinator_addr, "coordinator_addr")
+        host, port = parse_address(
+            self.coordinator_addr, "coordinator_addr", may_bind=self.rank == 0
+        )
         if port is not None and self.coordinator_port not in (0, port):
             raise ConfigError(
                 f"coordinator_addr is {self.coordinator_addr!r} and coordinator_port is "
@@ -163,7 +166,8 @@ class DistributedTrainConfig:
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
         try:
-            host, _ = parse_address(place.get("coordinator_addr", _LOOPBACK), "coordinator_addr")
+            address = place.get("coordinator_addr", _LOOPBACK)
+            host, _ = parse_address(address, "coordinator_addr", may_bind=place["rank"] == 0)
             if is_loopback(host):
                 known["local_rank"] = place["rank"]
             return cls(**{**known, **place})
@@ -201,7 +205,7 @@ def _from_variables(environ: Mapping[str, str], launched_by: str) -> Distributed
             f"RANK is {rank}, but WORLD_SIZE is {world_size}; ranks count from 0 to "
             f"WORLD_SIZE - 1, so start {world_size} processes with RANK 0 to {world_size - 1}"
         )
-    host = _master_addr(environ)
+    host = _master_addr(environ, may_bind=rank == 0)
     # Some launchers set the four variables only. A loopback address means one host for all ranks;
     # otherwise one rank per host, as those launchers do.
     one_host = is_loopback(host)
@@ -294,8 +298,8 @@ def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
         raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
 
 
-def _master_addr(environ: Mapping[str, str]) -> str:
-    host, port = parse_address(environ["MASTER_ADDR"], "MASTER_ADDR")
+def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
+    host, port = parse_address(environ["MASTER_ADDR"], "MASTER_ADDR", may_bind=may_bind)
     if port is not None:
         raise ConfigError(
             f"MASTER_ADDR is {environ['MASTER_ADDR']!r}, which holds a port; set "

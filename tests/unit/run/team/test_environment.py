@@ -460,6 +460,25 @@ def test_an_address_of_a_file_may_hold_the_port(tmp_path, address, host):
         in_file(tmp_path, f"{text}\ncoordinator_port: 29500")
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_rank_0_may_listen_on_every_address_and_the_others_need_one_that_leads_there(address):
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "9000"}
+    bracketed = f"[{address}]:9000" if ":" in address else f"{address}:9000"
+    for config in (
+        DistributedTrainConfig(2, 0, coordinator_addr=bracketed),
+        DistributedTrainConfig.from_env({"RANK": "0", **variables}),
+    ):
+        assert (config.coordinator_addr, config.coordinator_port) == (address, 9000)
+        assert config.hosts_store
+        config.check_address()
+    for call in (
+        lambda: DistributedTrainConfig(2, 1, 1, "worker", bracketed),
+        lambda: DistributedTrainConfig.from_env({"RANK": "1", **variables}),
+    ):
+        with pytest.raises(ConfigError, match=r"rank 0 alone can use it, to listen there; give"):
+            call()
+
+
 def test_an_address_that_is_given_may_hold_the_port():
     config = DistributedTrainConfig(2, 1, 1, "worker", "10.1.2.3:9000", "cpu", "gloo")
     assert (config.coordinator_addr, config.coordinator_port) == ("10.1.2.3", 9000)
