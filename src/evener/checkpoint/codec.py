@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from evener.errors import CheckpointError
+from evener.parsing import short
 
 
 def encode(value: Any, *, path: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -82,7 +83,7 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
     """Undo :func:`encode`.
 
     Args:
-        node: The JSON, as ``json.loads`` returns it.
+        node: The JSON, as ``parse_json`` returns it.
         tensors: The tensors that the JSON names.
 
     Raises:
@@ -96,14 +97,20 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
     if not tag.startswith("$"):
         return {key: decode(item, tensors=tensors) for key, item in node.items()}
     content = node[tag]
-    if tag == "$float":
-        return float(content)
-    if tag == "$tuple":
-        return tuple(decode(item, tensors=tensors) for item in content)
-    if tag == "$map":
-        return {decode(key): decode(item, tensors=tensors) for key, item in content}
-    if tag == "$tensor" and tensors is not None and content in tensors:
-        return tensors[content]
+    try:
+        if tag == "$float" and isinstance(content, str):
+            return float(content)
+        if tag == "$tuple" and isinstance(content, list):
+            return tuple(decode(item, tensors=tensors) for item in content)
+        if tag == "$map" and isinstance(content, list):
+            return {decode(key): decode(item, tensors=tensors) for key, item in content}
+        if tag == "$tensor" and tensors is not None:
+            return tensors[content]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{{{tag!r}: {short(content)}}} in a checkpoint's JSON is not what evener writes: "
+            f"{error!r}"
+        ) from error
     raise CheckpointError(
-        f"{{{tag!r}: {content!r}}} in a checkpoint's JSON has nothing to refer to"
+        f"{{{tag!r}: {short(content)}}} in a checkpoint's JSON has nothing to refer to"
     )

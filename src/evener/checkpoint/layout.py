@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import CheckpointError
+from evener.files import open_for_reading
+from evener.parsing import Fields, parse_json, short
 
 FORMAT = "evener-checkpoint"
 VERSION = 1
@@ -48,7 +50,7 @@ def check_file_name(name: str) -> None:
     Raises:
         CheckpointError: The name has a separator, is empty, is ``.`` or ``..``, or is reserved.
     """
-    if not name or name in {".", ".."} or "/" in name or "\\" in name or "\0" in name:
+    if name in {"", ".", ".."} or not name.isprintable() or "/" in name or "\\" in name:
         raise CheckpointError(
             f"{name!r} is no name for a file of a checkpoint: use a plain file name, no folders"
         )
@@ -57,8 +59,12 @@ def check_file_name(name: str) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits; releases the interpreter lock."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file as hexadecimal digits; releases the interpreter lock.
+
+    Raises:
+        OSError: It cannot be read, is a link, or is not a regular file.
+    """
+    with open_for_reading(path, follow=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -108,34 +114,40 @@ class Manifest:
             CheckpointError: It is no JSON, is of something else, of an unknown version, or damaged.
         """
         try:
-            content = json.loads(data)
+            content = parse_json(data)
         except ValueError as error:
-            raise CheckpointError(f"{MANIFEST_NAME} is damaged: it is no JSON ({error})") from error
+            raise CheckpointError(
+                f"{MANIFEST_NAME} is damaged: it is not JSON ({error})"
+            ) from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{MANIFEST_NAME} is not of an evener checkpoint")
         if content.get("version") != VERSION:
             raise CheckpointError(
-                f"format version {content.get('version')!r} is unknown to this evener, "
+                f"format version {short(content.get('version'))} is unknown to this evener, "
                 f"which reads version {VERSION}: use the evener that wrote it"
             )
         checksum = content.pop("checksum", None)
         if checksum != _checksum(content):
             raise CheckpointError(f"{MANIFEST_NAME} is damaged: its checksum differs")
         try:
-            return _from_content(content)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{MANIFEST_NAME} is damaged: {error!r}") from error
+            return _from_fields(Fields(content))
+        except ValueError as error:
+            raise CheckpointError(f"{MANIFEST_NAME} is damaged: {error}") from error
 
 
-def _from_content(content: dict[str, Any]) -> Manifest:
-    files = {
-        str(name): FileRecord(int(record["bytes"]), str(record["sha256"]))
-        for name, record in content["files"].items()
-    }
-    for name in files:
+def _from_fields(content: Fields) -> Manifest:
+    files = {}
+    records = content.fields("files")
+    for name in records.values:
         check_file_name(name)
-    aliases = {str(stem): dict(table) for stem, table in content["aliases"].items()}
-    return Manifest(int(content["step"]), files, aliases)
+        record = records.fields(name)
+        files[name] = FileRecord(record.whole("bytes"), record.text("sha256"))
+    aliases = {}
+    tables = content.fields("aliases")
+    for stem in tables.values:
+        table = tables.fields(stem)
+        aliases[stem] = {alias: table.text(alias) for alias in table.values}
+    return Manifest(content.whole("step"), files, aliases)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """Checkpoints read back: only whole ones, and nothing is unpickled."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +20,11 @@ from evener.checkpoint.layout import (
     parse_step_name,
 )
 from evener.errors import CheckpointError
+from evener.files import read_file
+from evener.parsing import parse_json, short
+
+MOST_MANIFEST_BYTES: Final = 16 * 1024 * 1024
+"""A larger manifest is not read; that of 10,000 files has 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,14 @@ class Checkpoint:
         path = self._existing(stem + TENSORS_SUFFIX)
         try:
             stored = load_file(path)
-        except (OSError, SafetensorError) as error:
+        # A dtype that this torch lacks is a KeyError or an AttributeError of safetensors.
+        except (OSError, SafetensorError, ValueError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         for alias, kept in self.manifest.aliases.get(stem, {}).items():
+            if kept not in stored:
+                raise CheckpointError(
+                    f"{path} lacks {short(kept)}, to which {MANIFEST_NAME} ties {short(alias)}"
+                )
             stored[alias] = stored[kept]
         return stored
 
@@ -64,9 +74,11 @@ class Checkpoint:
             CheckpointError: There is no such document, or it cannot be read.
         """
         try:
-            return decode(json.loads(self.asset(name)))
+            return decode(parse_json(self.asset(name)))
         except ValueError as error:
-            raise CheckpointError(f"{self.path / name} is no JSON: {error}") from error
+            raise CheckpointError(f"{self.path / name} is not JSON: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path / name} is damaged: {error}") from error
 
     def asset(self, name: str) -> bytes:
         """Read any file of the checkpoint as bytes.
@@ -76,7 +88,7 @@ class Checkpoint:
         """
         path = self._existing(name)
         try:
-            return path.read_bytes()
+            return read_file(path, follow=False)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -105,23 +117,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_newest(
-    folder: Path, on_skip: Callable[[Path, str], None] | None = None
+    folder: Path,
+    on_skip: Callable[[Path, str], None] | None = None,
+    check: Callable[[Checkpoint], object] | None = None,
 ) -> Checkpoint | None:
     """Return the checkpoint with the highest step that is whole.
 
     Args:
         folder: Holds the ``step-N`` folders; need not exist.
         on_skip: Called with the path and the reason for every newer one that cannot be used.
+        check: Called with a checkpoint whose files are as the manifest says; raises a
+            ``CheckpointError`` where their content cannot be used.
 
     Returns:
         ``None`` when there is no usable checkpoint.
     """
     for path in _newest_first(folder):
         try:
-            return _verify(path)
+            checkpoint = _verify(path)
+            if check is not None:
+                check(checkpoint)
         except CheckpointError as error:
             if on_skip is not None:
                 on_skip(path, str(error))
+        else:
+            return checkpoint
     return None
 
 
@@ -145,17 +165,21 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: The reason why it is not a whole checkpoint.
     """
     try:
-        manifest = Manifest.from_bytes((path / MANIFEST_NAME).read_bytes())
+        manifest = Manifest.from_bytes(
+            read_file(path / MANIFEST_NAME, most_bytes=MOST_MANIFEST_BYTES, follow=False)
+        )
         step = parse_step_name(path.name)
         if step is None:
             step = parse_replaced_name(path.name)
         if step is not None and step != manifest.step:
             raise CheckpointError(f"{MANIFEST_NAME} is of step {manifest.step}, not of {step}")
         for name, record in manifest.files.items():
-            num_bytes = (path / name).stat().st_size
-            if num_bytes != record.num_bytes:
+            found = (path / name).lstat()
+            if not S_ISREG(found.st_mode):
+                raise CheckpointError(f"{name} is not a regular file; a link is not followed")
+            if found.st_size != record.num_bytes:
                 raise CheckpointError(
-                    f"{name} is damaged: it has {num_bytes} bytes instead of {record.num_bytes}"
+                    f"{name} is damaged: it has {found.st_size} bytes instead of {record.num_bytes}"
                 )
     except FileNotFoundError as error:
         raise CheckpointError(f"{Path(error.filename).name} is missing") from error

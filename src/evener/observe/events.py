@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from evener.parsing import Fields, short, whole
+
 Event = Mapping[str, Any]
 
 
@@ -37,6 +39,49 @@ class Sink(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def check_fields(value: Any) -> None:
+    """Check the fields that readers of events rely on; types and fields that are new pass.
+
+    Raises:
+        ValueError: It is not an event, or a field is missing or of the wrong kind.
+    """
+    event = Fields(value)
+    kind = event.text("type")
+    event.number("t")
+    if kind in ("eval", "reformed", "run_finished", "run_resumed", "window"):
+        event.whole("window")
+    if kind == "window":
+        _check_window(event)
+    elif kind == "eval":
+        event.number("elapsed_s")
+        _check_loss(event)
+    elif kind == "run_started":
+        event.texts("members")
+    elif kind == "run_finished":
+        event.text("reason")
+
+
+def _check_window(event: Fields) -> None:
+    event.whole("epoch")
+    for part in event.items("committed"):
+        if not isinstance(part, list) or len(part) != 2:
+            raise ValueError(f"committed holds {short(part)}, not two positions")
+        for bound in part:
+            whole(bound, "a position of committed")
+    for row in event.tables("ranks"):
+        row.whole("rank")
+        row.text("member")
+        row.whole("samples")
+        for key in ("weight", "compute_s", "wait_s", "sync_s"):
+            row.number(key)
+        _check_loss(row)
+
+
+def _check_loss(fields: Fields) -> None:
+    if fields["loss"] is not None:  # what is not finite is written as null
+        fields.number("loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

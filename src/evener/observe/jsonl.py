@@ -4,13 +4,18 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 from evener.errors import EvenerError
-from evener.observe.events import Event, Sink
+from evener.files import open_for_reading, open_regular
+from evener.observe.events import Event, Sink, check_fields
+from evener.parsing import parse_json
+
+MOST_LINE_BYTES: Final = 16 * 1024 * 1024
+"""A longer line is not an event; that of a window of 1,000 ranks has 200 kB."""
 
 
 class JsonlSink(Sink):
@@ -108,34 +113,39 @@ def read_events(
 
     Args:
         path: The file.
-        on_skip: Called with line number and reason for lines that are no event, such as one torn
+        on_skip: Called with line number and reason for lines that are not events, such as one torn
             by a kill. A last line that is just being written is left out without a word.
 
     Raises:
         EvenerError: The file cannot be read.
     """
+    events: list[dict[str, Any]] = []
     try:
-        data = path.read_bytes()
+        with open_for_reading(path) as stream:
+            for number, line in enumerate(_lines(stream), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    event = parse_json(line)
+                    check_fields(event)
+                except ValueError as error:
+                    if on_skip is not None and line.endswith(b"\n"):
+                        on_skip(number, str(error))
+                else:
+                    events.append(event)
     except OSError as error:
         raise EvenerError(
             f"event file {path} cannot be read: {error}; give the file or folder of a run"
         ) from error
-    events: list[dict[str, Any]] = []
-    *lines, rest = data.split(b"\n")
-    for number, line in enumerate([*lines, rest], start=1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line)
-        except ValueError as error:
-            if on_skip is not None and number <= len(lines):
-                on_skip(number, f"it is no JSON: {error}")
-            continue
-        if isinstance(event, dict) and isinstance(event.get("type"), str) and "t" in event:
-            events.append(event)
-        elif on_skip is not None:
-            on_skip(number, "it has no 't' and 'type'")
     return events
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long, no more than is allowed."""
+    while line := stream.readline(MOST_LINE_BYTES):
+        yield line
+        while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
+            line = stream.readline(MOST_LINE_BYTES)
 
 
 def strict_json(value: Any) -> Any:
@@ -153,8 +163,8 @@ def strict_json(value: Any) -> Any:
 
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-    return os.open(path, flags, 0o666)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    return open_regular(path, flags)
 
 
 def _ends_torn(file: int) -> bool:

@@ -163,8 +163,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda p: (p / "run.json").write_bytes(b"{"), r"run\.json is damaged: it has 1 "),
     "file gone": (lambda p: (p / "run.json").unlink(), r"run\.json is missing"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), r"manifest\.json is missing"),
-    "torn manifest": (lambda p: (p / "manifest.json").write_bytes(b'{"for'), "no JSON"),
-    "binary manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "no JSON"),
+    "torn manifest": (lambda p: (p / "manifest.json").write_bytes(b'{"for'), "not JSON"),
+    "binary manifest": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe"), "not JSON"),
     "foreign manifest": (
         lambda p: (p / "manifest.json").write_text('{"name": "app"}'),
         "not of an",

@@ -1,5 +1,6 @@
 """Where a run's files go: one folder, the same for all ranks. No torch here."""
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evener.errors import CheckpointError, ConfigError
+from evener.files import open_regular
 
 if TYPE_CHECKING:
     from evener.run.team.team import Team
@@ -94,14 +96,20 @@ def folder_in_use(folder: Path) -> Iterator[None]:
     systems that know no locks keep nobody out.
 
     Raises:
-        CheckpointError: Another process has the folder in use.
+        CheckpointError: Another process has the folder in use, or its event file cannot be written.
     """
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
-    with (folder / EVENTS).open("ab") as events:
+    try:
+        descriptor = open_regular(folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / EVENTS} cannot be written: {error}; remove it, or choose another folder"
+        ) from None
+    with os.fdopen(descriptor, "ab") as events:
         try:
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

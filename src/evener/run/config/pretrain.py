@@ -21,7 +21,7 @@ from pydantic import (
 from evener.cadence.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD
 from evener.cadence.guard import THRESHOLD
 from evener.errors import ConfigError
-from evener.run.yaml_files import NumberLoader, read_yaml
+from evener.run.yaml_files import parse_yaml, read_yaml
 
 
 def _no_bool(value: object) -> object:
@@ -279,7 +279,7 @@ def _override(document: dict[str, Any], override: str) -> str:
     if not equals or not all([*sections, last]):
         raise ConfigError(f"--set {override!r} is not key=value; write e.g. optimizer.lr=3e-4")
     try:
-        value = yaml.load(text, Loader=NumberLoader)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(
             f"--set {key}: the value {text!r} is not YAML; put text with special characters in "

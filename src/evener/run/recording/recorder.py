@@ -105,7 +105,8 @@ class RunRecorder:
             event = run_resumed_event(
                 t=now, window=ddp.window, path=str(resumed_from), new_data=new_data
             )
-            self.tally = EventTally.of(effective_events([*read_events(self._path), event])[:-1])
+            events = read_events(self._path, self._skip)
+            self.tally = EventTally.of(effective_events([*events, event])[:-1])
             self.emit(event)
         self.emit(
             run_started_event(
@@ -226,6 +227,9 @@ class RunRecorder:
                 self.finish(self._ddp.window, "failed", f"{type(error).__name__}: {error}")
         finally:
             self.close()
+
+    def _skip(self, line: int, why: str) -> None:
+        _warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")
 
     def _row(self, rank: int, record: RankRecord) -> RankRow:
         return RankRow(

@@ -1,0 +1,218 @@
+"""Files that were damaged or tampered with: named, within bounded time, and nothing half-read."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.errors import ConfigError, EvenerError
+from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.lineage import check_exactly_once, effective_events, lineage
+from evener.observe.tally import EventTally
+from evener.run.config.folders import folder_in_use
+from evener.run.config.pretrain import load_run_config
+from evener.run.team.place_file import read_place
+from helpers.event_cases import committed_window, started
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from([-1, 0, 2**53, 10**30, -(10**400), 0.5, -1e308, float("nan"), float("inf")])
+    | st.text(max_size=4)
+    | st.sampled_from(["", "../x", "\0", "\ud800", "$map"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=3) | st.sampled_from(["$map", "$tensor"]), inner, max_size=2
+        )
+    ),
+    max_leaves=4,
+)
+"""Values of every kind that JSON knows, and those that a reader is likely to trip over."""
+
+
+NESTED = b"[" * 4000 + b"]" * 4000
+
+
+@st.composite
+def changed(draw: st.DrawFn, document: Any) -> Any:
+    """The document with one of its nodes replaced, or removed."""
+    document = json.loads(json.dumps(document))
+    places: list[tuple[Any, Any]] = []
+
+    def collect(node: Any) -> None:
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        for key in keys:
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                collect(node[key])
+
+    collect(document)
+    node, key = draw(st.sampled_from(places))
+    if draw(st.integers(0, 4)) == 0:
+        del node[key]
+    else:
+        node[key] = draw(JSON)
+    return document
+
+
+@st.composite
+def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+    """The bytes, cut, overwritten, or with others put between them."""
+    start = draw(st.integers(0, len(data)))
+    stop = draw(st.integers(start, min(len(data), start + 16)))
+    return data[:start] + draw(st.binary(max_size=8)) + data[stop:]
+
+
+def read_or_refuse(path: Path, read: Callable[[], object]) -> bool:
+    """Reads; what is refused is refused by an error of evener that names the file."""
+    refused = None
+    try:
+        read()
+    except EvenerError as error:
+        refused = str(error)
+    assert refused is None or str(path) in refused
+    return refused is not None
+
+
+# ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 9)}]}}\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+YAML_TRAPS = {
+    "aliases of aliases": (LAUGHS, "more than 10000 values"),
+    "merges of merges": (MERGES, "more than 10000 values"),
+    "brackets": ("a: " + "[" * 4000, "nested more than 32 deep"),
+    "braces": ("a: " + "{a: " * 4000, "nested more than 32 deep"),
+    "dashes": ("- " * 4000, "nested more than 32 deep"),
+    "itself": ("a: &a [*a]", "refers to the value that it is a part of"),
+    "a number of 5,000 digits": ("a: " + "1" * 5000, "digits"),
+    "a date that is none": ("seed: 2001-99-99", "month"),
+    "a key that is a list": ("? [1]\n: 2", "a key is a list"),
+    "a bad tag": ("a: !!bool x", "a value cannot be read"),
+    "a large file": ("#" * 300_000, "larger than"),
+    "bytes": (b"a: \xff\xfe", "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("trap", YAML_TRAPS)
+def test_a_hostile_yaml_is_refused_at_once_and_named(trap: str, tmp_path: Path) -> None:
+    content, why = YAML_TRAPS[trap]
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for read in (load_run_config, lambda path: read_place(path, {})):
+        with pytest.raises(ConfigError, match=why) as caught:
+            read(path)
+        assert str(caught.value).startswith(str(path))
+    # Work is what takes time, and it is bounded: nothing of what aliases expand to is in the text.
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+def test_a_fifo_in_place_of_a_yaml_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_run_config(tmp_path / "run.yaml")
+
+
+def test_an_option_on_the_command_line_is_read_as_a_file_is() -> None:
+    for value in ("[" * 4000, "1" * 5000, "2001-99-99"):
+        with pytest.raises(ConfigError, match="--set seed"):
+            load_run_config(None, [f"seed={value}"])
+
+
+@settings(max_examples=60)
+@given(changed({"data": {"path": "x"}, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "seed": 1}))
+def test_any_yaml_gives_a_configuration_or_an_error_that_names_it(
+    tmp_path_factory: pytest.TempPathFactory, document: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8", errors="surrogatepass")
+    read_or_refuse(path, lambda: load_run_config(path))
+
+
+# ── events ───────────────────────────────────────────────────────────────────────────────────────
+
+EVENTS = [
+    started(),
+    *(committed_window(window) for window in range(3)),
+    {"t": 9.0, "type": "eval", "window": 3, "name": "heldout", "loss": 1.0, "weight": 2.0,
+     "elapsed_s": 0.5},
+    {"t": 9.5, "type": "run_finished", "window": 3, "reason": "stopped", "message": None},
+    {"t": 10.0, "type": "run_resumed", "window": 2, "path": None, "new_data": False},
+]  # fmt: skip
+
+BAD_LINES = {
+    "nested": b'{"t": 1.0, "type": "window", "window": ' + NESTED + b"}",
+    "not UTF-8": b'{"t": 1.0, "type": "window", "window": "\xff\xfe"}',
+    "binary": bytes(range(1, 9)) + bytes(range(11, 256)),
+    "another type": b'{"t": 1.0, "type": "window", "window": "3"}',
+    "a huge number": b'{"t": 1.0, "type": "run_resumed", "window": 1' + b"0" * 30 + b"}",
+    "5,000 digits": b'{"t": 1.0, "type": "x", "n": ' + b"1" * 5000 + b"}",
+    "no ranks": b'{"t": 1.0, "type": "window", "window": 3, "epoch": 0, "committed": []}',
+    "true for a number": b'{"t": true, "type": "window"}',
+    "null": b"null",
+}
+
+
+def read_all(path: Path) -> None:
+    """What a resume and a report do with the events of a run."""
+    events = read_events(path)
+    EventTally.of(effective_events(events))
+    lineage(events)
+    check_exactly_once(events, 10)
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Path) -> None:
+    good = [json.dumps(event).encode() for event in EVENTS]
+    path, skipped = tmp_path / "events.jsonl", []
+    path.write_bytes(b"\n".join([*good[:3], BAD_LINES[kind], *good[3:]]) + b"\n" + BAD_LINES[kind])
+    events = read_events(path, lambda line, why: skipped.append(line))
+    assert events == EVENTS
+    assert skipped == [4]  # the last line may be one that is being written
+    read_all(path)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(EVENTS).flatmap(changed))
+def test_whatever_an_event_holds_its_readers_go_on(
+    tmp_path_factory: pytest.TempPathFactory, event: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    lines = [json.dumps(one) for one in (*EVENTS[:2], event, *EVENTS[2:])]
+    path.write_text("\n".join(lines) + "\n")
+    read_all(path)
+
+
+@settings(max_examples=40)
+@given(damaged(b"".join(json.dumps(event).encode() + b"\n" for event in EVENTS)))
+def test_whatever_bytes_are_in_the_event_file_its_readers_go_on(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    path.write_bytes(data)
+    read_all(path)
+
+
+def test_a_fifo_in_place_of_the_event_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+
+    def use_folder() -> None:
+        with folder_in_use(tmp_path):
+            pass
+
+    for use in (lambda: read_events(path), lambda: JsonlSink(path), use_folder):
+        with pytest.raises(EvenerError, match=r"events\.jsonl cannot be .*"):
+            use()
