@@ -150,7 +150,7 @@ class LocalReport:
         overflows: How many steps it left out because fp16 overflowed.
         loss_scale: Its own loss scale at the end of the window; 0 where it computes in no fp16.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
-        rates: Sum of its learning rates after the window before, the same on every rank.
+        rates: Digest of its learning rates after the window before, the same on every rank.
     """
 
     weight: float = 0.0

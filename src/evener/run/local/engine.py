@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from typing import final
@@ -34,7 +34,7 @@ from evener.run.windows.finite import PARAMETERS, find_local_non_finite, overflo
 from evener.run.windows.loss_scale import LocalLossScale
 from evener.run.windows.moments import SavedState
 from evener.run.windows.results import WindowResult
-from evener.run.windows.schedule import Schedule
+from evener.run.windows.schedule import Schedule, digest_of
 from evener.run.windows.share import Share
 
 
@@ -81,7 +81,7 @@ class LocalEngine(Engine):
         self._replica = replica
         self._update = update
         self._schedule = schedule
-        self._flight = Flight(self.team, background, replica, policy)
+        self._flight = Flight(self.team, background, replica, policy, schedule)
         self._scale = LocalLossScale(options.loss_scale, team.rank)
         skip, slowdown = options.non_finite == "skip", options.slowdown
         self._steps = LocalSteps(team.rank, update, schedule, slowdown, self._scale, skip=skip)
@@ -121,6 +121,7 @@ class LocalEngine(Engine):
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
             self._replica.restore()
         self.flat.zero_()
+        self._schedule.accept()
         self._schedule.agree(self.progress, 0)
         self._plan = None
         self._book = LeaseBook(
@@ -340,10 +341,14 @@ class LocalEngine(Engine):
         applied, self._applied = self._applied, None
         for piece in applied.leases:
             self._leases.cursor.commit(piece)
+        if not self.options.on_commit:
+            return
         result = completed(applied.result, reports)
-        with self.consensus() if self.options.on_commit else nullcontext():
+        self._schedule.refuse_setting_by_hand()
+        with self.consensus():
             for callback in self.options.on_commit:
                 callback(result)
+        self._schedule.accept()  # set in a callback, which runs on every rank for every window
 
     def _report(self, work: Work, code: int, *, changed: bool) -> LocalReport:
         """This rank's row about its window, and about the one before, which it now knows."""
@@ -355,7 +360,7 @@ class LocalEngine(Engine):
             buffers_changed=int(changed),
             loss_scale=self._scale.snapshot(),
             limit=self.limits.own,
-            rates=self._schedule.agreed_rates,
+            rates=digest_of(self._schedule.agreed_rates),
         )
 
     def _stop_if(self, agreed: bool) -> None:

@@ -12,6 +12,7 @@ from evener.run.local.replica import Replica, Snapshot
 from evener.run.local.window import Outcome, WindowExchange
 from evener.run.team.active import ActiveTeam
 from evener.run.team.team import Team
+from evener.run.windows.schedule import Schedule
 
 
 @final
@@ -23,6 +24,7 @@ class Flight:
         background: For ASYNC: the same ranks once more, for the thread that exchanges.
         replica: Whose snapshots are exchanged.
         policy: Plans; rank 0's word counts.
+        schedule: Knows the learning rates that ranks compare.
 
     Attributes:
         plan: That of the window whose exchange has begun and not landed, if there is one.
@@ -30,15 +32,20 @@ class Flight:
     """
 
     def __init__(
-        self, team: ActiveTeam, background: Team | None, replica: Replica, policy: CadencePolicy
+        self,
+        team: ActiveTeam,
+        background: Team | None,
+        replica: Replica,
+        policy: CadencePolicy,
+        schedule: Schedule,
     ) -> None:
         self.plan: LocalPlan | None = None
-        self.before = WindowExchange(team, replica, policy)
+        self.before = WindowExchange(team, replica, policy, schedule)
         self._background = background
         self._windows = self.before
         self._exchanger: Exchanger[Outcome] = InlineExchanger()
         if background is not None:
-            self._windows = WindowExchange(background, replica, policy)
+            self._windows = WindowExchange(background, replica, policy, schedule)
             self._exchanger = BackgroundExchanger(f"average-{background.rank}")
 
     @property

@@ -25,7 +25,7 @@ from evener.errors import UsageError
 from evener.run.local.replica import Replica
 from evener.run.team.active import ActiveTeam
 from evener.run.team.team import Meeting, Team
-from evener.run.windows.schedule import refuse_other_rates
+from evener.run.windows.schedule import Schedule, agree_on_rates
 
 
 def local_payload_length(world_size: int) -> int:
@@ -91,7 +91,9 @@ class WindowExchange:
         wire: ActiveTeam | Team,
         replica: Replica,
         policy: CadencePolicy,
+        schedule: Schedule,
     ) -> None:
+        self._schedule = schedule
         self._wire = wire
         self._replica = replica
         self._parameters = replica.parameters
@@ -163,7 +165,9 @@ class WindowExchange:
         )
         wait_s = time.perf_counter() - started_s
         reports = decode_local_reports(rows)
-        refuse_other_rates({rank: report.rates for rank, report in enumerate(reports)})
+        if len({report.rates for report in reports}) > 1:
+            told = self._wire.introduce({"rates": self._schedule.agreed_rates})
+            agree_on_rates({rank: other["rates"] for rank, other in enumerate(told)})
         self._replica.verify(self._wire.comm, plan.window)
         weight, loss = combine(reports) or (0.0, float("nan"))
         left = any(report.left for report in reports)

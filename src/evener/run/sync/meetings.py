@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evener.cadence.plan import WindowPlan, WindowReport
@@ -18,7 +18,7 @@ from evener.run.sync.row import (
 from evener.run.sync.updates import Updater
 from evener.run.team.team import Meeting
 from evener.run.windows.base import Engine
-from evener.run.windows.schedule import refuse_other_rates
+from evener.run.windows.schedule import agree_on_rates, digest_of, rates_of, set_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,7 @@ class WindowMeetings:
             engine.policy.set_micro_batch_sizes(engine.limits.sizes)
         engine.stopping |= leaving > 0
         refuse_other_parameters(rows, self._engine.team.parked)
-        refuse_other_rates(
-            {r: row.note.rates for r, row in enumerate(rows) if r not in engine.team.parked}
-        )
+        self._agree_on_rates({r: w.note for r, w in enumerate(rows) if r not in engine.team.parked})
         return Met(rows, leaving == 2, wait_s, exchange_s)
 
     def report(
@@ -152,10 +150,28 @@ class WindowMeetings:
             sync_s=sync_s,
             trainable=len(self._engine.flat.parameters),
             part=part,
-            rates=self._updater.rates(),
+            rates=digest_of(rates_of(self._updater.optimizers)),
             limit=self._engine.limits.own,
             at_rest=at_rest,
         )
+
+    def _agree_on_rates(self, notes: Mapping[int, Note]) -> None:
+        """Adopt the learning rates of the ranks that have a share, where this rank has none.
+
+        A user may set them in the loop, whose body does not run on a rank without a share.
+
+        Raises:
+            UsageError: On every rank, when ranks that have a share differ.
+        """
+        idle = all(note.at_rest for note in notes.values())  # all the others have left the loop
+        if idle or len({note.rates for note in notes.values()}) == 1:
+            return
+        team, optimizers = self._engine.team, self._updater.optimizers
+        told = team.introduce({"rank": team.rank, "rates": rates_of(optimizers)})
+        agreed = agree_on_rates(
+            {t["rank"]: t["rates"] for t in told if not notes[t["rank"]].at_rest}
+        )
+        set_rates(optimizers, agreed)
 
     def _commit(self, rows: Sequence[Row]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""

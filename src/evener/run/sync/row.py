@@ -31,7 +31,7 @@ class Note:
         sync_s: How long that window's exchange took.
         trainable: How many of its parameters are trainable: those that are averaged.
         part: The optimizer that is to be stepped alone; ``None`` closes the window.
-        rates: Sum of its learning rates, which must be the same on every rank.
+        rates: Digest of its learning rates, which must be the same on every rank with a share.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         at_rest: Whether it does nothing in this window: it ends an epoch, or has no share.
     """

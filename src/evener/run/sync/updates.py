@@ -134,10 +134,6 @@ class Updater:
             ranks=tuple(RankRecord.of(r) for r in reports),
         ), sync_s
 
-    def rates(self) -> float:
-        """Sum of all learning rates: what ranks compare."""
-        return float(sum(float(g["lr"]) for o in self.optimizers for g in o.param_groups))
-
     def agree_on_buffers(self, share: Share, total_weight: float, what: str) -> None:
         """Averages the model's buffers by weight; all ranks call it together.
 

@@ -2,10 +2,13 @@
 
 import copy
 import math
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,24 +19,59 @@ from evener.run.windows.results import Progress
 ProgressSchedule = Callable[[Progress], float]
 
 
-def refuse_other_rates(rates: Mapping[int, float]) -> None:
-    """Checks that every rank has the same learning rates.
+#: Learning rates by optimizer and parameter group.
+Rates = list[list[float]]
+
+
+def rates_of(optimizers: Sequence[Optimizer]) -> Rates:
+    """Return the learning rates as they are now; those kept in tensors, too."""
+    return [[float(group["lr"]) for group in o.param_groups] for o in optimizers]
+
+
+def set_rates(optimizers: Sequence[Optimizer], rates: Rates) -> None:
+    """Set every learning rate to what ``rates_of`` returned, perhaps on another rank."""
+    for optimizer, values in zip(optimizers, rates, strict=True):
+        for group, value in zip(optimizer.param_groups, values, strict=True):
+            _set_rate(group, value)
+
+
+def digest_of(rates: Rates) -> float:
+    """Return 32 bits that tell learning rates apart; exact in float64."""
+    flat = [rate for group in rates for rate in group]
+    return float(zlib.crc32(struct.pack(f"<{len(flat)}d", *flat)))
+
+
+def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
+    """Return the learning rates of the ranks that have a share of the window.
 
     Args:
-        rates: Sum of them by rank.
+        rates: By rank; at least one.
+
+    Returns:
+        Those of the first of these ranks. The others' are the same, but for rounding.
 
     Raises:
-        UsageError: On every rank; names two that differ, and the usual cause.
+        UsageError: Two ranks differ; names them, the parameter group, and both values.
     """
     (first, mine), *others = rates.items()
     for rank, theirs in others:
-        if not math.isclose(theirs, mine, rel_tol=1e-6):
+        if [len(groups) for groups in theirs] != [len(groups) for groups in mine]:
             raise UsageError(
-                f"learning rates differ: they sum to {mine:.6g} on rank {first} and to "
-                f"{theirs:.6g} on rank {rank}. Ranks go round the loop a different number of "
-                "times, so scheduler.step() must not be called there; give the scheduler to "
-                "Ddp.setup, or step it once an epoch"
+                f"optimizers have {sum(map(len, mine))} parameter groups on rank {first} and "
+                f"{sum(map(len, theirs))} on rank {rank}; add the same groups on every rank"
             )
+        for number, values in enumerate(mine):
+            for group, value in enumerate(values):
+                if not math.isclose(theirs[number][group], value, rel_tol=1e-6):
+                    whose = f" of optimizer {number}" if len(mine) > 1 else ""
+                    raise UsageError(
+                        f"learning rates differ: that of parameter group {group}{whose} is "
+                        f"{value:.6g} on rank {first} and {theirs[number][group]:.6g} on rank "
+                        f"{rank}. Ranks go round the loop a different number of times, so neither "
+                        "a local counter nor scheduler.step() in the loop may set it; compute it "
+                        "from ddp.window, or give the scheduler to Ddp.setup"
+                    )
+    return mine
 
 
 class Schedule:
@@ -41,6 +79,9 @@ class Schedule:
 
     A torch scheduler is stepped after each applied window, on every rank alike. A function of
     ``Progress`` gives the factor of each parameter group's base rate before the update.
+
+    Attributes:
+        agreed_rates: Learning rates at the last ``agree``.
     """
 
     def __init__(
@@ -60,16 +101,18 @@ class Schedule:
         elif scheduler is not None:
             self._factor = scheduler
             for group in self._groups():
-                group.setdefault("initial_lr", group["lr"])
+                group.setdefault("initial_lr", float(group["lr"]))
         self._places = [_place(s) for s in self._schedulers]
-        #: Sum of all learning rates at the last ``agree``.
-        self.agreed_rates = 0.0
+        self.agreed_rates: Rates = []
+        #: What was set here last; ``None`` where whatever is found is taken.
+        self._known: Rates | None = None
 
     def before_update(self, progress: Progress) -> None:
         """Sets the rates for the update that follows ``progress``.
 
         Raises:
-            UsageError: A scheduler of ``Ddp.setup`` was stepped by the user.
+            UsageError: A scheduler of ``Ddp.setup`` was stepped by the user, or a learning rate
+                that it sets was set by the user.
         """
         for scheduler, expected in zip(self._schedulers, self._places, strict=True):
             if _place(scheduler) != expected:
@@ -78,9 +121,14 @@ class Schedule:
                     "to Ddp.setup, which steps it after each window; remove one of the two"
                 )
         if self._factor is not None:
+            self._refuse_changes(
+                "the function given to Ddp.setup as scheduler sets it before every update; remove "
+                "one of the two"
+            )
             factor = self._factor(progress)
             for group in self._groups():
-                group["lr"] = group["initial_lr"] * factor
+                _set_rate(group, float(group["initial_lr"]) * factor)
+            self._known = rates_of(self._optimizers)
 
     def after_update(self, optimizer: Optimizer | None = None) -> None:
         """Moves torch schedulers on by one step: those of one optimizer, or all."""
@@ -98,13 +146,46 @@ class Schedule:
             progress: The predicted one, for a function of ``Progress``.
             num_steps: Optimizer steps of the team since the last ``agree``, for torch schedulers;
                 they never go back.
+
+        Raises:
+            UsageError: A learning rate was set in the user's loop.
         """
+        self.refuse_setting_by_hand()
         self.before_update(progress)
         if self._schedulers and self._agreed is None:
             self._agreed = (copy.deepcopy(self.state_dict()), self._settings())
         while self._num_ahead < num_steps:
             self._step_all()
             self._num_ahead += 1
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the rates as they are, as between epochs, where all ranks are at one place."""
+        self._known = rates_of(self._optimizers)
+
+    def refuse_setting_by_hand(self) -> None:
+        """Refuse a learning rate that was set inside a window of local steps.
+
+        Raises:
+            UsageError: Names the parameter group, and what it was set to.
+        """
+        self._refuse_changes(
+            "ranks make a different number of local steps in a window, so a rate set by hand would "
+            "mean something else on each; give it to Ddp.setup as a factor of the base learning "
+            "rate, scheduler=lambda progress: f(progress.steps), or use policy 'sync'"
+        )
+
+    def _refuse_changes(self, why: str) -> None:
+        before, now = self._known, rates_of(self._optimizers)
+        if before is None:
+            return
+        for old, new in zip(before, now, strict=True):
+            for group, (was, value) in enumerate(zip(old, new, strict=False)):
+                if not math.isclose(was, value, rel_tol=1e-6):
+                    raise UsageError(
+                        f"the learning rate of parameter group {group} was set from {was:.6g} to "
+                        f"{value:.6g} in the loop, but {why}"
+                    )
 
     def agree(self, progress: Progress, num_steps: int) -> None:
         """Sets the rates that all ranks have after a window, whatever each has run ahead.
@@ -113,15 +194,18 @@ class Schedule:
             progress: The team's.
             num_steps: Optimizer steps of the team since the last call.
         """
+        self.refuse_setting_by_hand()
         if self._agreed is not None:
             states, settings = self._agreed
             self.load_state_dict(states)
             self._apply(settings)
+            self.accept()
         self._agreed, self._num_ahead = None, 0
         for _ in range(num_steps):
             self._step_all()
         self.before_update(progress)
-        self.agreed_rates = sum(float(group["lr"]) for group in self._groups())
+        self.accept()
+        self.agreed_rates = rates_of(self._optimizers)
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
@@ -165,6 +249,15 @@ class Schedule:
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self._places = [_place(s) for s in self._schedulers]
+        self._known = None  # a checkpoint brings learning rates along
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's learning rate; in place where it is a tensor, which a graph may have kept."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _place(scheduler: LRScheduler) -> object:
