@@ -98,8 +98,8 @@ def main() -> None:
 
         if (step + 1) % max(1, steps // 10) == 0:
             losses = [
-                critics.all_reduce([critic_loss.item()], [len(mine)]),
-                generators.all_reduce([generator_loss.item()], [len(mine)]),
+                critics.weighted_mean([critic_loss.item()], [len(mine)]),
+                generators.weighted_mean([generator_loss.item()], [len(mine)]),
             ]
             if generators.is_main_process:
                 print(

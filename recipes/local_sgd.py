@@ -67,7 +67,7 @@ def train(policy: str, samples: int, epochs: int, **options: Any) -> Outcome:
         x, y = make_data(1000, seed=2)
         with ddp.evaluating():
             own = float(F.mse_loss(model(x.to(ddp.device)), y.to(ddp.device)))
-        return Outcome(windows, ddp.all_reduce(own), seconds)
+        return Outcome(windows, ddp.weighted_mean(own), seconds)
 
 
 def describe(policy: str, outcome: Outcome) -> str:

@@ -76,7 +76,7 @@ def main() -> None:
             for points, labels in parts:
                 found = model(points.to(ddp.device)).argmax(dim=1).cpu()
                 right, count = right + int((found == labels).sum()), count + len(labels)
-        return ddp.all_reduce(right / max(count, 1), weight=count)
+        return ddp.weighted_mean(right / max(count, 1), weight=count)
 
     @ddp.on_commit
     def log(result: WindowResult) -> None:

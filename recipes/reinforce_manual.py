@@ -88,8 +88,8 @@ def main() -> None:
     for update in range(updates):
         log_probabilities, returns = play(policy, update, mine)
         num_steps = len(returns)
-        mean = policies.all_reduce([float(returns.mean())], [num_steps])
-        variance = policies.all_reduce([float((returns - mean).square().mean())], [num_steps])
+        mean = policies.weighted_mean([float(returns.mean())], [num_steps])
+        variance = policies.weighted_mean([float((returns - mean).square().mean())], [num_steps])
         advantages = (returns - mean) / (variance + 1e-6) ** 0.5
         loss = -(advantages * log_probabilities).mean()
         optimizer.zero_grad()
@@ -98,7 +98,7 @@ def main() -> None:
         optimizer.step()
 
         # The same number everywhere, so that all processes stop together.
-        length = policies.all_reduce([num_steps / len(mine)], [len(mine)])
+        length = policies.weighted_mean([num_steps / len(mine)], [len(mine)])
         if (update + 1) % max(1, updates // 10) == 0 and policies.is_main_process:
             print(f"update {update + 1}: {length:.2f} steps an episode", flush=True)
         if length >= 0.975 * MAX_STEPS:

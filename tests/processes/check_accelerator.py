@@ -145,6 +145,31 @@ def test_a_loop_runs_there_beside_a_rank_on_the_cpu(policy: str) -> None:
     assert first["norm.num_batches_tracked"].item() > 0
 
 
+def test_rows_are_gathered_there_beside_a_rank_on_the_cpu() -> None:
+    held_out = [(torch.tensor(i), torch.full((3,), i % 2 == 0)) for i in range(10)]
+
+    def body(comm: Communicator) -> None:
+        model = mlp(seed=0)
+        ddp = Ddp.setup(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1e-2),
+            devices=("auto", "cpu")[comm.rank],
+            environment=DistributedTrainConfig(),
+            communicator=comm,
+            config=DdpConfig(quiet=True, timeout_s=PATIENCE_S),
+        )
+        with ddp:
+            for batch_size in (1, 3):
+                loops = ddp.eval_loader(held_out, batch_size=batch_size)
+                parts = [ddp.gather([t.to(ddp.device) for t in batch]) for batch in loops]
+                numbers, flags = (torch.cat(rows) for rows in zip(*parts, strict=True))
+                assert numbers.device.type == flags.device.type == ddp.device.type
+                assert numbers.cpu().tolist() == list(range(10))
+                assert torch.equal(flags.cpu(), torch.stack([flag for _, flag in held_out]))
+
+    run_team(2, body)
+
+
 def test_sync_gives_what_one_process_on_the_cpu_gives() -> None:
     def body(devices: str) -> Callable[[Communicator], dict[str, Any]]:
         return lambda comm: train(comm, devices, "sync", lambda seed: mlp(seed=seed))

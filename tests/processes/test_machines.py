@@ -217,7 +217,7 @@ def test_ranks_of_a_process_group_need_not_know_names(labs):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
-            print(ddp.rank, ddp.world_size, ddp.all_reduce(ddp.rank))
+            print(ddp.rank, ddp.world_size, ddp.weighted_mean(ddp.rank))
         dist.destroy_process_group()
     """
     with TwoMachines() as machines:

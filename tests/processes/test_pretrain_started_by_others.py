@@ -58,7 +58,7 @@ with Ddp.setup(model, optimizer, config=DdpConfig(emulate_slow={1: 2.0})) as ddp
         for inputs, target in loader.epoch(epoch):
             ddp.backward((model(inputs) - target).square().mean())
             ddp.step()
-    mean = ddp.all_reduce(float(RANK), weight=1.0)
+    mean = ddp.weighted_mean(float(RANK), weight=1.0)
     tell(f"{ddp.rank}/{ddp.world_size} {committed == [(0, 4), (4, 8), (8, 11)] * 2} {mean} "
          f"{model.weight.detach().flatten().tolist()} {ddp.progress.samples}")
 """

@@ -18,7 +18,7 @@ def train(process_group: Any) -> tuple[int, int, float, list[float], str]:
         for batch in ddp.loader(torch.arange(24.0).view(8, 3) / 24, batch_size=4).epoch(0):
             ddp.backward(model(batch).square().mean())
             ddp.step()
-        mean = ddp.all_reduce(dist.get_rank())
+        mean = ddp.weighted_mean(dist.get_rank())
         return ddp.rank, ddp.world_size, mean, model.weight.flatten().tolist(), ddp.devices[-1]
 
 

@@ -32,7 +32,7 @@ def test_an_unguarded_script_trains_on_all_its_devices(sandbox):
         "    for batch in loader.epoch(0):\n"
         "        ddp.backward(model(batch).mean())\n"
         "        ddp.step()\n"
-        "    total = ddp.all_reduce(ddp.rank + 1.0)\n"
+        "    total = ddp.weighted_mean(ddp.rank + 1.0)\n"
         "    tell([sys.argv[1:], os.path.basename(os.getcwd()), sys.flags.optimize, ddp.devices,\n"
         "          ddp.window, total, __name__])\n"
     )
@@ -51,7 +51,7 @@ def test_a_module_of_a_package_is_started_again_as_a_module(sandbox):
     sandbox.script(
         SETUP + "from . import NAME\n"
         "with setup(quiet=True) as ddp:\n"
-        "    tell([NAME, __name__, __package__, sys.argv[1:], ddp.all_reduce(ddp.rank)])\n",
+        "    tell([NAME, __name__, __package__, sys.argv[1:], ddp.weighted_mean(ddp.rank)])\n",
         name="package/train.py",
     )
     ended = sandbox.start(sys.executable, "-m", "package.train", "--x").end()

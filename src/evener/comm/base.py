@@ -195,7 +195,7 @@ class Communicator(ABC):
                 bytearray(payload), dtype=torch.uint8
             )
         self.all_gather_parts(flat, what=what, timeout_s=timeout_s)
-        whole = bytes(flat.tolist())
+        whole = flat.numpy().tobytes()
         return [whole[r * widest : r * widest + size] for r, size in enumerate(sizes)]
 
     def barrier(self, *, what: str, timeout_s: float | None = None) -> None:

@@ -110,4 +110,4 @@ def _gather(group: Any, payload: bytes) -> list[bytes]:
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)
-    return [bytes(part.tolist()).rstrip(b"\0") for part in parts]
+    return [part.cpu().numpy().tobytes().rstrip(b"\0") for part in parts]

@@ -23,6 +23,7 @@ from evener.run.managed.builder import DdpBuilder
 from evener.run.manual.replicas import wrap
 from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.notices import warn_of_former_name
 from evener.run.team.placement import Devices, devices_of_host, place_in
 from evener.run.team.team import Meeting, Member
 from evener.run.windows.memory import explain
@@ -248,7 +249,7 @@ class Ddp(DataSide):
         share.start_micro_batch(1)
         return share
 
-    def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
+    def weighted_mean(self, value: float | Tensor, weight: float = 1.0) -> float:
         """The mean of a number over ranks, weighted; all ranks call it together.
 
         Args:
@@ -260,12 +261,17 @@ class Ddp(DataSide):
         """
         number = float(value)
         product = number * weight if weight else 0.0
-        rows = self._meet(Meeting.ALL_REDUCE, [product, float(weight)])
+        rows = self._meet(Meeting.MEAN, [product, float(weight)])
         numerator = denominator = 0.0
         for row in rows:
             numerator += row[0]
             denominator += row[1]
         return numerator / denominator if denominator else float("nan")
+
+    def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
+        """The former name of ``weighted_mean``; it goes with the next release."""
+        warn_of_former_name("all_reduce", "weighted_mean")
+        return self.weighted_mean(value, weight)
 
     def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
         """Calls ``fn(result)`` on every rank when a window is committed.

@@ -64,7 +64,7 @@ def heldout_loss(
             with ddp.emulated_slowness():
                 loss_sum += summed_loss(model, batch, ddp.device)
             num_tokens += batch.num_tokens
-    loss = ddp.all_reduce(loss_sum / num_tokens if num_tokens else 0.0, num_tokens)
+    loss = ddp.weighted_mean(loss_sum / num_tokens if num_tokens else 0.0, num_tokens)
     if ddp.stopping:
         return None
     return HeldoutLoss(

@@ -144,7 +144,7 @@ def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) ->
         if isinstance(one, ReduceLROnPlateau):
             raise ConfigError(
                 "ReduceLROnPlateau follows a metric, not progress; leave it out of Ddp.setup and "
-                "call scheduler.step(ddp.all_reduce(metric, weight)) on every rank, then "
+                "call scheduler.step(ddp.weighted_mean(metric, weight)) on every rank, then "
                 "ddp.register('scheduler', scheduler)"
             )
         if not isinstance(one, LRScheduler):

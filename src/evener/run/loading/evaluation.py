@@ -1,29 +1,52 @@
 """A loader for evaluation: every sample on one rank, once, with nothing trained."""
 
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
-from evener.cadence.apportion import apportion
+from evener.cadence.rounds import Round, evaluation_rounds
 from evener.data.loader import Fetcher, Pending
+from evener.errors import UsageError
+from evener.run.loading.gathering import Gatherer
 from evener.run.loading.intake import Order
 from evener.run.team.team import Meeting
 from evener.run.windows.base import Engine
 
-_AHEAD = 2  # micro-batches that are asked for before they are needed
+_AHEAD = 3  # batches that are asked for before they are needed
 
 
 @final
 class EvaluationLoader:
-    """Hands each rank a part of a data set, in proportion to its speed; no sample twice.
+    """Hands out a data set in rounds, in each of which the ranks have batches side by side.
 
-    Made by ``Ddp.eval_loader``. All ranks iterate over it together, and combine what
-    they find with ``ddp.all_reduce(value, weight)``, which is exact however the parts differ.
+    Made by ``Ddp.eval_loader``. All ranks iterate over it together. A round is a slice of the data
+    set; its parts follow in rank order, and are as large as ranks are fast. Speeds decide about
+    the sizes alone: the samples of all rounds, joined in rank order, are the data set in its order.
+
+    Every rank has a batch in each round, but for one at most: with tiny batches, the last round but
+    one may have fewer samples than ranks. A rank without a batch continues in the last round,
+    where ``Ddp.gather`` also returns the rows that it has missed. Only with fewer samples than
+    ranks in all, the loop's body does not run on the last ranks; they take part in what the others
+    gather before their loop ends.
     """
 
-    def __init__(self, engine: Engine, fetcher: Fetcher, order: Order, *, batch_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        gatherer: Gatherer,
+        fetcher: Fetcher,
+        order: Order,
+        *,
+        batch_size: int,
+    ) -> None:
         self._engine = engine
+        self._gatherer = gatherer
         self._fetcher = fetcher
+        # A loader made anew for each evaluation takes its workers with it.
+        self._closing = weakref.finalize(self, fetcher.close)
+        self._closing.atexit = False
         self._order = order
         self.batch_size = batch_size
 
@@ -41,34 +64,63 @@ class EvaluationLoader:
         Raises:
             CollectiveMismatchError: Some ranks do something else: evaluate in ``ddp.on_commit`` or
                 after an epoch.
+            UsageError: Ranks have data sets of unlike length or order.
         """
-        engine, rank = self._engine, self._engine.team.rank
+        engine = self._engine
         if engine.left:
             engine.settle()
-        shares = apportion(self._order.num_samples, self._speeds())
-        # Rank 0's word counts: arithmetic may round differently on another machine.
-        rows, leaving = engine.team.meet(
-            Meeting.EVALUATE,
-            window=engine.window,
-            leaving=int(engine.wants_stop()),
-            payload=[float(share) for share in shares],
-        )
-        engine.stopping |= leaving > 0
-        agreed = [int(share) for share in rows[0][: engine.team.world_size]]
-        start = sum(agreed[:rank])
         indices = self._order.of(0)
-        own = [indices[position] for position in range(start, start + agreed[rank])]
-        waiting: deque[Pending] = deque()
-        for first in range(0, len(own), self.batch_size):
-            waiting.append(self._fetcher.submit(0, own[first : first + self.batch_size]))
-            if len(waiting) > _AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        rounds = self._agree(self._order.fingerprint(indices))
+        parts = _parts_of(rounds, engine.team.rank)
+        wanted = (self._fetch([indices[p] for p in part]) for part in parts if part)
+        fetched = deque(islice(wanted, _AHEAD))
+        with self._gatherer.evaluating(rounds) as gathering:
+            for number, part in enumerate(parts):
+                if part:
+                    gathering.begin(number)
+                    batch = fetched.popleft().result()
+                    fetched.extend(islice(wanted, 1))
+                    yield batch
+            gathering.finish()
 
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
-        self._fetcher.close()
+        self._closing()
+
+    def _fetch(self, indices: Sequence[int]) -> Pending:
+        return self._fetcher.submit(0, indices)
+
+    def _agree(self, fingerprint: int) -> list[Round]:
+        """The rounds, the same on every rank; rank 0's speeds count.
+
+        Raises:
+            UsageError: Ranks have unlike data.
+        """
+        engine, team = self._engine, self._engine.team
+        own = [self._order.num_samples, fingerprint, self.batch_size]
+        rows, leaving = team.meet(
+            Meeting.EVALUATE,
+            window=engine.window,
+            leaving=int(engine.wants_stop()),
+            payload=[*map(float, own), *self._speeds()],
+        )
+        engine.stopping |= leaving > 0
+        for rank, row in enumerate(rows):
+            if rank in team.parked:
+                continue
+            if row[0] != own[0]:
+                raise UsageError(
+                    f"the data set for evaluation has {row[0]:.0f} samples on rank {rank} and "
+                    f"{own[0]} on rank {team.rank}; give every rank all of it, ddp.eval_loader "
+                    "splits it"
+                )
+            if row[1] != own[1]:
+                raise UsageError(
+                    f"the sampler for evaluation draws other samples on rank {rank} than on rank "
+                    f"{team.rank}; it must draw the same on every rank"
+                )
+        batch_sizes = [max(1, int(row[2])) for row in rows]
+        return evaluation_rounds(own[0], batch_sizes, rows[0][len(own) :][: team.world_size])
 
     def _speeds(self) -> list[float]:
         team = self._engine.team
@@ -76,3 +128,13 @@ class EvaluationLoader:
         if not all(speed > 0 for speed in speeds):
             speeds = [1.0] * team.world_size
         return [0.0 if rank in team.parked else speed for rank, speed in enumerate(speeds)]
+
+
+def _parts_of(rounds: Sequence[Round], rank: int) -> list[range]:
+    """A rank's positions in each round."""
+    parts, start = [], 0
+    for sizes in rounds:
+        first = start + sum(sizes[:rank])
+        parts.append(range(first, first + sizes[rank]))
+        start += sum(sizes)
+    return parts

@@ -1,8 +1,9 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -14,6 +15,7 @@ from evener.run.assembly.registry import Stateful
 from evener.run.assembly.state import load_state, save_state
 from evener.run.config.options import Allowed
 from evener.run.loading.evaluation import EvaluationLoader
+from evener.run.loading.gathering import Gatherer
 from evener.run.loading.intake import Intake, is_stream, read_dataset, read_loader
 from evener.run.loading.loaders import make_loader
 from evener.run.loading.stream import StreamLoader, stream_of
@@ -21,6 +23,8 @@ from evener.run.loading.team_loop import Feed, TeamLoader
 from evener.run.local.engine import LocalEngine
 from evener.run.settings import whole_number
 from evener.run.team.team import Meeting
+
+T = TypeVar("T")
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -43,7 +47,8 @@ class DataSide:
         self.assembly = assembly
         self._engine = assembly.engine
         self._loaders: list[TeamLoader | StreamLoader] = []
-        self._eval_loaders: list[EvaluationLoader] = []
+        self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
+        self._gatherer = Gatherer(assembly.engine)
         self._restored: Mapping[str, Any] | None = None
         self._allows_new_data = False
 
@@ -143,12 +148,23 @@ class DataSide:
         """A loader for evaluation: each sample on one rank, once, in the data set's order.
 
         All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
-        are not parked share the whole data set. What each rank finds on its part is combined
-        exactly by ``ddp.all_reduce(value, weight)``.
+        are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
+        of all ranks, for metrics that need them all (F1, AUC, BLEU). Numbers that each rank has
+        found on its part are combined exactly by ``weighted_mean(value, weight)``::
+
+            logits, labels = [], []
+            with ddp.evaluating():
+                for x, y in ddp.eval_loader(valid_set, batch_size=64):
+                    logits.append(ddp.gather(model(x)))
+                    labels.append(ddp.gather(y))
+            auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
+
+        With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
+        others are given the rows: compute on rank 0 (``is_main_process``) where that may be.
 
         Args:
-            dataset: Map-style data set, or a ``DataLoader`` over one.
-            batch_size: Samples of a batch on this rank; that of the ``DataLoader`` by default.
+            dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
+            batch_size: Most samples of a batch on this rank; that of the ``DataLoader`` by default.
             collate_fn: As in ``loader``.
             num_workers: As in ``loader``.
 
@@ -166,12 +182,35 @@ class DataSide:
         size = _batch_size(intake)
         loader = EvaluationLoader(
             self._engine,
+            self._gatherer,
             make_fetcher(intake.dataset, intake.collate_fn, 0, intake.num_workers),
             intake.order,
             batch_size=size,
         )
-        self._eval_loaders.append(loader)
+        self._eval_loaders.add(loader)
         return loader
+
+    def gather(self, value: T) -> T:
+        """Gives every rank the rows of all ranks, in the order of the data set.
+
+        In the loop of an ``eval_loader``, what successive calls return, concatenated, are the rows
+        of the whole data set in its order, each once, on every rank: also on one that had no batch
+        in some round, which is given those rows by its next call. All ranks call it equally
+        often in each round, in the same order. Outside of any loop, rows come in rank order.
+
+        Args:
+            value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
+                may differ between ranks; the others and the dtype are the same on all. A scalar
+                tensor is one row. No gradient flows.
+
+        Returns:
+            New tensors of the same dtype on the same device, in the same structure.
+
+        Raises:
+            UsageError: In a training loop, or not a dense tensor.
+            CollectiveMismatchError: Ranks gather unlike rows, or unlike often.
+        """
+        return self._gatherer.gather(value)
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Saves and restores an object with ``save`` and ``load``.

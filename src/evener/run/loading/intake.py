@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, final
@@ -46,9 +47,9 @@ class Order(ABC):
     def of(self, epoch: int) -> Indices:
         """The order of an epoch, the same on every rank."""
 
-    def fingerprint(self, indices: Indices) -> str:
-        """What ranks compare; empty where the order cannot differ."""
-        return ""
+    def fingerprint(self, indices: Indices) -> int:
+        """What ranks compare, below 2**53; 0 where the order cannot differ."""
+        return 0
 
 
 @final
@@ -93,7 +94,7 @@ class Drawn(Order):
         """
         with generators_lock, preserved_generators():
             seed_generators(derive_seed(self._seed, "sampler", epoch))
-            indices = [int(index) for index in self._sampler]
+            indices = array("q", map(int, self._sampler))
         if len(indices) != self.num_samples:
             raise UsageError(
                 f"{type(self._sampler).__name__} gave {len(indices)} indices in epoch {epoch}, its "
@@ -101,9 +102,10 @@ class Drawn(Order):
             )
         return indices
 
-    def fingerprint(self, indices: Indices) -> str:
-        """A hash of the indices."""
-        return hashlib.blake2b(repr(indices).encode(), digest_size=16).hexdigest()
+    def fingerprint(self, indices: Indices) -> int:
+        """A hash of the indices, formed of their 8 bytes each as they lie in memory."""
+        assert isinstance(indices, array)
+        return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -346,8 +346,7 @@ class LocalEngine(Engine):
         result = completed(applied.result, reports)
         self._schedule.refuse_setting_by_hand()
         with self.consensus():
-            for callback in self.options.on_commit:
-                callback(result)
+            self.tell_committed(result)
         self._schedule.accept()  # set in a callback, which runs on every rank for every window
 
     def _report(self, work: Work, code: int, *, changed: bool) -> LocalReport:

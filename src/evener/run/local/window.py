@@ -19,18 +19,18 @@ from evener.cadence.local import (
     encode_local_report,
     local_plan_length,
 )
-from evener.data.cursor import Slice, derive_seed
+from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.errors import UsageError
 from evener.run.local.replica import Replica
 from evener.run.team.active import ActiveTeam
 from evener.run.team.team import Meeting, Team
+from evener.run.windows.same_data import DATA_LENGTH, data_row, refuse_other_data
 from evener.run.windows.schedule import Schedule, agree_on_rates
 
 
 def local_payload_length(world_size: int) -> int:
-    """Length of the longest row: a report, or a plan with the fingerprint of the data."""
-    return max(LOCAL_REPORT_LENGTH, local_plan_length(world_size) + 1)
+    """Length of the longest row: a report, or a plan and what the rank says of its data."""
+    return max(LOCAL_REPORT_LENGTH, local_plan_length(world_size) + DATA_LENGTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,19 +119,15 @@ class WindowExchange:
         """
         draft = self._policy.plan(window, book.cursor.epoch, left=book.num_left, limit=limit)
         row = encode_local_plan(draft)
-        cursor = book.cursor
-        own = float(derive_seed(cursor.seed, cursor.num_samples, book.batch_size) % 2**53)
+        own = data_row(book.cursor, book.batch_size)
         rows, anyone = self._wire.meet(
-            Meeting.PLAN, window=window, leaving=leaving, payload=[*row, own]
+            Meeting.PLAN, window=window, leaving=leaving, payload=[*row, *own]
         )
         plan = decode_local_plan(rows[0][: len(row)], self._wire.world_size)
-        for rank, other in enumerate(rows):
-            if other[len(row)] != own:
-                raise UsageError(
-                    f"rank {rank} has another seed, data set size or batch_size than rank "
-                    f"{self._wire.rank} (seed {cursor.seed}, {cursor.num_samples} "
-                    f"samples, batch_size {book.batch_size}); give every rank the same"
-                )
+        stop = len(row) + DATA_LENGTH
+        refuse_other_data(
+            self._wire.rank, {r: other[len(row) : stop] for r, other in enumerate(rows)}
+        )
         book.fill(plan.queues)
         return plan, anyone > 0
 

@@ -83,7 +83,7 @@ def record_scalar(name: str, value: float | Tensor) -> None:
     if recorder is None:
         raise UsageError(
             f"record_scalar({name!r}, ...) was called outside train_fn; call it in the train_fn of "
-            "Ddp.builder. In a loop of your own, average with ddp.all_reduce(value, weight)"
+            "Ddp.builder. In a loop of your own, average with ddp.weighted_mean(value, weight)"
         )
     recorder.record(name, value)
 

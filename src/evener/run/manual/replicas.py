@@ -30,6 +30,7 @@ from evener.run.manual.models import (
 )
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import hardware_summary
+from evener.run.team.notices import warn_of_former_name
 from evener.run.team.team import Member, describe_self, own_versions
 
 _Named = Mapping[str, Tensor]
@@ -135,7 +136,9 @@ class Replicas:
         """
         self._average("weighted_all_reduce_gradients", batch_counts)
 
-    def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    def weighted_mean(
+        self, values: Sequence[float], weights: Sequence[float] | None = None
+    ) -> float:
         """The mean of a number over all replicas, the same on every process.
 
         Args:
@@ -154,8 +157,13 @@ class Replicas:
             float(v) * w if w else 0.0
             for v, w in (zip(values, weights, strict=True) if not problem else ())
         ]
-        rows = self._meet("all_reduce", problem, (), [_sum(products), _sum(weights, problem)])
+        rows = self._meet("weighted_mean", problem, (), [_sum(products), _sum(weights, problem)])
         return _sum([r[0] for r in rows]) / self._total("weights", rows, 1)
+
+    def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+        """The former name of ``weighted_mean``; it goes with the next release."""
+        warn_of_former_name("all_reduce", "weighted_mean")
+        return self.weighted_mean(values, weights)
 
     def close(self) -> None:
         """Leaves the team; models and gradients stay as they are. Idempotent, not collective."""

@@ -21,6 +21,7 @@ from evener.run.windows.base import Engine, EngineOptions
 from evener.run.windows.finite import find_non_finite
 from evener.run.windows.moments import SavedState, own_state
 from evener.run.windows.results import Progress, RankRecord, WindowResult
+from evener.run.windows.same_data import DATA_LENGTH, data_row, refuse_other_data
 from evener.run.windows.share import Share
 
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
@@ -105,8 +106,13 @@ class WindowEngine(Engine):
     def exchange_plan(self, *, min_share: int = 0) -> None:
         """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
         draft = self.plans.draft(self.window, min_share=min_share)
-        rows = self._meetings.meet(Meeting.PLAN, [*draft, self.plans.fingerprint])
-        self.plans.compare([row[len(draft)] for row in rows], self.team.parked)
+        own = data_row(self.plans.cursor, self.plans.batch_size)
+        rows = self._meetings.meet(Meeting.PLAN, [*draft, *own])
+        stop = len(draft) + DATA_LENGTH
+        said = {r: row[len(draft) : stop] for r, row in enumerate(rows)}
+        refuse_other_data(
+            self.team.rank, {r: row for r, row in said.items() if r not in self.team.parked}
+        )
         self.plans.accept(rows[0])
 
     def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:

@@ -190,8 +190,7 @@ class WindowMeetings:
         result = replace(applied.result, ranks=ranks)
         # Buffers have moved on with this rank's part of the next window: show the consensus.
         with self._engine.buffers.consensus():
-            for callback in self._engine.options.on_commit:
-                callback(result)
+            self._engine.tell_committed(result)
 
     def _compare_last(self, rows: Sequence[Row]) -> None:
         """Compares replicas where no window follows, so that the last of a run is not left out.

@@ -1,7 +1,7 @@
 """The plans that the team has agreed on and not yet computed."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.cadence.plan import (
@@ -12,7 +12,7 @@ from evener.cadence.plan import (
     plan_length,
 )
 from evener.cadence.policies import Policy
-from evener.data.cursor import Cursor, Slice, derive_seed
+from evener.data.cursor import Cursor, Slice
 from evener.errors import ProtocolError, UsageError
 from evener.run.windows.results import WindowResult
 
@@ -115,26 +115,6 @@ class PlanQueue:
             )
         if agreed is not None:
             self._plans.append(agreed)
-
-    @property
-    def fingerprint(self) -> float:
-        """What must be the same on every rank for the shares to make one epoch, as one number."""
-        cursor = self.cursor
-        return float(derive_seed(cursor.seed, cursor.num_samples, self._batch_size) % 2**53)
-
-    def compare(self, fingerprints: Sequence[float], absent: Collection[int]) -> None:
-        """Refuses ranks that would draw other samples.
-
-        Raises:
-            UsageError: Names the first rank that differs from this one.
-        """
-        for rank, other in enumerate(fingerprints):
-            if rank not in absent and other != self.fingerprint:
-                raise UsageError(
-                    f"rank {rank} has another seed, data set size or batch_size than rank "
-                    f"{self._rank} (seed {self.cursor.seed}, {self.cursor.num_samples} samples, "
-                    f"batch_size {self._batch_size}); give every rank the same"
-                )
 
     def lease_of(self, window: int) -> Slice:
         """Hands out the lease of a window that has been applied."""

@@ -1,5 +1,6 @@
 """What a team tells people about ranks that cost more than they bring."""
 
+import warnings
 from collections.abc import Sequence
 
 
@@ -25,4 +26,19 @@ def slow_rank_0(speeds: Sequence[float]) -> str:
         f"{sum(speeds):.3g}, and the exchange costs more than that brings; but it keeps the team's "
         "books and cannot be parked. Start the fastest device as rank 0 (first in devices, on the "
         "first host), or leave this one out"
+    )
+
+
+def warn_of_former_name(old: str, new: str) -> None:
+    """Warns whoever calls a method by a name that the next release will not have.
+
+    Args:
+        old: The former name, of the method that calls this.
+        new: What it is named now.
+    """
+    warnings.warn(
+        f"{old} is named {new} now, which is what it computes; the old name goes with the next "
+        "release",
+        DeprecationWarning,
+        stacklevel=3,
     )

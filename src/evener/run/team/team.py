@@ -28,7 +28,7 @@ class Meeting(IntEnum):
     PROBE = 2
     WINDOW = 3
     FLUSH = 4
-    ALL_REDUCE = 5
+    MEAN = 5
     SAVE = 6
     REHEARSAL = 7
     PARKED = 8
@@ -36,6 +36,7 @@ class Meeting(IntEnum):
     IDLE = 10
     STEP = 11
     EVALUATE = 12
+    GATHER = 13
 
     @property
     def deed(self) -> str:
@@ -45,7 +46,7 @@ class Meeting(IntEnum):
             Meeting.PROBE: "timing itself before the first window",
             Meeting.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
             Meeting.FLUSH: "ending an epoch (the loader is exhausted, or break has left it)",
-            Meeting.ALL_REDUCE: "averaging a value (ddp.all_reduce)",
+            Meeting.MEAN: "averaging a value (ddp.weighted_mean)",
             Meeting.SAVE: "saving (ddp.save)",
             Meeting.REHEARSAL: "measuring speeds",
             Meeting.PARKED: "parked, waiting to be called back",
@@ -53,6 +54,7 @@ class Meeting(IntEnum):
             Meeting.IDLE: "waiting in the loader, with nothing to do in this window",
             Meeting.STEP: "closing a window (ddp.step, outside of a map-style ddp.loader)",
             Meeting.EVALUATE: "starting an evaluation (iterating over its loader)",
+            Meeting.GATHER: "gathering rows (ddp.gather, or the end of an evaluation's loop)",
         }[self]
 
 
@@ -176,12 +178,19 @@ def _mismatch(rows: Sequence[Sequence[float]]) -> str:
     deeds = [f"rank {r} is {Meeting(int(row[0])).deed}" for r, row in enumerate(rows)]
     places = {int(row[1]) for row in rows}
     where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
-    if {int(row[0]) for row in rows} == {Meeting.STEP, Meeting.FLUSH}:
+    kinds = {int(row[0]) for row in rows}
+    if kinds == {Meeting.STEP, Meeting.FLUSH}:
         why = (
             "Over a stream, or without ddp.loader, every rank has to make as many updates. Remedy: "
             "leave a loop over a stream on all ranks at the same ddp.window; without a loader, one "
             "that has nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
             "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
+        )
+    elif Meeting.GATHER in kinds:
+        why = (
+            "Remedy: call ddp.gather on all ranks equally often in each round of an evaluation's "
+            "loop, and leave that loop on all ranks in the same round. To evaluate on fewer "
+            "samples, give ddp.eval_loader a torch.utils.data.Subset instead"
         )
     else:
         why = (

@@ -62,6 +62,7 @@ class Engine(ABC):
         leave_soon: Whether this rank wants to.
         share: The micro-batches between two updates, while they are computed.
         in_epoch: Whether a loader with plans is being iterated over.
+        committing: Whether the functions of ``on_commit`` are being called.
         left: Whether the user has left a loader's loop by ``break``, and others may not know.
         others_left: Whether the others have, while this rank had no share.
     """
@@ -77,6 +78,7 @@ class Engine(ABC):
         self.stopping = False
         self.leave_soon = False
         self.in_epoch = False
+        self.committing = False
         self.left = False
         self.others_left = False
         self.limits = MicroBatchLimits(team.world_size)
@@ -184,6 +186,15 @@ class Engine(ABC):
         if self.options.check.is_wanted:
             with self.consensus():
                 self.options.check.compare(self.team.comm, self.window - 1)
+
+    def tell_committed(self, result: WindowResult) -> None:
+        """Calls the functions of ``on_commit``, while the model shows the consensus."""
+        self.committing = True
+        try:
+            for callback in self.options.on_commit:
+                callback(result)
+        finally:
+            self.committing = False
 
     @abstractmethod
     def restored(self) -> None:

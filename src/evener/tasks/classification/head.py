@@ -50,7 +50,7 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
             features[start:stop] = features_of(
                 pipeline, head, [data[i] for i in range(start, stop)]
             )
-    ddp.all_reduce(0.0)  # agrees on a stop
+    ddp.weighted_mean(0.0)  # agrees on a stop
     if ddp.stopping:
         return False
     comm.all_gather_parts(features, what="features of the head")

@@ -40,7 +40,7 @@ def evaluate_team(
             part = pipeline.evaluate_encoded(piece)
         loss_sum, weight = loss_sum + part[0], weight + part[1]
         confusion = add_confusions([confusion, part[2]])
-    loss = ddp.all_reduce(loss_sum / weight if weight else 0.0, weight)
+    loss = ddp.weighted_mean(loss_sum / weight if weight else 0.0, weight)
     if ddp.stopping:
         return None
     parts = ddp.assembly.engine.team.introduce({"confusion": confusion})

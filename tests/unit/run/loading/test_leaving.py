@@ -58,7 +58,7 @@ def test_break_at_a_window_then_the_next_epoch(world_size: int, shares: Any) -> 
                         break
                     seen.extend(ids.tolist())
                     step(ddp, model, x)
-                assert ddp.all_reduce(1.0) == 1.0
+                assert ddp.weighted_mean(1.0) == 1.0
             assert ddp.window == 6
             assert [len(loader), loader.state_dict()["epoch"]] == [6, 2]
         return seen, committed, model.weight.detach().clone()
@@ -116,7 +116,7 @@ def test_break_on_one_rank_alone_is_an_error_on_all() -> None:
                     if comm.rank == 0 and i == 2:
                         break
                     step(ddp, model, x)
-                ddp.all_reduce(1.0)
+                ddp.weighted_mean(1.0)
 
             with pytest.raises(CollectiveMismatchError) as caught:
                 train()
@@ -198,7 +198,7 @@ def test_evaluation_in_mid_epoch_is_exact_with_unequal_parts(world_size: int, sh
                         total += float(values.sum())
                         count += len(values)
                         seen.extend(int(v) for v in values)
-                means.append(ddp.all_reduce(total / max(count, 1), weight=count))
+                means.append(ddp.weighted_mean(total / max(count, 1), weight=count))
 
             @ddp.on_commit
             def _(result: Any) -> None:

@@ -105,7 +105,7 @@ def test_break_in_mid_window_then_the_rest_of_the_epoch(
                         break
                 walk.step(ids, x)
             has_left.set()
-            assert ddp.all_reduce(1.0) == 1.0
+            assert ddp.weighted_mean(1.0) == 1.0
             assert not ddp.stopping
             agreed, first = walk.check(), list(walk.seen)
             assert 0 < len(first) < SIZE
@@ -176,7 +176,7 @@ def test_break_in_the_last_window(policy: str, tmp_path: Path) -> None:
                     if ddp.progress.samples == (epoch + 1) * SIZE:
                         break
                 assert list(walk.loader.epoch(epoch)) == []
-                assert ddp.all_reduce(1.0) == 1.0
+                assert ddp.weighted_mean(1.0) == 1.0
             walk.check()
         return walk.seen
 
@@ -236,7 +236,7 @@ def test_a_stop_and_a_break_at_once(policy: str) -> None:
                 if number == 5:
                     ddp.stop()
                 walk.step(ids, x)
-            assert ddp.all_reduce(1.0) == 1.0
+            assert ddp.weighted_mean(1.0) == 1.0
             for _ in walk.loader.epoch(0) if ddp.stopping else ():
                 raise AssertionError("a team that has stopped trains no more")
             return (*walk.check(), ddp.stopping)

@@ -503,7 +503,7 @@ def test_evaluation_at_a_commit_sees_the_consensus_and_disturbs_nothing(policy: 
 
             def evaluate(result: WindowResult) -> None:
                 own = float(model.weight.detach().double().sum())
-                assert ddp.all_reduce(own) == pytest.approx(own, abs=0), "ranks differ"
+                assert ddp.weighted_mean(own) == pytest.approx(own, abs=0), "ranks differ"
                 means.append(own)
 
             ddp.on_commit(evaluate)
@@ -574,7 +574,7 @@ def test_ranks_with_another_seed_are_refused_at_once() -> None:
             comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy="cadence"
         ) as ddp:
             loader = ddp.loader(Numbered(40), batch_size=4, seed=comm.rank)
-            with pytest.raises(UsageError, match="another seed"):
+            with pytest.raises(UsageError, match="trains on 40 samples with batch_size 4 and seed"):
                 next(iter(loader.epoch(0)))
 
     run_team(2, body)

@@ -391,8 +391,8 @@ def test_bad_counts_are_refused_on_every_process_and_the_next_call_works(counts,
 def test_values_that_are_no_numbers_are_refused_on_every_process():
     def body(replicas: Replicas, _: list[nn.Module]) -> str:
         with pytest.raises(ConfigError) as caught:
-            replicas.all_reduce(1.0 if replicas.rank else [1.0])
-        assert replicas.all_reduce([3.0]) == 3.0
+            replicas.weighted_mean(1.0 if replicas.rank else [1.0])
+        assert replicas.weighted_mean([3.0]) == 3.0
         return str(caught.value)
 
     messages = spread((1, 1), lambda _: nn.Linear(1, 1), body)
@@ -438,15 +438,15 @@ def test_sparse_and_outgrown_gradients_are_refused():
 def test_numbers_are_averaged_over_replicas():
     def body(replicas: Replicas, models: list[nn.Module]) -> Any:
         values = [float(replicas.first + i) for i in range(len(models))]
-        weighted = replicas.all_reduce(
+        weighted = replicas.weighted_mean(
             [math.nan, *values[1:]] if replicas.rank == 0 else values,
             [0.0, *values[1:]] if replicas.rank == 0 else values,
         )
         with pytest.raises(ConfigError, match=r"values is .* which is not one for each"):
-            replicas.all_reduce([1.0] * 7)
+            replicas.weighted_mean([1.0] * 7)
         with pytest.raises(ConfigError, match="weights are 0 on all 3 replicas"):
-            replicas.all_reduce(values, [0.0] * len(values))
-        return replicas.all_reduce(values), weighted
+            replicas.weighted_mean(values, [0.0] * len(values))
+        return replicas.weighted_mean(values), weighted
 
     assert spread((2, 1), lambda _: nn.Linear(1, 1), body) == [(1.0, 5 / 3)] * 2
 

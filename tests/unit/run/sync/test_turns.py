@@ -296,7 +296,7 @@ def test_a_loop_that_is_left_between_turns_goes_on_after_that_window(
                         break
                     ddp.backward(score(discriminator(generator(noise)), 1.0), optimizer=opt_g)
                     ddp.step(opt_g)
-                ddp.all_reduce(1.0)
+                ddp.weighted_mean(1.0)
         return done
 
     expected = [(start, BATCH) for start in range(0, SAMPLES, BATCH)]

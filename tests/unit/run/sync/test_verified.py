@@ -254,7 +254,7 @@ def flow(comm: Communicator, leave: bool, spoil: Callable[[int, nn.Module], None
                 spoil(result.window, model)
             if leave and ddp.window == 3:
                 break
-        ddp.all_reduce(1.0)
+        ddp.weighted_mean(1.0)
 
 
 @pytest.mark.parametrize("leave", [False, True])
@@ -290,7 +290,7 @@ def leave_early(comm: Communicator) -> None:
                 break
             ddp.backward(F.mse_loss(model(x), y))
             ddp.step()
-        ddp.all_reduce(1.0)
+        ddp.weighted_mean(1.0)
 
 
 def test_a_rank_without_a_share_takes_part_when_the_others_leave_the_loop() -> None:

@@ -221,7 +221,7 @@ def test_ranks_in_different_collectives_learn_who_does_what() -> None:
                     ddp.backward(model(x).square().mean())
                     ddp.step()
                     if i == 2:  # a local counter: rank 0 is in mid-window, rank 1 is not
-                        ddp.all_reduce(1.0)
+                        ddp.weighted_mean(1.0)
 
             with pytest.raises(CollectiveMismatchError) as caught:
                 train()
@@ -290,7 +290,7 @@ def test_on_commit_sees_the_state_of_the_committed_window_on_every_rank() -> Non
             @ddp.on_commit
             def _(result: WindowResult) -> None:
                 states.append(model.weight.detach().clone())
-                values.append(ddp.all_reduce(float(comm.rank), weight=comm.rank))
+                values.append(ddp.weighted_mean(float(comm.rank), weight=comm.rank))
                 norms.append(result.loss)
 
             optimizer.register_step_post_hook(
@@ -497,14 +497,16 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back(
         evaluated: list[bool] = []
         with setup(comm, model, optimizer, verify_every=1) as ddp:
             # Whoever takes part in a window may average, with a rank parked or not.
-            ddp.on_commit(lambda r: means.append(ddp.all_reduce(r.window, weight=1 + comm.rank)))
+            ddp.on_commit(lambda r: means.append(ddp.weighted_mean(r.window, weight=1 + comm.rank)))
             held_out = ddp.eval_loader(Numbered(7), batch_size=4)
 
             def evaluate(result: WindowResult) -> None:
                 """Those who are there share all of it, with a rank parked or not."""
                 if result.window % 10 == 0:
-                    own = [i for ids, _ in held_out for i in ids.tolist()]
-                    mean = ddp.all_reduce(sum(own) / len(own) if own else 0.0, weight=len(own))
+                    parts = [(ids, ddp.gather(ids)) for ids, _ in held_out]
+                    own = [i for ids, _ in parts for i in ids.tolist()]
+                    assert torch.cat([rows for _, rows in parts]).tolist() == list(range(7))
+                    mean = ddp.weighted_mean(sum(own) / len(own) if own else 0.0, weight=len(own))
                     assert mean == pytest.approx(3.0)
                     evaluated.append(bool(ddp.assembly.engine.team.parked))
 
@@ -615,7 +617,7 @@ def test_ranks_with_another_seed_or_data_set_are_refused_at_once() -> None:
         model, optimizer = line()
         with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
             loader = ddp.loader(Numbered(), batch_size=8, seed=comm.rank)
-            with pytest.raises(UsageError, match="another seed") as caught:
+            with pytest.raises(UsageError, match="batch_size 8 and seed") as caught:
                 next(iter(loader.epoch(0)))
         return str(caught.value)
 
