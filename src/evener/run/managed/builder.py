@@ -1,6 +1,7 @@
 """``Ddp.builder``: a managed run, described option by option and then started."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from torch.utils.data import Dataset
@@ -63,6 +64,7 @@ class DdpBuilder:
         Raises:
             ConfigError: Something is missing, wrong, of no effect or a contradiction, or a function
                 cannot travel to the workers.
+            CheckpointError: There is nothing to resume from.
             LaunchError: A worker could not be started.
         """
         from evener.run.managed.handle import DdpHandle, InlineRun, WorkersRun  # which stand on Ddp
@@ -209,9 +211,31 @@ class DdpBuilder:
         """
         return self._set("checkpoint_fn", function)
 
+    def checkpoint_dir(self, folder: str | Path) -> Self:
+        """Receives checkpoints of the whole run: model, optimizers, schedule, data position.
+
+        They are written every ``checkpoint_every`` windows, if that is given, and at the end; the
+        newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
+        """
+        return self._set("checkpoint_dir", folder)
+
     def checkpoint_every(self, windows: int) -> Self:
-        """Windows from one call of ``checkpoint_fn`` to the next."""
+        """Windows from one checkpoint (or call of ``checkpoint_fn``) to the next.
+
+        Windows are counted over the whole run, those before a ``resume`` included, and whatever
+        the policy: with ``"sync"`` a window is an optimizer step, otherwise the local steps between
+        two averages.
+        """
         return self._set("checkpoint_every", windows)
+
+    def resume(self, path: str | Path) -> Self:
+        """Continues from a checkpoint: model, optimizers, schedule and data position.
+
+        ``path`` is a checkpoint, or a folder of which the newest complete one is taken; written by
+        ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and
+        ``num_steps`` count from the beginning of the run that wrote it.
+        """
+        return self._set("resume", path)
 
     def metrics_fn(self, function: Callable[[EpochMetrics], object]) -> Self:
         """``function(metrics)`` after each epoch, in the process that called ``run``.

@@ -5,6 +5,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from evener.cadence.guard import DivergenceGuard
 from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.devices import count_accelerators
-from evener.errors import ConfigError
+from evener.errors import CheckpointError, ConfigError
 from evener.run.assembly.precision import choose_precision
 from evener.run.managed.metrics import EpochMetrics
 from evener.run.settings import DdpConfig, whole_number
@@ -59,6 +60,8 @@ class ManagedOptions(TypedDict, total=False):
     non_finite: Literal["raise", "skip"]
     checkpoint_every: int
     checkpoint_fn: Callable[[int, Any], object]
+    checkpoint_dir: str | Path
+    resume: str | Path
     epoch_fn: Callable[[int, Any], object]
     eval_fn: Callable[[Any], Any]
     metrics_fn: Callable[[EpochMetrics], object]
@@ -103,6 +106,8 @@ class Job:
     non_finite: Literal["raise", "skip"] = "raise"
     checkpoint_every: int | None = None
     checkpoint_fn: Callable[[int, Any], object] | None = None
+    checkpoint_dir: Path | None = None
+    resume: Path | None = None
     epoch_fn: Callable[[int, Any], object] | None = None
     eval_fn: Callable[[Any], Any] | None = None
     metrics_fn: Callable[[EpochMetrics], object] | None = None
@@ -142,6 +147,7 @@ def make_job(
 
     Raises:
         ConfigError: Names the option, its value and what to do.
+        CheckpointError: There is nothing to resume from.
     """
     # None stands for "not given", but for the guard, where it stands for none.
     given: dict[str, Any] = {
@@ -151,6 +157,7 @@ def make_job(
     _check_functions(model_fn=model_fn, optim_fn=optim_fn, train_fn=train_fn, **given)
     _check_complete(given)
     _check_numbers(given)
+    _check_folders(given)
     policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
     choose_precision(str(given.get("precision", "auto")), torch.device("cpu"))
     _check_place()
@@ -208,12 +215,15 @@ def _check_complete(given: dict[str, Any]) -> None:
     ):
         if one in given and other in given:
             raise ConfigError(f"{one} and {other} are both given; {remedy}")
-    for one, other in (
-        ("checkpoint_every", "checkpoint_fn"),
-        ("checkpoint_fn", "checkpoint_every"),
-    ):
-        if one in given and other not in given:
-            raise ConfigError(f"{one} is given without {other} and would do nothing; give both")
+    if "checkpoint_fn" in given and "checkpoint_every" not in given:
+        raise ConfigError(
+            "checkpoint_fn is given without checkpoint_every and would do nothing; give both"
+        )
+    if "checkpoint_every" in given and not {"checkpoint_fn", "checkpoint_dir"} & given.keys():
+        raise ConfigError(
+            "checkpoint_every is given without checkpoint_fn or checkpoint_dir and would do "
+            "nothing; give one of them"
+        )
     dataset = given["dataset"]
     if isinstance(dataset, DataLoader):
         raise ConfigError(
@@ -248,6 +258,28 @@ def _check_numbers(given: dict[str, Any]) -> None:
             continue
         if name in given:
             given[name] = whole_number(name, value, lowest)
+
+
+def _check_folders(given: dict[str, Any]) -> None:
+    for name in ("checkpoint_dir", "resume"):
+        if name not in given:
+            continue
+        if not isinstance(given[name], str | Path):
+            raise ConfigError(f"{name} is {given[name]!r}; give the path of a folder")
+        given[name] = Path(given[name]).expanduser().absolute()
+    resume, folder = given.get("resume"), given.get("checkpoint_dir")
+    if resume is not None and not resume.is_dir():
+        raise CheckpointError(
+            f"resume is {str(resume)!r}, and there is no such folder; give a checkpoint, or the "
+            "checkpoint_dir of an earlier run"
+        )
+    if folder is None or folder in (resume, resume and resume.parent):
+        return
+    if found := sorted(folder.glob("step-*")):
+        raise ConfigError(
+            f"checkpoint_dir is {str(folder)!r}, which holds checkpoints of another run "
+            f"({found[0].name}); resume from it, or name another folder"
+        )
 
 
 def _check_place() -> None:

@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_map
 from evener.comm.base import Communicator
 from evener.errors import ConfigError, UsageError
 from evener.run.ddp import Ddp
+from evener.run.launching.terminal import say
 from evener.run.loading.team_loop import TeamLoader
 from evener.run.managed.job import Job
 from evener.run.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
 from evener.run.managed.trained import TrainedState, capture_trained
 from evener.run.managed.travel import CarriedDataset, CarriedFunction
+from evener.run.recording.checkpointing import Checkpointer
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.placement import choose_device
 from evener.run.windows.memory import train_epoch
@@ -25,6 +27,8 @@ from evener.run.windows.results import WindowResult
 
 #: Ranks wait for rank 0's ``eval_fn`` this long; should rank 0 die in it, they know at once.
 EVAL_TIMEOUT_S = 24 * 3600.0
+#: Checkpoints that stay in ``checkpoint_dir``, the newest.
+KEPT_CHECKPOINTS = 3
 
 
 class ManagedRank:
@@ -67,6 +71,9 @@ class ManagedRank:
         )
         try:
             self.loader = self._make_loader()
+            if job.resume is not None:
+                self.ddp.load(job.resume)
+            self._checkpointer = self._make_checkpointer()
         except BaseException:
             self.ddp.close()
             raise
@@ -97,6 +104,9 @@ class ManagedRank:
             metrics = self._finish_epoch(epoch)
             if metrics is not None:
                 yield metrics
+        if self._checkpointer is not None:
+            self._checkpointer.save(self.loader.cursor.state_dict())
+            self._checkpointer.finish()
 
     def state(self) -> TrainedState:
         """The model as the team last agreed on it, on the CPU."""
@@ -105,7 +115,11 @@ class ManagedRank:
 
     def close(self) -> None:
         """Leaves the team; idempotent. ``state`` can still be asked for."""
-        self.ddp.close()
+        try:
+            self.ddp.close()
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
 
     def _make_loader(self) -> TeamLoader:
         job = self.job
@@ -123,6 +137,19 @@ class ManagedRank:
             max_steps=job.num_steps,
         )
         return loader
+
+    def _make_checkpointer(self) -> Checkpointer | None:
+        if self.job.checkpoint_dir is None:
+            return None
+        return Checkpointer(
+            self.ddp,
+            self.job.checkpoint_dir,
+            keep_last=KEPT_CHECKPOINTS,
+            assets={},
+            documents={},
+            on_written=lambda _: None,
+            on_failure=lambda reason: say(f"warning: {reason}"),
+        )
 
     @property
     def _has_ended(self) -> bool:
@@ -144,12 +171,14 @@ class ManagedRank:
         self._tally.add(result)
         own = result.ranks[self.ddp.rank]
         self._scalars.commit(own.micro_batches, applied=not result.skipped)
-        job = self.job
-        if job.checkpoint_fn is None or job.checkpoint_every is None:
+        job, window = self.job, result.progress.window
+        if job.checkpoint_every is None or window % job.checkpoint_every:
             return
-        if self.ddp.is_main_process and result.progress.window % job.checkpoint_every == 0:
+        if self._checkpointer is not None:
+            self._checkpointer.save(self.loader.cursor.state_dict())
+        if job.checkpoint_fn is not None and self.ddp.is_main_process:
             with torch.no_grad():
-                job.checkpoint_fn(result.progress.window, self.model)
+                job.checkpoint_fn(window, self.model)
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agrees on the epoch's metrics; all ranks call it together."""

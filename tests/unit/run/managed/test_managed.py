@@ -432,7 +432,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"num_epochs": None}, r"num_epochs \(or num_steps\) missing"),
         ({"num_steps": 3}, "num_epochs and num_steps are both given"),
         ({"partition_ratios": [1], "speed_hint": [1]}, "partition_ratios and speed_hint are both"),
-        ({"checkpoint_every": 3}, "checkpoint_every is given without checkpoint_fn"),
+        ({"checkpoint_every": 3}, "checkpoint_every is given without checkpoint_fn or"),
         ({"checkpoint_fn": print}, "checkpoint_fn is given without checkpoint_every"),
         ({"batchsize": 3}, "has no option 'batchsize', did you mean 'batch_size'"),
         ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
