@@ -21,7 +21,7 @@ from evener.run.launching.child import apply_threads, loading_libraries, run_chi
 from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.host import check_kind, local_devices
-from evener.run.windows.emulate import parse_emulation
+from evener.run.windows.emulate import EMULATE_SLOW, parse_emulation
 
 app = typer.Typer(
     name="evener",
@@ -236,6 +236,7 @@ def launch_script(
         list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script.")
     ] = None,
     nproc: _Nproc = None,
+    emulate_slow: _EmulateSlow = None,
     nnodes: _Nnodes = None,
     node_rank: _NodeRank = None,
     master_addr: _MasterAddr = None,
@@ -243,8 +244,9 @@ def launch_script(
 ) -> None:
     """Run a training script as one rank per device of this host, or of several."""
     command = (*_PYTHON, "evener.run.launching.script", str(script), *(arguments or ()))
+    slow = tuple(emulate_slow or ())
     nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
-    raise typer.Exit(run_child(lambda: _launch(script, command, nproc, nodes, port)))
+    raise typer.Exit(run_child(lambda: _launch(script, command, nproc, nodes, port, slow)))
 
 
 def _pretrain(options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[str]) -> int:
@@ -373,9 +375,13 @@ def _launch(
     nproc: int | None,
     nodes: NodeOptions,
     port: int | None,
+    emulate_slow: Sequence[str],
 ) -> int:
     from evener.run.launching.launch import launch
 
+    parse_emulation(emulate_slow)
+    if emulate_slow:
+        os.environ[EMULATE_SLOW] = ",".join(emulate_slow)  # for Ddp.setup in the script's ranks
     if not script.is_file():
         raise ConfigError(f"{script} is no file; give the path of a Python script")
     place = DistributedTrainConfig.from_env()

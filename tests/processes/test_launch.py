@@ -85,6 +85,26 @@ def test_a_plain_torch_script_can_meet_by_the_same_variables(sandbox):
     assert sandbox.mailbox.rest() == ["0 3.0", "1 3.0"]
 
 
+def test_ranks_of_a_script_are_slowed_on_purpose_and_absent_ones_named(sandbox):
+    script = sandbox.script(
+        "import torch\n"
+        "from evener import Ddp\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with Ddp.setup(model, sgd, devices='cpu') as ddp:\n"
+        "    tell([member.emulated for member in ddp.members])\n"
+    )
+    slow = ("--emulate-slow", "1:3", "--emulate-slow", "5:2")
+    ended = sandbox.evener("launch", "--nproc", 2, *slow, script).end()
+    assert ended.code == 0, ended.err
+    assert sandbox.mailbox.rest() == ["0 [1.0, 3.0]", "1 [1.0, 3.0]"]
+    assert "emulated 3x slower" in ended.err
+    assert ended.err.count("--emulate-slow for rank 5 is ignored: this team has ranks 0 to 1") == 1
+    refused = sandbox.evener("launch", "--emulate-slow", "1:0.5", script).end()
+    assert refused.code == 2
+    assert "a rank can only be slowed" in refused.err
+
+
 def test_the_launcher_never_imports_torch(sandbox):
     sandbox.forbid("torch")
     ended = sandbox.evener("launch", "--nproc", 2, sandbox.script("tell('here')")).end()
@@ -93,6 +113,28 @@ def test_the_launcher_never_imports_torch(sandbox):
 
 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_each_rank_s_lines_come_at_once_through_a_pipe(sandbox, nproc):
+    script = sandbox.script("print('here'); print('there'); signal.pause()\n")
+    running = sandbox.evener("launch", "--nproc", nproc, script)
+    lines = sorted(running.process.stdout.readline() for _ in range(2 * nproc))
+    marks = [b"", b"[rank 1] "][:nproc]
+    assert lines == sorted(mark + word for mark in marks for word in (b"here\n", b"there\n"))
+    running.process.send_signal(signal.SIGTERM)
+    running.end()
+
+
+def test_lines_come_at_once_where_torchrun_has_started_the_rank(sandbox):
+    sandbox.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"}
+    sandbox.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    sandbox.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    script = sandbox.script("print('here'); signal.pause()\n")
+    running = sandbox.evener("launch", script)
+    assert running.process.stdout.readline() == b"here\n"
+    running.process.terminate()
+    running.end()
 
 
 def test_much_output_blocks_nobody_and_arrives_whole(sandbox):

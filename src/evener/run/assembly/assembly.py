@@ -1,7 +1,8 @@
 """Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from evener.run.team.hardware import hardware_summary, memory_in_words
 from evener.run.team.placement import Devices, choose_device
 from evener.run.team.team import Member, Team, describe_self, member_document, own_versions
 from evener.run.windows.base import Engine
+from evener.run.windows.emulate import emulation_of_launcher
 from evener.run.windows.schedule import Schedule
 
 
@@ -139,6 +141,7 @@ def assemble(
     wait_s = config.timeout_s
     comm, reason = connect_team(environment, backend, chosen, device, wait_s, communicator)
     try:
+        config = _with_emulation(config, comm)
         team = Team(comm, payload_length=longest_payload(comm.world_size))
         training = describe_training(whole, optimizers, scheduler, chosen, config)
         members = _introduce(team, training, environment, device, config, resolved)
@@ -199,6 +202,16 @@ def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.devic
         for optimizer in optimizers:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
+    """The options with the ranks that the launcher's command line slows."""
+    factors, absent = emulation_of_launcher(os.environ, comm.world_size)
+    if absent and comm.rank == 0:
+        there = "rank 0 only" if comm.world_size == 1 else f"ranks 0 to {comm.world_size - 1}"
+        for rank in absent:
+            say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
+    return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
 
 
 def _introduce(

@@ -94,9 +94,14 @@ def prepare_rank() -> None:
     if STORE_FD in os.environ:
         # For this process only: whatever it starts must not hold the store's port.
         os.set_inheritable(int(os.environ[STORE_FD]), False)
+    write_lines_at_once()
+
+
+def write_lines_at_once() -> None:
+    """Writes each line when it ends: through a pipe they would come late and all at once."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a pipe would show lines late and all at once
+            stream.reconfigure(line_buffering=True)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from evener.errors import LaunchError
-from evener.run.launching.child import run_child
+from evener.run.launching.child import run_child, write_lines_at_once
 
 
 def run_program(argv: Sequence[str]) -> None:
@@ -65,4 +65,5 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 if __name__ == "__main__":
     # On its way out Python would look through all of torch for garbage, for up to three seconds.
     atexit.register(gc.freeze)
+    write_lines_at_once()  # also where torchrun or SLURM has started this rank
     sys.exit(run_child(lambda: run_program(sys.argv[1:])))

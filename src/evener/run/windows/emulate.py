@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from evener.errors import ConfigError
@@ -11,12 +11,16 @@ from evener.errors import ConfigError
 SLICE_S = 0.1
 
 
-def parse_emulation(specs: Sequence[str], world_size: int) -> dict[int, float]:
+#: Set by ``evener launch --emulate-slow``: its texts, with commas between them.
+EMULATE_SLOW = "EVENER_EMULATE_SLOW"
+
+
+def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict[int, float]:
     """Reads ``--emulate-slow RANK:FACTOR`` options.
 
     Args:
         specs: One text per option, such as ``"1:3"`` (rank 1 takes three times as long).
-        world_size: Ranks in the team.
+        world_size: Ranks in the team; ``None`` where that is not known yet.
 
     Returns:
         Factor (>= 1) per rank named.
@@ -28,7 +32,7 @@ def parse_emulation(specs: Sequence[str], world_size: int) -> dict[int, float]:
     factors: dict[int, float] = {}
     for spec in specs:
         rank, factor = _parse_one(spec)
-        if rank >= world_size:
+        if world_size is not None and rank >= world_size:
             there = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise ConfigError(
                 f"--emulate-slow {spec}: there is no rank {rank}, this team has {there}; "
@@ -41,6 +45,25 @@ def parse_emulation(specs: Sequence[str], world_size: int) -> dict[int, float]:
             )
         factors[rank] = factor
     return factors
+
+
+def emulation_of_launcher(
+    environ: Mapping[str, str], world_size: int
+) -> tuple[dict[int, float], list[int]]:
+    """What ``evener launch --emulate-slow`` asks of a script's ranks.
+
+    Args:
+        environ: The process's environment.
+        world_size: Ranks in the team.
+
+    Returns:
+        Factors of ranks of the team, and the ranks that it does not have: the launcher cannot know
+        how large a team the script makes.
+    """
+    given = environ.get(EMULATE_SLOW)
+    factors = parse_emulation(given.split(",")) if given else {}
+    absent = [rank for rank in factors if rank >= world_size]
+    return {rank: factors[rank] for rank in factors if rank < world_size}, absent
 
 
 def _parse_one(spec: str) -> tuple[int, float]:
