@@ -9,6 +9,7 @@ from typing import Any, final
 from evener.cadence.rounds import Round, evaluation_rounds
 from evener.data.loader import Fetcher, Pending
 from evener.errors import UsageError
+from evener.run.loading.facts import Described, LikeDataLoader
 from evener.run.loading.gathering import Gatherer
 from evener.run.loading.intake import Order
 from evener.run.team.team import Meeting
@@ -18,7 +19,7 @@ _AHEAD = 3  # batches that are asked for before they are needed
 
 
 @final
-class EvaluationLoader:
+class EvaluationLoader(LikeDataLoader):
     """Hands out a data set in rounds, in each of which the ranks have batches side by side.
 
     Made by ``Ddp.eval_loader``. All ranks iterate over it together. A round is a slice of the data
@@ -36,11 +37,14 @@ class EvaluationLoader:
         self,
         engine: Engine,
         gatherer: Gatherer,
+        given: Described,
         fetcher: Fetcher,
         order: Order,
         *,
         batch_size: int,
     ) -> None:
+        super().__init__(given)
+        self.drop_last = False  # an evaluation leaves no sample out
         self._engine = engine
         self._gatherer = gatherer
         self._fetcher = fetcher
@@ -78,7 +82,7 @@ class EvaluationLoader:
             for number, part in enumerate(parts):
                 if part:
                     gathering.begin(number)
-                    batch = fetched.popleft().result()
+                    batch = self._received(fetched.popleft())
                     fetched.extend(islice(wanted, 1))
                     yield batch
             gathering.finish()

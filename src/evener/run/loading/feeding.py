@@ -183,7 +183,8 @@ class DataSide:
         loader = EvaluationLoader(
             self._engine,
             self._gatherer,
-            make_fetcher(intake.dataset, intake.collate_fn, 0, intake.num_workers),
+            intake,
+            make_fetcher(intake.samples, intake.collate_fn, 0, intake.num_workers),
             intake.order,
             batch_size=size,
         )
@@ -299,13 +300,13 @@ class DataSide:
             micro = int(micro_batch_size)
         assembly.set_micro_batch_size(micro)
         feed = Feed(
-            make_fetcher(intake.dataset, intake.collate_fn, seed, intake.num_workers, prefetch),
+            make_fetcher(intake.samples, intake.collate_fn, seed, intake.num_workers, prefetch),
             Cursor(num_samples, seed),
             intake.order,
             batch_size=size,
             micro_batch_size=micro,
             max_steps=max_steps,
-            pin_memory=intake.pin_memory,
+            given=intake,
         )
         return make_loader(self._engine, feed)
 

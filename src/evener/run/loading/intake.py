@@ -113,7 +113,8 @@ class Intake:
     """A map-style data set and how to go through it.
 
     Attributes:
-        dataset: Map-style data set.
+        dataset: Map-style data set, as given.
+        samples: What is read by index: the data set, or a part of it.
         order: Which sample comes when.
         batch_size: Samples of an optimizer step, if the user has said so.
         drop_last: Leave out the samples that fill no whole batch.
@@ -124,6 +125,7 @@ class Intake:
     """
 
     dataset: Any
+    samples: Any
     order: Order
     batch_size: int | None
     drop_last: bool = False
@@ -160,7 +162,7 @@ def read_dataset(dataset: Any, *, shuffle: bool, seed: int) -> Intake:
     """A bare map-style data set."""
     num_samples = _count(dataset)
     order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
-    return Intake(dataset=dataset, order=order, batch_size=None)
+    return Intake(dataset=dataset, samples=dataset, order=order, batch_size=None)
 
 
 def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> Intake:
@@ -178,8 +180,8 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
             "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
             "give it a batch_size, or pass the data set to ddp.loader with one"
         )
-    dataset, remarks = loader.dataset, []
-    num_samples = _count(dataset)
+    samples, remarks = loader.dataset, []
+    num_samples = _count(samples)
     order: Order
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
@@ -192,7 +194,7 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
     elif isinstance(sampler, RandomSampler) and _is_plain(sampler, num_samples):
         order = InOrder(num_samples) if shuffle is False else Shuffled(num_samples, seed)
     elif isinstance(sampler, SubsetRandomSampler):
-        dataset = Subset(dataset, list(sampler.indices))
+        samples = Subset(samples, list(sampler.indices))
         order = Shuffled(len(sampler), seed)
     else:
         order = Drawn(sampler, seed)
@@ -208,7 +210,8 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
             "epoch, index); open resources in the data set, when the first sample is read"
         )
     return Intake(
-        dataset=dataset,
+        dataset=loader.dataset,
+        samples=samples,
         order=order,
         batch_size=batch_size,
         drop_last=drop_last,

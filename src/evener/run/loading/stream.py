@@ -11,6 +11,7 @@ from evener.cadence.apportion import apportion
 from evener.data.script_guard import refuse_unguarded_script
 from evener.devices import pins_memory
 from evener.errors import CheckpointError, ConfigError, UsageError
+from evener.run.loading.facts import LikeDataLoader
 from evener.run.windows.base import Engine
 
 _REMARK = (
@@ -23,7 +24,7 @@ _REMARK = (
 
 
 @final
-class StreamLoader:
+class StreamLoader(LikeDataLoader):
     """Iterates over an ``IterableDataset``, or over a ``DataLoader`` with batches of its own.
 
     Made by ``Ddp.loader``. Every ``ddp.step()`` closes a window, to which each rank contributes a
@@ -34,6 +35,8 @@ class StreamLoader:
     def __init__(
         self, engine: Engine, batches: DataLoader[Any], *, seed: int, max_steps: int | None
     ) -> None:
+        super().__init__(batches)
+        self.batch_size = batches.batch_size  # of this rank
         self._engine = engine
         self._batches = batches
         self._seed = seed

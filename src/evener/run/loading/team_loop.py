@@ -7,13 +7,11 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
-from torch.utils._pytree import tree_map
-
 from evener.cadence.plan import WindowPlan
 from evener.data.cursor import Cursor
 from evener.data.loader import Fetcher, Pending
 from evener.errors import UsageError
+from evener.run.loading.facts import Described, LikeDataLoader
 from evener.run.loading.intake import Indices, Order
 from evener.run.sync.engine import Measurement, WindowEngine
 from evener.run.windows.base import Engine
@@ -33,7 +31,7 @@ class Feed:
         batch_size: Samples of an optimizer step: of the team in SYNC, of one rank otherwise.
         micro_batch_size: Most samples of one forward and backward.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
-        pin_memory: Whether batches go into pinned memory.
+        given: How the user wants data to be loaded.
     """
 
     fetcher: Fetcher
@@ -42,10 +40,10 @@ class Feed:
     batch_size: int
     micro_batch_size: int
     max_steps: int | None
-    pin_memory: bool = False
+    given: Described
 
 
-class TeamLoader(ABC):
+class TeamLoader(LikeDataLoader, ABC):
     """Iterates over a map-style data set, every sample exactly once an epoch over all ranks.
 
     Made by ``Ddp.loader``. All ranks iterate over the same epochs; each gets the micro-batches of
@@ -54,6 +52,7 @@ class TeamLoader(ABC):
     """
 
     def __init__(self, engine: Engine, feed: Feed) -> None:
+        super().__init__(feed.given)
         self._team_engine = engine
         self._feed = feed
         self.cursor = feed.cursor
@@ -171,11 +170,6 @@ class TeamLoader(ABC):
                     "must draw from torch's, NumPy's or Python's global generators, or be seeded "
                     "alike, and not split the data by rank"
                 )
-
-    def _received(self, pending: Pending) -> Any:
-        """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
-        batch = pending.result()
-        return tree_map(_pinned, batch) if self._feed.pin_memory else batch
 
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
@@ -347,10 +341,6 @@ def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tupl
     share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
     large = max(4, share // 2)
     return max(2, large // 4), large
-
-
-def _pinned(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:
