@@ -95,7 +95,7 @@ class ScriptedPolicy(Policy):
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         pass
 
-    def probe(self, rank: int, measurements: Any) -> None:
+    def calibrate(self, speeds: Sequence[float]) -> None:
         pass
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
@@ -111,7 +111,7 @@ class ScriptedPolicy(Policy):
         pass
 
     def plan(
-        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
         if callable(self.shares):
             shares = tuple(int(s) for s in self.shares(window, size))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from evener.data.loader import InlineFetcher, ProcessFetcher, make_fetcher
+from evener.data.loader import ProcessFetcher, make_fetcher
 from evener.errors import DataError, UsageError
 from helpers.fetch_cases import (
     Augmented,
@@ -320,12 +320,3 @@ def test_ctrl_c_is_the_parents_business(tmp_path):
     os.killpg(script.pid, signal.SIGINT)
     out, err = script.communicate(timeout=PATIENCE_S)
     assert (out, err, script.returncode) == ("stopped\n", "", 0)
-
-
-def test_inline_and_process_load_once_agree():
-    inline = InlineFetcher(Augmented(), seed=3)
-    with ProcessFetcher(Augmented(), seed=3) as fetcher:
-        one, other = inline.load_once(0, 5), fetcher.load_once(0, 5)
-        batch = fetcher.submit(0, [5]).result(PATIENCE_S)
-    assert torch.equal(one["draws"], other["draws"])
-    assert torch.equal(one["draws"], batch["draws"][0])

@@ -65,7 +65,7 @@ class CadencePolicy(Planner):
 
     @property
     def is_calibrated(self) -> bool:
-        """True: speeds are learnt from the first window, not from a probe."""
+        """True: speeds are learnt from the first windows, without a calibration."""
         return True
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
@@ -87,13 +87,13 @@ class CadencePolicy(Planner):
                 of the window before, as far as it is known only afterwards.
         """
         self._verdict = ask_guard(self._guard, max(r.divergence for r in reports))
-        steps = [r.steps for r in reports]
+        steps = [r.steps - r.warmup_steps for r in reports]
         if not any(steps):
             return
         for rank, report in enumerate(reports):
             if report.steps:
                 self._samples_per_step[rank] = report.samples / report.steps
-        busy_ms = [1000.0 * r.busy_s for r in reports]
+        busy_ms = [1000.0 * (r.busy_s - r.warmup_busy_s) for r in reports]
         # Without a sync time the anchor stays as it is.
         sync_ms = 1000.0 * sync_s if self._verdict is Verdict.STABLE else 0.0
         sync_ms *= self._part_of_a_window(busy_ms, steps)

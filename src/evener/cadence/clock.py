@@ -37,9 +37,11 @@ class WindowClock:
         self._most, self._least = most, least
         self._deadline_s = deadline_s
 
-    def count_step(self, elapsed_s: float) -> None:
-        """Counts a step that took ``elapsed_s`` seconds."""
+    def count_step(self, elapsed_s: float | None) -> None:
+        """Counts a step that took ``elapsed_s`` seconds; ``None`` where that tells nothing."""
         self.num_steps += 1
+        if elapsed_s is None:
+            return
         known = self._step_s or elapsed_s
         self._step_s = 0.5 * known + 0.5 * elapsed_s
 

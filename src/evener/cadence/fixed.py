@@ -52,7 +52,7 @@ class FixedShares(Policy):
         """Say how shares are computed; it matters only where single samples are avoided."""
         self._micro_batch_sizes = tuple(sizes)
 
-    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
+    def calibrate(self, speeds: Sequence[float]) -> None:
         """Does nothing: shares do not depend on speed."""
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
@@ -63,9 +63,9 @@ class FixedShares(Policy):
         """Does nothing: shares do not depend on what happens."""
 
     def plan(
-        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
-        """Plan a window; ``min_share`` is ignored, as no probe asks for it."""
+        """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
         shares = tuple(apportion(size, self._ratios))
         if self._avoid_ones:
             shares = without_ones(shares, self._micro_batch_sizes, self._idle)

@@ -151,6 +151,11 @@ class LocalReport:
         loss_scale: Its own loss scale at the end of the window; 0 where it computes in no fp16.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         rates: Digest of its learning rates after the window before, the same on every rank.
+        warmup_steps: How many of its steps tell nothing of its speed, as they held the first
+            micro-batch of a size: that pays for what is set up once.
+        warmup_samples: How many of its samples these had.
+        warmup_s: How much of ``compute_s`` they took.
+        warmup_busy_s: And how much of ``busy_s``.
     """
 
     weight: float = 0.0
@@ -173,6 +178,10 @@ class LocalReport:
     loss_scale: float = 0.0
     limit: int = 0
     rates: float = 0.0
+    warmup_steps: int = 0
+    warmup_samples: int = 0
+    warmup_s: float = 0.0
+    warmup_busy_s: float = 0.0
 
 
 _FIELDS = tuple((f.name, f.type in (int, "int")) for f in fields(LocalReport))

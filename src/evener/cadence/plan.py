@@ -25,6 +25,9 @@ _REPORT_FIELDS = (
     "samples",
     "non_finite",
     "leaving",
+    "warmup_s",
+    "warmup_micro_batches",
+    "warmup_samples",
 )
 REPORT_LENGTH = len(_REPORT_FIELDS)
 """Numbers in an encoded report."""
@@ -46,6 +49,10 @@ class WindowReport:
             (in flat order) is not; -1 if the loss is not.
         leaving: 0 stays; 1 wants the team to stop after this window; 2 abandoned this window, which
             nobody may apply.
+        warmup_s: How much of ``compute_s`` tells nothing of the rank's speed: the first micro-batch
+            of each size pays for what is set up once (caches, autotuning, compiling).
+        warmup_micro_batches: How many of ``micro_batches`` these were.
+        warmup_samples: And how many of ``samples``.
     """
 
     weight: float = 0.0
@@ -55,6 +62,9 @@ class WindowReport:
     samples: int = 0
     non_finite: int = 0
     leaving: int = 0
+    warmup_s: float = 0.0
+    warmup_micro_batches: int = 0
+    warmup_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +113,11 @@ class WindowPlan:
         """One past the last position of the window."""
         return self.start + self.size
 
-    def positions(self, rank: int) -> tuple[range, ...]:
-        """Positions of the epoch's permutation that ``rank`` computes, in the order it does so.
-
-        Every rank with work takes one position from the head of the window, in rank order; the rest
-        is cut into adjacent slices. So, as long as each rank gets at least one sample, its first
-        one is known before the shares are: the speed probe can use it, and no sample is read twice.
+    def positions(self, rank: int) -> range:
+        """Positions of the epoch's permutation that ``rank`` computes: ranks take adjacent slices.
 
         Args:
             rank: Rank of the generation that the plan is for.
-
-        Returns:
-            Disjoint, non-empty ranges; adjacent ones are merged. Over all ranks they cover
-            ``[start, stop)`` exactly once.
 
         Raises:
             ProtocolError: The plan has no such rank.
@@ -125,17 +127,10 @@ class WindowPlan:
                 f"plan of window {self.window} is for {len(self.shares)} ranks; rank {rank} has no "
                 "place in it"
             )
-        share = self.shares[rank]
-        if share == 0:
-            return ()
-        num_heads = sum(1 for other in self.shares if other > 0)
-        head = self.start + sum(1 for other in self.shares[:rank] if other > 0)
-        tail = self.start + num_heads + sum(max(other - 1, 0) for other in self.shares[:rank])
-        if share == 1:
-            return (range(head, head + 1),)
-        if tail == head + 1:
-            return (range(head, head + share),)
-        return (range(head, head + 1), range(tail, tail + share - 1))
+        first = self.start
+        for share in self.shares[:rank]:
+            first += share
+        return range(first, first + self.shares[rank])
 
 
 def plan_length(world_size: int) -> int:
@@ -200,15 +195,7 @@ def decode_plan(floats: Sequence[float], world_size: int) -> WindowPlan | None:
 
 def encode_report(report: WindowReport) -> list[float]:
     """Turn a report into ``REPORT_LENGTH`` float64 numbers."""
-    return [
-        float(report.weight),
-        float(report.loss_sum),
-        float(report.compute_s),
-        float(report.micro_batches),
-        float(report.samples),
-        float(report.non_finite),
-        float(report.leaving),
-    ]
+    return [float(getattr(report, name)) for name in _REPORT_FIELDS]
 
 
 def decode_report(floats: Sequence[float]) -> WindowReport:
@@ -226,9 +213,10 @@ def decode_report(floats: Sequence[float]) -> WindowReport:
             f"an encoded report has {REPORT_LENGTH} numbers, received {len(floats)}: do all ranks "
             "run the same version of evener?"
         )
-    weight, loss_sum, compute_s, micro_batches, samples, non_finite, leaving = floats
-    if not math.isfinite(compute_s) or compute_s < 0.0:
-        raise ProtocolError(f"received report has compute_s={compute_s}, which is no duration")
+    weight, loss_sum, compute_s, micro_batches, samples, non_finite, leaving, *warmup = floats
+    for name, seconds in (("compute_s", compute_s), ("warmup_s", warmup[0])):
+        if not math.isfinite(seconds) or seconds < 0.0:
+            raise ProtocolError(f"received report has {name}={seconds}, which is no duration")
     report = WindowReport(
         weight=weight,
         loss_sum=loss_sum,
@@ -237,6 +225,9 @@ def decode_report(floats: Sequence[float]) -> WindowReport:
         samples=_whole(samples, _name_in_report, 4),
         non_finite=_whole(non_finite, _name_in_report, 5, least=-1),
         leaving=_whole(leaving, _name_in_report, 6),
+        warmup_s=warmup[0],
+        warmup_micro_batches=_whole(warmup[1], _name_in_report, 8),
+        warmup_samples=_whole(warmup[2], _name_in_report, 9),
     )
     if report.leaving > 2:
         raise ProtocolError(f"received report has leaving={report.leaving}; known are 0, 1 and 2")

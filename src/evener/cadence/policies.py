@@ -52,7 +52,7 @@ class Planner(ABC):
     @property
     @abstractmethod
     def is_calibrated(self) -> bool:
-        """Whether the speed of every member is known, so that none needs to be probed."""
+        """Whether something is known of the speed of every member, so that none is calibrated."""
 
     @abstractmethod
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
@@ -94,14 +94,15 @@ class Policy(Planner):
     """Plans SYNC windows from what members reported of earlier ones."""
 
     @abstractmethod
-    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
-        """Set the speed of ``rank`` from timed micro-batches that are not applied.
+    def calibrate(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks until they are measured.
 
-        Call it for every rank, before the first plan whose shares should follow it.
+        Only a prior: one rank counts as 16 times as fast as another at most, and it has no vote
+        once a window of a rank was measured.
 
         Args:
-            rank: Rank that was timed.
-            measurements: ``(samples, micro_batches, seconds)`` of at least one size.
+            speeds: One a rank, relative to one another; larger is faster. Where one is not finite
+                or not above 0, nothing is learnt.
         """
 
     @abstractmethod
@@ -119,7 +120,7 @@ class Policy(Planner):
 
     @abstractmethod
     def plan(
-        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
         """Plan a window.
 
@@ -128,8 +129,9 @@ class Policy(Planner):
             epoch: Epoch whose positions it takes.
             start: Its first position.
             size: Its samples over all ranks.
-            min_share: Samples that each rank gets at least, where there are enough for all; 1 for
-                the first window, whose first samples the speed probe has read.
+            work_for_all: By how many windows the epoch may be lengthened so that every rank that is
+                not parked gets at least a sample of this one (two with batch statistics). 0 gives
+                work only where it helps, ``inf`` always, where there are enough samples.
         """
 
     @abstractmethod

@@ -165,13 +165,10 @@ def without_ones(
 
 
 def _has_one(share: int, micro_batch_size: int | None) -> bool:
-    """Whether a share is computed with a micro-batch of one sample, where larger ones are allowed.
-
-    Micro-batches of a share are nearly equal.
-    """
-    if share == 0 or micro_batch_size == 1:
-        return False
-    return share // (1 if micro_batch_size is None else -(-share // micro_batch_size)) == 1
+    """Whether a share leaves a micro-batch of one sample, where larger ones are allowed."""
+    if micro_batch_size is None:
+        return share == 1
+    return micro_batch_size > 1 and share % micro_batch_size == 1
 
 
 def _by_deadline(

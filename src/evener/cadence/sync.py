@@ -21,9 +21,12 @@ _DEAD_BAND = 0.02
 """Shares stay as they are while a change promises to save less of the window than this."""
 
 _STEADY_WINDOWS = 16
-"""Shares are held for so many windows, then the best ones are taken, however little they promise. A
-rank's share must move for its fixed cost to be told from that of its samples: held forever, a bad
-first measurement would never come to light."""
+"""After so many windows with the same shares half of that is enough: what is small in a window
+adds up, and shares held forever would hide that a rank's cost is mostly fixed."""
+
+_LARGEST_PRIOR = 16.0
+"""A calibration says at most that one rank is so many times as fast as another: it times other work
+than the run's, and a rank that it all but left out would not be measured."""
 
 _RETRY = 0.02
 """Part of the time spent on looking whether a rank without work has become fast again."""
@@ -42,10 +45,10 @@ _NUM_SIZES = 4
 class SyncPolicy(Policy):
     """Splits a fixed global batch so that all ranks finish together.
 
-    Equal shares until speeds are known. Then the shares with the earliest finish, unless the
-    present ones are within 2 % of it: shares that follow noise cost more than they bring. A rank
-    that is too slow for a single sample is tried again now and then, as rarely as keeps the time
-    lost below 2 %.
+    Equal shares until speeds are known, by a hint, a calibration or windows. Then the shares with
+    the earliest finish, unless the present ones are within 2 % of it: shares that follow noise cost
+    more than they bring. A rank that is too slow for a single sample is tried again now and then,
+    as rarely as keeps the time lost below 2 %.
 
     Args:
         members: Member ids, by rank.
@@ -75,7 +78,7 @@ class SyncPolicy(Policy):
         self._parked: frozenset[int] = frozenset()
         self._misfits: list[int | None] = []
         # Shares in use, by size of the window: the short last one of an epoch has its own.
-        # By the size of windows: their shares, and for how many windows these have been kept.
+        # With it, for how many windows these have been kept.
         self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
         self.set_micro_batch_sizes(micro_batch_sizes)
 
@@ -86,7 +89,7 @@ class SyncPolicy(Policy):
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the speed of every member is known, so that none needs to be probed."""
+        """Whether something is known of the speed of every member; see ``Planner``."""
         return all(speed.is_known for speed in self._speeds)
 
     @property
@@ -160,9 +163,11 @@ class SyncPolicy(Policy):
         for speed, relative_speed in zip(self._speeds, speeds, strict=True):
             speed.hint(relative_speed)
 
-    def probe(self, rank: int, measurements: Sequence[tuple[int, int, float]]) -> None:
-        """Set the speed of ``rank`` from timed micro-batches; see ``Policy``."""
-        self._speeds[rank].probe(measurements)
+    def calibrate(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks until they are measured; see ``Policy``."""
+        fastest = max(speeds)
+        if all(0.0 < speed < math.inf for speed in speeds):
+            self.hint([max(speed, fastest / _LARGEST_PRIOR) for speed in speeds])
 
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
@@ -173,27 +178,30 @@ class SyncPolicy(Policy):
             )
         for rank, report in enumerate(reports):
             if report.leaving != 2:
-                self._speeds[rank].observe(report.samples, report.micro_batches, report.compute_s)
+                self._speeds[rank].observe(
+                    report.samples - report.warmup_samples,
+                    report.micro_batches - report.warmup_micro_batches,
+                    report.compute_s - report.warmup_s,
+                )
             idle = plan.shares[rank] == 0
             self._idle_windows[rank] = self._idle_windows[rank] + 1 if idle else 0
         if 0.0 <= sync_s < math.inf:
             self._exchanges_s = [*self._exchanges_s[-_MEMORY + 1 :], sync_s]
 
     def plan(
-        self, window: int, epoch: int, start: int, size: int, *, min_share: int = 0
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
         """Plan a window with the earliest predicted finish; see ``Policy``."""
-        if min_share * len(self._members) > size:
-            min_share = 0
         costs = self.costs if len(self._members) > 1 else None
+        least = 0
         if costs is None:
             shares = equal_shares(size, len(self._members))
-        elif self._parked:
-            shares = self._shares_without_parked(size, costs)
         else:
-            shares = self._steady_shares(size, costs, min_share)
+            shares = self._steady_shares(size, costs)
+            if work_for_all:
+                shares, least = self._with_work_for_all(shares, costs, work_for_all)
         if self._avoid_ones:
-            shares = without_ones(shares, self._micro_batch_sizes, self._parked, min_share)
+            shares = without_ones(shares, self._micro_batch_sizes, self._parked, least)
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def set_parked(self, ranks: frozenset[int]) -> None:
@@ -239,7 +247,7 @@ class SyncPolicy(Policy):
             "members": {
                 member: speed.state_dict()
                 for member, speed in zip(self._members, self._speeds, strict=True)
-                if speed.is_known
+                if speed.is_measured
             },
         }
 
@@ -267,43 +275,61 @@ class SyncPolicy(Policy):
                 speed.load_state_dict(saved[member])
         self._in_use = {}
 
-    def _shares_without_parked(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
+    def _best_shares(
+        self, size: int, costs: Sequence[CostModel], least: int | Mapping[int, int] = 0
+    ) -> tuple[int, ...]:
+        """The shares with the earliest finish, of at least ``least`` for those who are present."""
         present = [r for r in range(len(costs)) if r not in self._parked]
         best = fastest_shares(
-            size, [costs[r] for r in present], [self._micro_batch_sizes[r] for r in present]
+            size,
+            [costs[r] for r in present],
+            [self._micro_batch_sizes[r] for r in present],
+            [least if isinstance(least, int) else least.get(r, 0) for r in present],
         )
         shares = [0] * len(costs)
         for rank, share in zip(present, best, strict=True):
             shares[rank] = share
         return tuple(shares)
 
-    def _steady_shares(
-        self, size: int, costs: Sequence[CostModel], min_share: int
-    ) -> tuple[int, ...]:
+    def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
         """The best shares, or those in use where the best are hardly better."""
         sizes = self._micro_batch_sizes
-        least = [min_share] * len(costs)
-        best = fastest_shares(size, costs, sizes, least)
+        best = self._best_shares(size, costs)
         best_s = finish_s(best, costs, sizes)
         retried = self._rank_to_retry(best, best_s, costs)
         if retried is not None:
             self._idle_windows[retried] = 0
-            least[retried] = 1
-            return fastest_shares(size, costs, sizes, least)
-        held, windows = self._in_use.get(size, (None, 0))
-        if held is not None and min(held) >= min_share and windows < _STEADY_WINDOWS:
-            held_s = finish_s(held, costs, sizes)
-            if best_s >= (1.0 - _DEAD_BAND) * held_s:
-                self._in_use[size] = held, windows + 1
-                return held
-        self._in_use = {**dict(list(self._in_use.items())[-_NUM_SIZES + 1 :]), size: (best, 0)}
-        return best
+            return self._best_shares(size, costs, {retried: 1})
+        held, windows = self._in_use.get(size, (best, 0))
+        band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
+        if best_s < (1.0 - band) * finish_s(held, costs, sizes):
+            held, windows = best, 0
+        others = {key: kept for key, kept in self._in_use.items() if key != size}
+        recent = dict(list(others.items())[-_NUM_SIZES + 1 :])
+        self._in_use = {**recent, size: (held, windows + 1)}
+        return held
+
+    def _with_work_for_all(
+        self, shares: tuple[int, ...], costs: Sequence[CostModel], affordable: float
+    ) -> tuple[tuple[int, ...], int]:
+        """Shares of which nobody who is present has none, if these cost little; and the least."""
+        least = 2 if self._avoid_ones else 1
+        present = [r for r in range(len(shares)) if r not in self._parked]
+        if least * len(present) > sum(shares):
+            return shares, 0
+        if min(shares[r] for r in present) >= least:
+            return shares, least
+        raised = self._best_shares(sum(shares), costs, least)
+        best_s, raised_s = (finish_s(s, costs, self._micro_batch_sizes) for s in (shares, raised))
+        if raised_s - best_s > affordable * (best_s + self.exchange_s):
+            return shares, 0
+        return raised, least
 
     def _rank_to_retry(
         self, best: Sequence[int], best_s: float, costs: Sequence[CostModel]
     ) -> int | None:
         """The rank, if any, that has been idle long enough to be worth a window with one sample."""
-        idle = [rank for rank, share in enumerate(best) if share == 0]
+        idle = [r for r, share in enumerate(best) if share == 0 and r not in self._parked]
         if not idle:
             return None
         rank = max(idle, key=lambda candidate: self._idle_windows[candidate])

@@ -8,7 +8,7 @@ that draws for the first time in a later batch has that batch loaded once more, 
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
@@ -22,7 +22,6 @@ from evener.data.randomness import (
     Generators,
     as_they_are,
     generators_lock,
-    preserved_generators,
     seeded,
 )
 from evener.errors import DataError, UsageError
@@ -96,41 +95,29 @@ class Recipe:
                 f"collate_fn that pads them"
             ) from error
 
-    def batch(
-        self, epoch: int, indices: Sequence[int], *, known: Mapping[int, Any] | None = None
-    ) -> Any:
-        """Loads the samples of ``indices``, but for those ``known`` already, and collates them.
+    def batch(self, epoch: int, indices: Sequence[int]) -> Any:
+        """Loads the samples of ``indices`` and collates them.
 
         The process's generators are left wherever loading has moved them.
         """
-        known = known or {}
         with generators_lock:
             if self.watch.draws is None:
-                batch = self.assemble(epoch, indices, known, self.watch.closely)
+                batch = self.assemble(epoch, indices, self.watch.closely)
                 self.watch.settle()
                 return batch
             if not self.watch.draws:
                 self.watch.start(derive_seed(self.seed, epoch, indices[0]))
-                batch = self.assemble(epoch, indices, known, as_they_are)
+                batch = self.assemble(epoch, indices, as_they_are)
                 if not self.watch.look():
                     return batch
-            return self.assemble(epoch, indices, known, seeded)
+            return self.assemble(epoch, indices, seeded)
 
-    def assemble(
-        self,
-        epoch: int,
-        indices: Sequence[int],
-        known: Mapping[int, Any],
-        generators: Generators,
-    ) -> Any:
+    def assemble(self, epoch: int, indices: Sequence[int], generators: Generators) -> Any:
         """Loads and collates a batch, with its generators as told; see ``batch``."""
-        if generators is as_they_are and not known:
+        if generators is as_they_are:
             samples = self._samples(epoch, indices)
         else:
-            samples = [
-                known[index] if index in known else self.sample(epoch, index, generators)
-                for index in indices
-            ]
+            samples = [self.sample(epoch, index, generators) for index in indices]
         return self.collate(epoch, indices, samples, generators)
 
     def _samples(self, epoch: int, indices: Sequence[int]) -> list[Any]:
@@ -194,7 +181,6 @@ class Fetcher(ABC):
     ) -> None:
         self._recipe = Recipe(dataset, collate_fn or default_collate, seed)
         self._closed = False
-        self._once: tuple[tuple[int, int], Any] | None = None
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
         """Starts to load the samples of ``indices`` as one batch and returns at once.
@@ -210,47 +196,15 @@ class Fetcher(ABC):
             raise UsageError("this fetcher is closed: submit before close()")
         if not indices:
             raise UsageError("a batch needs at least one index: do not submit an empty share")
-        wanted = [int(index) for index in indices]
-        known: dict[int, Any] = {}
-        if self._once is not None and self._once[0][0] == epoch and self._once[0][1] in wanted:
-            known, self._once = {self._once[0][1]: self._once[1]}, None
-        return self._submit(epoch, wanted, known)
-
-    def load_once(self, epoch: int, index: int) -> Any:
-        """Loads one sample now, or returns the one that the previous call loaded, if the same.
-
-        For the speed probe, which times batches that hold one sample many times. The next
-        submission that asks for the sample gets this copy, so that it is read once. The caller's
-        random generators are left as they were.
-
-        Raises:
-            DataError: The sample could not be loaded.
-        """
-        key = (epoch, index)
-        if self._once is None or self._once[0] != key:
-            self._once = (key, self._load(epoch, index))
-        return self._once[1]
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Makes a batch of loaded samples, in the calling thread.
-
-        Raises:
-            DataError: ``collate_fn`` raised.
-        """
-        with generators_lock, preserved_generators():
-            return self._recipe.collate(0, range(len(samples)), list(samples))
+        return self._submit(epoch, [int(index) for index in indices])
 
     @abstractmethod
     def close(self) -> None:
         """Ends threads and processes, also while loads are outstanding; idempotent."""
 
     @abstractmethod
-    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
-        """Starts a load; ``known`` holds samples, by index, that need not be read again."""
-
-    def _load(self, epoch: int, index: int) -> Any:
-        with generators_lock, preserved_generators():
-            return self._recipe.sample(epoch, index)
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
+        """Starts a load."""
 
     def __enter__(self) -> Self:
         """Returns the fetcher; leaving the block closes it."""

@@ -86,10 +86,9 @@ class InlineFetcher(Fetcher):
     trains seeds them after loading, as ``TeamLoader`` does.
     """
 
-    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
         recipe = self._recipe
-
-        return _InlinePending(lambda: recipe.batch(epoch, indices, known=known))
+        return _InlinePending(lambda: recipe.batch(epoch, indices))
 
     def close(self) -> None:
         """Has nothing to end; later submissions are refused."""
@@ -142,22 +141,11 @@ class ThreadFetcher(Fetcher):
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
         recipe = self._recipe
-        return self._put(
-            lambda: recipe.assemble(epoch, indices, known, as_they_are),
-            name_samples(epoch, indices),
+        pending = _ThreadPending(
+            lambda: recipe.assemble(epoch, indices, as_they_are), name_samples(epoch, indices)
         )
-
-    def _load(self, epoch: int, index: int) -> Any:
-        recipe = self._recipe
-        load = self._put(
-            lambda: recipe.sample(epoch, index, as_they_are), name_samples(epoch, [index])
-        )
-        return load.result()
-
-    def _put(self, load: Callable[[], Any], samples: str) -> Pending:
-        pending = _ThreadPending(load, samples)
         self._jobs.put(pending)
         return pending
 

@@ -37,7 +37,6 @@ from evener.data.fetching import (
     name_samples,
     timeout_error,
 )
-from evener.data.randomness import generators_lock, preserved_generators, seeded
 from evener.data.script_guard import ByValue, hidden_script, refuse_unguarded_script
 from evener.errors import DataError, UsageError
 
@@ -154,14 +153,6 @@ def _send(connection: Connection, message: bytes) -> None:
         connection.send_bytes(message)
     except OSError:  # the parent has hung up
         os._exit(0)
-
-
-class _Loaded(Pending):
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        return self._batch
 
 
 class _ProcessPending(Pending):
@@ -349,12 +340,7 @@ class ProcessFetcher(Fetcher):
         """Process ids of the workers; empty once closed."""
         return () if self._closed else tuple(worker.process.pid for worker in self._workers)
 
-    def _submit(self, epoch: int, indices: list[int], known: dict[int, Any]) -> Pending:
-        if known:
-            # What this process has read stays here, and one early batch is not worth a way to
-            # send samples to workers.
-            with generators_lock, preserved_generators():
-                return _Loaded(self._recipe.assemble(epoch, indices, known, seeded))
+    def _submit(self, epoch: int, indices: list[int]) -> Pending:
         worker = self._workers[self._tickets % len(self._workers)]
         self._tickets += 1
         return worker.ask(self._tickets, epoch, indices)

@@ -214,7 +214,7 @@ def test_no_rank_gets_one_sample_where_another_can_take_or_give_one(shares, idle
         ((7, 1), (8, 8), 0, (6, 2)),
         ((7, 1), (8, 8), 1, (6, 2)),
         ((1, 1), (8, 8), 0, (2, 0)),
-        ((1, 1), (8, 8), 1, (1, 1)),  # each has read its first sample
+        ((1, 1), (8, 8), 1, (1, 1)),
         ((3, 5), (2, 8), 0, (4, 4)),  # 3 in micro-batches of 2 would leave one
         ((3, 5), (1, 8), 0, (3, 5)),  # the user wants ones
         ((1,), (8,), 0, (1,)),

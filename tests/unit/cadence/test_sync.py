@@ -3,7 +3,9 @@
 import collections
 import itertools
 import json
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=N
 class Team:
     """Ranks with known costs and a planner that sees a window's reports ``lag`` windows later."""
 
-    def __init__(self, costs, *, micro_batch_size=8, noise=0.05, seed=0, lag=2, probe=True):
+    def __init__(self, costs, *, micro_batch_size=8, noise=0.05, seed=0, lag=2, hint=True):
         self.costs = list(costs)
         self.size = micro_batch_size
         self.noise = noise
@@ -34,11 +36,8 @@ class Team:
         )
         self.window = 0
         self.unseen = collections.deque()
-        if probe:
-            for rank in range(len(self.costs)):
-                self.policy.probe(
-                    rank, [(n, 1, self.seconds(rank, n)) for n in (1, micro_batch_size or 8)]
-                )
+        if hint:
+            self.policy.hint([1.0 / cost.seconds(8, None) for cost in self.costs])
 
     def seconds(self, rank, samples):
         disturbed = 1.0 + self.random.uniform(-self.noise, self.noise)
@@ -48,9 +47,7 @@ class Team:
         """Seconds of the windows, each ending with its slowest rank; and their plans."""
         total_s, plans = 0.0, []
         for _ in range(num_windows):
-            plan = self.policy.plan(
-                self.window, 0, 0, batch_size, min_share=1 if self.window == 0 else 0
-            )
+            plan = self.policy.plan(self.window, 0, 0, batch_size)
             reports = [
                 WindowReport(
                     weight=float(share),
@@ -75,6 +72,20 @@ class Team:
         return batch_size * num_windows / total_s / ideal
 
 
+def timed(samples, seconds):
+    return WindowReport(
+        samples=samples, micro_batches=num_micro_batches(samples, 8), compute_s=seconds
+    )
+
+
+def measure(policy, rank, per_sample_s):
+    """Tells the planner of a window in which one rank did 8 samples, and no other anything."""
+    reports = [WindowReport()] * len(policy.members)
+    reports[rank] = timed(8, 8 * per_sample_s)
+    shares = tuple(report.samples for report in reports)
+    policy.observe(reports, WindowPlan(0, 0, 0, 8, shares), math.nan)
+
+
 def at_speeds(*speeds, fixed_s=0.0):
     return [CostModel(fixed_s / speed, 0.01 / speed) for speed in speeds]
 
@@ -82,12 +93,12 @@ def at_speeds(*speeds, fixed_s=0.0):
 # ── simulation ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("hint", [True, False])
 @pytest.mark.parametrize("batch_size", [32, 64])
 @pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
 @pytest.mark.parametrize("seed", range(5))
-def test_uneven_ranks_pull_together(speeds, batch_size, probe, seed):
-    team = Team(at_speeds(*speeds), probe=probe, seed=seed)
+def test_uneven_ranks_pull_together(speeds, batch_size, hint, seed):
+    team = Team(at_speeds(*speeds), hint=hint, seed=seed)
     team.run(batch_size, 10)
     assert team.efficiency(batch_size, 150) >= 0.95
 
@@ -137,14 +148,12 @@ def test_one_disturbed_window_moves_no_share():
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 64])
-@pytest.mark.parametrize(("small", "large"), [(1, 5), (5, 5), (1, 40), (40, 40)])
-def test_a_disturbed_probe_comes_to_light(micro_batch_size, small, large):
+@pytest.mark.parametrize("factor", [5.0, 40.0])
+def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
     """Also of a rank whose share is then so small that it tells its fixed cost and no more."""
     cost = CostModel(0.008, 0.0002)
-    team = Team([cost] * 2, micro_batch_size=micro_batch_size, noise=0.03, probe=False)
-    full_s = cost.seconds(micro_batch_size, micro_batch_size)
-    team.policy.probe(0, [(1, 1, 0.0082), (micro_batch_size, 1, full_s)])
-    team.policy.probe(1, [(1, 1, small * 0.0082), (micro_batch_size, 1, large * full_s)])
+    team = Team([cost] * 2, micro_batch_size=micro_batch_size, noise=0.03, hint=False)
+    team.policy.hint((factor, 1.0))
     team.run(64, 50)
     seconds, plans = team.run(64, 50)
     assert abs(plans[-1].shares[0] - 32) <= 2
@@ -182,13 +191,49 @@ def test_equal_split_until_speeds_are_known():
     assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
 
 
-def test_probe_decides_the_first_shares():
+def test_a_calibration_decides_the_first_shares_and_has_no_vote_afterwards():
     policy = SyncPolicy(["a", "b"], [8, 8])
-    policy.probe(0, [(1, 1, 0.01), (8, 1, 0.08)])
-    policy.probe(1, [(1, 1, 0.03), (8, 1, 0.24)])
+    policy.calibrate((300.0, 100.0))
     assert policy.is_calibrated
-    assert policy.plan(0, 0, 0, 32, min_share=1).shares == (24, 8)
-    assert policy.solo_speeds(32) == pytest.approx((100.0, 100 / 3))
+    plan = policy.plan(0, 0, 0, 32)
+    assert plan.shares == (24, 8)
+    assert policy.solo_speeds(32) == (0.0, 0.0), "a calibration is no speed"
+    policy.observe([timed(24, 0.24), timed(8, 0.08)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
+    assert policy.solo_speeds(32) == pytest.approx((100.0, 100.0))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "shares"),
+    [
+        ((1e12, 1.0), (32, 2)),  # 1:16 at most
+        ((1.0, 0.0), (17, 17)),  # a clock that did not move says nothing
+        ((1.0, float("inf")), (17, 17)),
+    ],
+)
+def test_what_a_calibration_may_say(speeds, shares):
+    policy = SyncPolicy(["a", "b"], [None, None])
+    policy.calibrate(speeds)
+    assert policy.plan(0, 0, 0, 34).shares == shares
+
+
+def test_the_first_micro_batch_of_a_size_has_no_vote():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    plan = policy.plan(0, 0, 0, 32)
+    first = WindowReport(
+        samples=16,
+        micro_batches=2,
+        compute_s=5.08,
+        warmup_s=5.0,
+        warmup_micro_batches=1,
+        warmup_samples=8,
+    )
+    policy.observe([first, timed(16, 0.48)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (24, 8)
+    alone = replace(first, samples=8, micro_batches=1, warmup_s=5.08)
+    policy.observe([alone, timed(8, 0.24)], policy.plan(1, 0, 32, 32), 0.0)
+    assert policy.plan(2, 0, 64, 32).shares == (24, 8)
+    assert policy.rank_to_park(32) is None
 
 
 def test_hint_decides_the_first_shares_and_measurements_the_next():
@@ -217,7 +262,7 @@ def test_a_hint_is_put_on_the_scale_of_what_is_measured():
 def test_an_unknown_rank_is_taken_for_a_middling_one():
     policy = SyncPolicy(["a", "b", "c", "new"], [None] * 4)
     for rank, per_sample_s in enumerate((0.01, 0.02, 0.08)):
-        policy.probe(rank, [(1, 1, per_sample_s), (8, 1, 8 * per_sample_s)])
+        measure(policy, rank, per_sample_s)
     assert policy.costs is not None
     assert policy.costs[3].per_sample_s == pytest.approx(0.02)
     assert not policy.is_calibrated
@@ -228,17 +273,20 @@ def test_an_unknown_rank_is_taken_for_a_middling_one():
 @given(
     seconds=st.lists(st.floats(1e-3, 10), min_size=1, max_size=8),
     size=st.integers(0, 400),
-    min_share=st.integers(0, 3),
+    work_for_all=st.sampled_from([0.0, 0.01, math.inf]),
+    avoid_ones=st.booleans(),
 )
-def test_every_plan_is_whole(seconds, size, min_share):
-    policy = SyncPolicy([str(rank) for rank in range(len(seconds))], [4] * len(seconds))
+def test_every_plan_is_whole(seconds, size, work_for_all, avoid_ones):
+    names = [str(rank) for rank in range(len(seconds))]
+    policy = SyncPolicy(names, [4] * len(seconds), avoid_ones=avoid_ones)
     for rank, per_sample_s in enumerate(seconds):
-        policy.probe(rank, [(4, 1, per_sample_s)])
-    plan = policy.plan(3, 1, 7, size, min_share=min_share)
+        measure(policy, rank, per_sample_s)
+    plan = policy.plan(3, 1, 7, size, work_for_all=work_for_all)
     assert (plan.window, plan.epoch, plan.start, plan.size) == (3, 1, 7, size)
     assert sum(plan.shares) == size
-    if min_share * len(seconds) <= size:
-        assert min(plan.shares) >= min_share
+    least = 1 + avoid_ones
+    if work_for_all == math.inf and least * len(seconds) <= size and len(seconds) > 1:
+        assert min(plan.shares) >= least
 
 
 def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
@@ -248,18 +296,40 @@ def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
     assert team.run(64, 1)[1][0].shares == usual
 
 
-def test_shares_in_use_give_way_to_a_minimum():
-    policy = SyncPolicy(["a", "b"], [8, 8])
-    policy.probe(0, [(8, 1, 0.08)])
-    policy.probe(1, [(8, 1, 8.0)])
+@pytest.mark.parametrize(
+    ("avoid_ones", "num_windows", "shares"),
+    [
+        # One sample of the slow rank takes twice as long as 16 of the fast one.
+        (False, 0, (16, 0)),
+        (False, 10, (16, 0)),
+        (False, 110, (15, 1)),
+        (True, 110, (16, 0)),
+        (True, 310, (14, 2)),  # batch statistics need two
+    ],
+)
+def test_every_rank_has_work_where_that_costs_little(avoid_ones, num_windows, shares):
+    policy = SyncPolicy(["a", "b"], [8, 8], avoid_ones=avoid_ones)
+    for rank, per_sample_s in enumerate((0.01, 0.32)):
+        measure(policy, rank, per_sample_s)
     assert policy.plan(0, 0, 0, 16).shares == (16, 0)
-    assert policy.plan(1, 0, 16, 16, min_share=1).shares == (15, 1)
+    assert policy.plan(1, 0, 16, 16, work_for_all=0.01 * num_windows).shares == shares
+    assert policy.plan(2, 0, 32, 16).shares == (16, 0), "the windows after are as they were"
+
+
+def test_a_parked_rank_has_no_work_whatever_it_costs():
+    policy = SyncPolicy(["a", "b", "c"], [8] * 3)
+    for rank, per_sample_s in enumerate((0.01, 1.0, 1.0)):
+        measure(policy, rank, per_sample_s)
+    policy.set_parked(frozenset({1}))
+    assert policy.plan(0, 0, 0, 16, work_for_all=math.inf).shares == (15, 0, 1)
 
 
 def test_micro_batch_sizes_can_change():
     policy = SyncPolicy(["a", "b"], [None, None])
-    for rank in (0, 1):
-        policy.probe(rank, [(1, 1, 1.1), (4, 1, 1.4)])
+    plan = WindowPlan(0, 0, 0, 16, (8, 8))
+    for samples in (2, 8, 2, 8):  # 1 s and 0.1 s a sample
+        report = WindowReport(samples=samples, micro_batches=1, compute_s=1.0 + 0.1 * samples)
+        policy.observe([report, report], plan, 0.0)
     assert policy.plan(0, 0, 0, 16).shares == (8, 8)
     policy.set_micro_batch_sizes([8, 2])
     assert policy.micro_batch_sizes == (8, 2)
@@ -298,7 +368,7 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
 def test_a_slow_rank_0_is_named_only_where_no_other_is(speeds, named):
     policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [None] * len(speeds))
     for rank, speed in enumerate(speeds):
-        policy.probe(rank, [(8, 1, 8 / speed), (32, 1, 32 / speed)])
+        measure(policy, rank, 1.0 / speed)
     plan = policy.plan(0, 0, 0, 32)
     policy.observe([WindowReport()] * len(speeds), plan, 10.0)
     assert [policy.rank_to_park(32) for _ in range(8)] == [None] * 7 + [named]
@@ -339,7 +409,7 @@ def test_state_goes_on_alike():
 
 def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
     policy = SyncPolicy(["a"], [8])
-    policy.probe(0, [(8, 1, 0.8)])
+    measure(policy, 0, 0.1)
     policy.load_state_dict({"policy": "sync", "members": {}})
     assert policy.solo_speeds(8) == (pytest.approx(10.0),)
 

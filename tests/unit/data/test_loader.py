@@ -53,24 +53,6 @@ def test_failing_collate_names_the_samples(leaf):
         fetcher.submit(0, [2, 3]).result()
 
 
-def test_the_probe_leaves_the_generators_of_training_alone():
-    def draw():
-        return random.random(), float(np.random.rand()), float(torch.rand(())), torch.randn(3)
-
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(5)
-    expected = draw()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(5)
-    fetcher = InlineFetcher(Augmented(), masking_collate)
-    fetcher.collate([fetcher.load_once(0, 3)] * 2)
-    with pytest.raises(DataError):
-        InlineFetcher(Squares(broken=(1,))).load_once(0, 1)
-    actual = draw()
-    assert actual[:3] == expected[:3]
-    assert torch.equal(actual[3], expected[3])
-
-
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))])
 def test_a_data_set_that_draws_only_now_and_then_is_seeded_all_the_same(draw):
     reads = []
@@ -112,24 +94,6 @@ def test_random_collate_is_seeded_by_the_first_index():
     assert not torch.equal(fetcher.submit(0, [5, 4]).result()["mask"], first)
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_load_once_reads_the_probe_sample_once(leaf):
-    reads = []
-
-    class Counted:
-        def __getitem__(self, index):
-            reads.append(index)
-            return torch.tensor(index)
-
-    with leaf(Counted()) as fetcher:
-        batch = fetcher.collate([fetcher.load_once(0, 3) for _ in range(4)])
-        assert batch.tolist() == [3, 3, 3, 3]
-        assert reads == [3]
-        fetcher.load_once(1, 3)
-        fetcher.load_once(1, 4)
-        assert reads == [3, 3, 4]
-
-
 def test_thread_loads_ahead_of_need_and_in_one_thread():
     loaded = threading.Event()
     threads = set()
@@ -144,7 +108,6 @@ def test_thread_loads_ahead_of_need_and_in_one_thread():
     with ThreadFetcher(Watched()) as fetcher:
         pending = [fetcher.submit(0, [i]) for i in range(10)]
         assert loaded.wait(10)  # nobody has asked for a result yet
-        fetcher.load_once(0, 1)
         assert pending[9].result().tolist() == [9]
     assert len(threads) == 1
     assert threading.current_thread() not in threads

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -18,6 +19,7 @@ from evener.cadence.policies import ApplyPolicy, Policy
 from evener.cadence.sync import SyncPolicy
 from evener.comm.flat import FlatBuffers
 from evener.run.assembly.models import check_identity
+from evener.run.assembly.precision import HALF
 from evener.run.assembly.registry import Registry
 from evener.run.assembly.transfer import transfer_state
 from evener.run.launching.terminal import say
@@ -100,9 +102,7 @@ def _sync(parts: Parts) -> WindowEngine:
         flat=parts.flat,
         buffers=buffers,
         updater=Updater(parts.flat, buffers, parts.optimizers, parts.team.comm, options),
-        policy=_sync_planner(
-            [m.member for m in parts.members], parts.config, has_batch_statistics(parts.model)
-        ),
+        policy=_sync_planner([m.member for m in parts.members], parts.config, options.avoid_ones),
         options=options,
     )
 
@@ -138,7 +138,7 @@ def _local(parts: Parts, *, in_background: bool) -> LocalEngine:
         ),
         options=options,
         background=background,
-        avoid_ones=has_batch_statistics(parts.model),
+        avoid_ones=options.avoid_ones,
     )
 
 
@@ -164,6 +164,8 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
         max_grad_norm=config.max_grad_norm,
         non_finite=config.non_finite,
         unlike_devices=not alike,
+        avoid_ones=has_batch_statistics(parts.model),
+        dtype=HALF.get(members[team.rank].precision, torch.float32),
         loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
         slowdown=Slowdown(
             config.emulate_slow.get(team.rank, 1.0),

@@ -329,7 +329,6 @@ class DataSide:
         states = [self._restored["cursor"], *self._restored.get("further_cursors", [])]
         if number < len(states) and states[number]:
             loader.restore(states[number], allow_new_data=self._allows_new_data)
-        loader.skip_timing()
 
 
 def _read(

@@ -12,5 +12,4 @@ def make_loader(engine: Engine, feed: Feed) -> TeamLoader:
     if isinstance(engine, LocalEngine):
         return LocalLoader(engine, feed)
     assert isinstance(engine, WindowEngine)
-    probe = engine.team.world_size > 1 and not engine.policy.is_calibrated
-    return SyncLoader(engine, feed, probe=probe)
+    return SyncLoader(engine, feed)

@@ -28,9 +28,6 @@ class LocalLoader(TeamLoader):
         self._engine = engine
         self._queued: dict[Slice, deque[tuple[int, int, Pending]]] = {}
 
-    def skip_timing(self) -> None:
-        """Does nothing: no rank is timed before the first window."""
-
     def _forget(self) -> None:
         self._queued.clear()
 

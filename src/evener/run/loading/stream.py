@@ -109,9 +109,6 @@ class StreamLoader(LikeDataLoader):
             )
         self._epoch = int(state["stream_epoch"])
 
-    def skip_timing(self) -> None:
-        """Does nothing: streams are not timed."""
-
     def close(self) -> None:
         """Does nothing: worker processes end with the iterator."""
 

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from evener.cadence.plan import WindowPlan
@@ -13,10 +14,13 @@ from evener.data.loader import Fetcher, Pending
 from evener.errors import UsageError
 from evener.run.loading.facts import Described, LikeDataLoader
 from evener.run.loading.intake import Indices, Order
-from evener.run.sync.engine import Measurement, WindowEngine
+from evener.run.sync.engine import WindowEngine
 from evener.run.windows.base import Engine
 from evener.run.windows.memory import MicroBatchTooLarge
 from evener.run.windows.share import Share
+
+_LONGER_EPOCH = 0.01
+"""Part of an epoch that it may be lengthened by, so that every rank has work in its beginning."""
 
 
 @final
@@ -77,9 +81,9 @@ class TeamLoader(LikeDataLoader, ABC):
     def epoch(self, epoch: int) -> Generator[Any, None, None]:
         """This rank's micro-batches of an epoch; all ranks call it with the same number.
 
-        A committed epoch yields nothing, a partly committed one goes on where the team is. Before
-        the first window of a run on several ranks, up to three short micro-batches are yielded to
-        time the rank at two sizes; ``step`` drops their gradients.
+        A committed epoch yields nothing, a partly committed one goes on where the team is. In the
+        first window every rank has work, unless that is predicted to lengthen the epoch by more
+        than 1 %.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -139,10 +143,6 @@ class TeamLoader(LikeDataLoader, ABC):
         done = self._feed.max_steps is not None and engine.turns >= self._feed.max_steps
         return engine.stopping or done
 
-    @abstractmethod
-    def skip_timing(self) -> None:
-        """Leaves out the timing before the first window: speeds have been restored."""
-
     def state_dict(self) -> dict[str, Any]:
         """The data position; no rank count."""
         return self.cursor.state_dict()
@@ -181,7 +181,8 @@ class TeamLoader(LikeDataLoader, ABC):
     ) -> deque[tuple[int, int, Pending]]:
         """Asks for samples, in micro-batches: first position, number of samples, batch."""
         queue: deque[tuple[int, int, Pending]] = deque()
-        for part in split_evenly(positions, self.micro_batch_size):
+        avoid_ones = self._team_engine.options.avoid_ones
+        for part in split(positions, self.micro_batch_size, avoid_ones=avoid_ones):
             indices = [permutation[p] for p in part]
             queue.append((part[0], len(part), self._feed.fetcher.submit(epoch, indices)))
         return queue
@@ -195,28 +196,20 @@ class TeamLoader(LikeDataLoader, ABC):
 class SyncLoader(TeamLoader):
     """The loader of SYNC: windows are slices of the epoch, split by share."""
 
-    def __init__(self, engine: WindowEngine, feed: Feed, *, probe: bool) -> None:
+    def __init__(self, engine: WindowEngine, feed: Feed) -> None:
         super().__init__(engine, feed)
         self._engine = engine
-        self._probe = probe
         # By the plan itself: a plan may be replaced by another one for the same window.
         self._fetched: dict[WindowPlan, deque[tuple[int, int, Pending]]] = {}
 
     def _train(self, permutation: Indices) -> Generator[Any, None, None]:
         """Plans the first windows and computes what is left of the epoch."""
         engine = self._engine
-        if self._probe:
-            yield from self._time_two_sizes(permutation)
-            engine.exchange_plan(min_share=1)
-            self._probe = False
-        else:
-            engine.exchange_plan()
+        if engine.team.world_size > 1 and not engine.policy.is_calibrated:
+            engine.calibrate()
+        engine.exchange_plan(work_for_all=_LONGER_EPOCH * len(self))
         engine.exchange_plan()
         yield from self._windows(permutation)
-
-    def skip_timing(self) -> None:
-        """Leaves out the timing before the first window: speeds have been restored."""
-        self._probe = self._probe and not self._engine.policy.is_calibrated
 
     def _forget(self) -> None:
         self._fetched.clear()
@@ -284,74 +277,28 @@ class SyncLoader(TeamLoader):
         """Asks for this rank's samples of a window, unless that has been done."""
         if plan in self._fetched:
             return
-        positions = [p for r in plan.positions(self._engine.team.rank) for p in r]
+        positions = plan.positions(self._engine.team.rank)
         self._fetched[plan] = self._submit(plan.epoch, positions, permutation)
 
-    def _time_two_sizes(self, permutation: Indices) -> Generator[Any, None, None]:
-        """Times this rank at two sizes on copies of its own first sample; trains on nothing.
 
-        Rank r's first sample of the first window is at position r whatever the shares will be,
-        so no sample is read by two ranks. The first, untimed run pays for what is set up once.
-        """
-        engine = self._engine
-        timings: list[Measurement] = []
-        gap = self.cursor.committed.first_gap(self.cursor.num_samples)
-        window = range(0) if gap is None else gap[: self.batch_size]
-        if engine.team.rank < len(window):
-            position = window[engine.team.rank]
-            sample = self._feed.fetcher.load_once(self.cursor.epoch, permutation[position])
-            sizes = self._sizes_to_time()
-            while sizes:
-                size = sizes.popleft()
-                share = engine.open_share(1, timing=True)
-                self._seed(engine.window, position)
-                batch = self._feed.fetcher.collate([sample] * size)
-                share.start_micro_batch(size)
-                try:
-                    yield batch
-                except MicroBatchTooLarge:
-                    if size == 1:
-                        raise MicroBatchTooLarge(size) from None
-                    engine.limits.shrink(size)
-                    engine.drop_share()
-                    timings, sizes = [], self._sizes_to_time()
-                    continue
-                timings.append((share.samples, share.micro_batches, share.compute_s))
-                engine.drop_share()
-        for rank, measurements in enumerate(engine.exchange_timings(timings[1:])):
-            if measurements:
-                engine.policy.probe(rank, measurements)
+def split(
+    positions: Sequence[int], micro_batch_size: int, *, avoid_ones: bool = False
+) -> list[Sequence[int]]:
+    """Cuts a share into full micro-batches and one of what remains.
 
-    def _sizes_to_time(self) -> deque[int]:
-        """What to time, the first one for nothing but to set things up."""
-        world_size = self._engine.team.world_size
-        small, large = probe_sizes(self.batch_size, world_size, self.micro_batch_size)
-        if limit := self._engine.limits.own:
-            small, large = min(small, limit), min(large, limit)
-        return deque((large, large, small))
+    So a rank uses at most two sizes, and the full one whatever its share: what compiles or tunes
+    itself for a size does so twice.
 
-
-def probe_sizes(batch_size: int, world_size: int, micro_batch_size: int) -> tuple[int, int]:
-    """The two numbers of samples at which a rank is timed before the first window.
-
-    Half a micro-batch of the equal split, and a quarter of that: large enough to tell the
-    slope, small enough that the slowest rank does not hold up the start for long. Never one sample:
-    layers with batch statistics refuse that.
+    Args:
+        positions: The share.
+        micro_batch_size: Most samples of a micro-batch.
+        avoid_ones: Where a single sample would remain, cut into nearly equal parts instead: layers
+            with batch statistics cannot normalise one.
     """
-    share = max(1, min(micro_batch_size, -(-batch_size // world_size)))
-    large = max(4, share // 2)
-    return max(2, large // 4), large
-
-
-def split_evenly(positions: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """Cuts a share into the fewest micro-batches of at most ``micro_batch_size``, nearly equal."""
-    if not positions:
-        return []
-    parts = -(-len(positions) // micro_batch_size)
-    base, extra = divmod(len(positions), parts)
-    cut, result = 0, []
-    for k in range(parts):
-        size = base + (k < extra)
-        result.append(list(positions[cut : cut + size]))
-        cut += size
-    return result
+    size, total = micro_batch_size, len(positions)
+    if avoid_ones and total > size > 1 and total % size == 1:
+        parts = -(-total // size)
+        cuts = [total * k // parts for k in range(parts + 1)]
+    else:
+        cuts = [*range(0, total, size), total]
+    return [positions[start:stop] for start, stop in pairwise(cuts)]

@@ -215,15 +215,20 @@ class LocalEngine(Engine):
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────
 
-    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
-        """Starts a local step; no rank is timed beforehand."""
+    def open_share(self, num_micro_batches: int) -> Share:
+        """Starts a local step."""
         weight = self._steps.batch_weight or float(self._book.batch_size if self._book else 1)
         scale = None
         if num_micro_batches > 1 or self._scale.is_used:
             scale = power_of_two_near(weight) / (self._scale.value or 1.0)
         self.buffers.keep()
         self._in_batch = True
-        self.share = Share(num_micro_batches, scale=scale, slowdown=self.options.slowdown)
+        self.share = Share(
+            num_micro_batches,
+            scale=scale,
+            slowdown=self.options.slowdown,
+            known_sizes=self.known_sizes,
+        )
         return self.share
 
     def end_micro_batch(self) -> WindowResult | None:

@@ -140,4 +140,6 @@ def _record(report: LocalReport) -> RankRecord:
         micro_batches=report.micro_batches,
         compute_s=report.compute_s,
         steps=report.steps,
+        warmup_s=report.warmup_s,
+        warmup_samples=report.warmup_samples,
     )

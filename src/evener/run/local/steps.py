@@ -28,6 +28,10 @@ class Work:
     skipped: int = 0
     overflows: int = 0
     non_finite: int = 0
+    warmup_steps: int = 0
+    warmup_samples: int = 0
+    warmup_s: float = 0.0
+    warmup_busy_s: float = 0.0
 
 
 @final
@@ -130,11 +134,17 @@ class LocalSteps:
             work.loss_sum += loss_sum
             self.batch_weight = share.weight
         elapsed_s = time.perf_counter() - started_s
-        work.compute_s += share.compute_s + elapsed_s + self._slowdown.after(slow_start)
+        compute_s = share.compute_s + elapsed_s + self._slowdown.after(slow_start)
         now_s = time.perf_counter()
-        work.busy_s += now_s - self._since_s
-        self.clock.count_step(now_s - self._since_s)
-        self._since_s = now_s
+        busy_s, self._since_s = now_s - self._since_s, now_s
+        work.compute_s += compute_s
+        work.busy_s += busy_s
+        if share.warmup.samples:
+            work.warmup_steps += 1
+            work.warmup_samples += share.samples
+            work.warmup_s += compute_s
+            work.warmup_busy_s += busy_s
+        self.clock.count_step(None if share.warmup.samples else busy_s)
         return made
 
     def _ahead(

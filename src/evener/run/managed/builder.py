@@ -131,7 +131,7 @@ class DdpBuilder:
         return self._set("partition_ratios", ratios)
 
     def speed_hint(self, speeds: Sequence[float] | Mapping[int, float]) -> Self:
-        """Speeds of the devices, relative to one another; replaces the timing at the start.
+        """Speeds of the devices, relative to one another; replaces the calibration at the start.
 
         One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
         """

@@ -164,8 +164,7 @@ class ManagedRank:
             answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
-        if not share.timing:
-            self._scalars.end_micro_batch(share.micro_batch_weight)
+        self._scalars.end_micro_batch(share.micro_batch_weight)
 
     def _on_commit(self, result: WindowResult) -> None:
         self._tally.add(result)

@@ -285,9 +285,9 @@ class StragglerWatch:
         """
         found = []
         for rank, record in enumerate(ranks):
-            if not record.samples:
+            if (per_sample_s := record.per_sample_s) is None:
                 continue
-            known, per_sample_s = self._seconds[rank], record.compute_s / record.samples
+            known = self._seconds[rank]
             usual_s = median(known) if len(known) >= self.IN_A_ROW else per_sample_s
             slow = per_sample_s > self.FACTOR * usual_s
             self._strikes[rank] = self._strikes[rank] + 1 if slow else 0

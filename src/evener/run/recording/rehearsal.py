@@ -12,7 +12,7 @@ from evener.averaging.gradients import GradientAverager
 from evener.cadence.apportion import apportion
 from evener.comm.base import SingleCommunicator
 from evener.run.assembly.assembly import Assembly
-from evener.run.loading.team_loop import split_evenly
+from evener.run.loading.team_loop import split
 from evener.run.sync.engine import WindowEngine
 from evener.run.team.team import Meeting
 
@@ -100,10 +100,11 @@ class Rehearsal:
         samples = list(range(start, start + shares[team.rank]))
         if short:
             samples = samples[: self._micro_batch_size]
-        parts = split_evenly(samples, self._micro_batch_size)
+        avoid_ones = engine.options.avoid_ones
+        parts = split(samples, self._micro_batch_size, avoid_ones=avoid_ones)
         weight = 0.0
         if parts or not alone:
-            share = engine.open_share(len(parts), timing=True)
+            share = engine.open_share(len(parts))
             for part in parts:
                 share.start_micro_batch(len(part))
                 self._train(part)

@@ -1,7 +1,7 @@
 """Runs SYNC windows on one rank: plan, compute, meet, average, update, commit."""
 
+import math
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, final
@@ -11,6 +11,7 @@ from evener.cadence.plan import WindowPlan
 from evener.cadence.policies import Policy
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor
+from evener.run.sync.calibration import time_slices
 from evener.run.sync.meetings import Met, WindowMeetings
 from evener.run.sync.planning import AppliedWindow, PlanQueue, refuse_other_work
 from evener.run.sync.row import agree_on_part
@@ -26,9 +27,6 @@ from evener.run.windows.share import Share
 
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
 PARKED_WINDOWS = 500
-
-#: Timing of a rank: samples, micro-batches, seconds.
-Measurement = tuple[int, int, float]
 
 
 @final
@@ -103,9 +101,24 @@ class WindowEngine(Engine):
         else:
             self.flush()
 
-    def exchange_plan(self, *, min_share: int = 0) -> None:
-        """Agrees on the plan of the next slice of the epoch; all ranks call it together."""
-        draft = self.plans.draft(self.window, min_share=min_share)
+    def calibrate(self) -> None:
+        """Learns how fast ranks are beside one another; all ranks call it together.
+
+        They compute at the same time, as in a window: ranks may share a machine.
+        """
+        self._meetings.meet(Meeting.CALIBRATION, [])
+        device = self.flat.groups[0].data.device
+        own = time_slices(device, self.options.dtype, self.options.slowdown)
+        rows = self._meetings.meet(Meeting.CALIBRATION, [own])
+        self.policy.calibrate([row[0] for row in rows])
+
+    def exchange_plan(self, *, work_for_all: float = 0.0) -> None:
+        """Agrees on the plan of the next slice of the epoch; all ranks call it together.
+
+        Args:
+            work_for_all: See ``Policy.plan``.
+        """
+        draft = self.plans.draft(self.window, work_for_all=work_for_all)
         own = data_row(self.plans.cursor, self.plans.batch_size)
         rows = self._meetings.meet(Meeting.PLAN, [*draft, *own])
         stop = len(draft) + DATA_LENGTH
@@ -115,32 +128,25 @@ class WindowEngine(Engine):
         )
         self.plans.accept(rows[0])
 
-    def exchange_timings(self, own: Sequence[Measurement]) -> list[list[Measurement]]:
-        """Gives every rank every rank's timings; all ranks call it together."""
-        rows = self._meetings.meet(
-            Meeting.PROBE, [len(own), *(x for triple in own for x in triple)]
-        )
-        return [
-            [(int(r[3 * k + 1]), int(r[3 * k + 2]), r[3 * k + 3]) for k in range(int(r[0]))]
-            for r in rows
-        ]
-
-    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
-        """Starts this rank's part of a window; with ``timing`` it will be dropped."""
+    def open_share(self, num_micro_batches: int) -> Share:
+        """Starts this rank's part of a window."""
         whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
         if whole_window and not self.options.loss_scale.is_used:
             scale = None
         else:
             scale = self._updater.scale(self.plans.batch_size or 1)
         self.share = Share(
-            num_micro_batches, scale=scale, slowdown=self.options.slowdown, timing=timing
+            num_micro_batches,
+            scale=scale,
+            slowdown=self.options.slowdown,
+            known_sizes=self.known_sizes,
         )
         return self.share
 
     def end_micro_batch(self) -> WindowResult | None:
         """Ends a micro-batch; closes the window with the last one of this rank's share."""
         last = self.share.end_micro_batch()
-        if self.share.timing:
+        if self.share.dropped:
             return None
         if not self.in_epoch:
             return self.close_unplanned()
@@ -159,7 +165,7 @@ class WindowEngine(Engine):
         share = self.share
         share.check_part(part)
         share.turns += 1
-        if share.timing:
+        if share.dropped:
             self.flat.zero_(part)
             return None
         if not self.in_epoch:
@@ -172,7 +178,7 @@ class WindowEngine(Engine):
         result = None
         if met.abandoned:
             self._abandon()
-            share.timing = True  # what is left of this batch goes through, for nothing
+            share.dropped = True  # what is left of this batch goes through, for nothing
         else:
             agree_on_part(met.rows, plan.shares, part)
             result = self._take_turn(part, plan, met)
@@ -398,8 +404,8 @@ class WindowEngine(Engine):
             self.buffers.reset()
         self._use_team()
         if go_on:
-            self.exchange_plan(min_share=1)
-            self.exchange_plan(min_share=1)
+            self.exchange_plan(work_for_all=math.inf)
+            self.exchange_plan(work_for_all=math.inf)
 
     def _use_team(self) -> None:
         self.policy.set_parked(self.team.parked)

@@ -128,15 +128,21 @@ class WindowMeetings:
         non_finite = 0 if index is None else index + 1
         if not math.isfinite(loss_sum):
             non_finite = -1
+        warmup, update_s = share.warmup, self._updater.update_s
+        # The part of the update that its samples stand for goes with a warm-up.
+        idle_s = update_s * warmup.samples / share.samples if warmup.samples else 0.0
         return WindowReport(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
             # The last update is this rank's own work too, and part of what it costs a window.
-            compute_s=share.compute_s + self._updater.update_s,
+            compute_s=share.compute_s + update_s,
             micro_batches=share.micro_batches,
             samples=share.samples,
             non_finite=non_finite,
             leaving=2 if abandon else int(self._engine.wants_stop()),
+            warmup_s=warmup.seconds + idle_s,
+            warmup_micro_batches=warmup.micro_batches,
+            warmup_samples=warmup.samples,
         )
 
     def _note(

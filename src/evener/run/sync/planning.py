@@ -76,12 +76,12 @@ class PlanQueue:
         """Takes the plan of the window that is being closed."""
         return self._plans.popleft()
 
-    def draft(self, window: int, *, min_share: int = 0) -> list[float]:
+    def draft(self, window: int, *, work_for_all: float = 0.0) -> list[float]:
         """Leases the slice after the last planned one and drafts its plan.
 
         Args:
             window: Number of the first window that is not planned, less the plans in the queue.
-            min_share: Least samples of each rank.
+            work_for_all: See ``Policy.plan``.
 
         Returns:
             The encoded plan, or an encoded "none" at the end of the epoch; nothing with one rank.
@@ -92,7 +92,7 @@ class PlanQueue:
         if piece is not None:
             self._slices[number] = piece
             self._draft = self.policy.plan(
-                number, piece.epoch, piece.start, piece.size, min_share=min_share
+                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
         # With one rank there is nobody to tell.
         return encode_plan(self._draft, self._world_size) if self._world_size > 1 else []

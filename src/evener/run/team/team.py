@@ -25,7 +25,7 @@ class Meeting(IntEnum):
     """What a rank wants when it meets the others; all must want the same."""
 
     PLAN = 1
-    PROBE = 2
+    CALIBRATION = 2
     WINDOW = 3
     FLUSH = 4
     MEAN = 5
@@ -43,7 +43,7 @@ class Meeting(IntEnum):
         """The meeting in words, for errors."""
         return {
             Meeting.PLAN: "starting an epoch (loader.epoch)",
-            Meeting.PROBE: "timing itself before the first window",
+            Meeting.CALIBRATION: "timing its device before the first window",
             Meeting.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
             Meeting.FLUSH: "ending an epoch (the loader is exhausted, or break has left it)",
             Meeting.MEAN: "averaging a value (ddp.weighted_mean)",

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
@@ -34,6 +35,8 @@ class EngineOptions:
     max_grad_norm: float | None = None
     non_finite: str = "raise"
     unlike_devices: bool = False
+    avoid_ones: bool = False
+    dtype: torch.dtype = torch.float32
     loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
     slowdown: Slowdown
     check: ReplicaCheck
@@ -61,6 +64,7 @@ class Engine(ABC):
         stopping: Whether the team has agreed to stop.
         leave_soon: Whether this rank wants to.
         share: The micro-batches between two updates, while they are computed.
+        known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
         in_epoch: Whether a loader with plans is being iterated over.
         committing: Whether the functions of ``on_commit`` are being called.
         left: Whether the user has left a loader's loop by ``break``, and others may not know.
@@ -83,6 +87,7 @@ class Engine(ABC):
         self.others_left = False
         self.limits = MicroBatchLimits(team.world_size)
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
+        self.known_sizes: set[int] = set()
 
     @property
     @abstractmethod
@@ -116,8 +121,8 @@ class Engine(ABC):
         """Commits the last window of an epoch; all ranks call it together."""
 
     @abstractmethod
-    def open_share(self, num_micro_batches: int, *, timing: bool = False) -> Share:
-        """Starts a share; with ``timing`` it will be dropped."""
+    def open_share(self, num_micro_batches: int) -> Share:
+        """Starts this rank's part of a window, or a local step."""
 
     def seed_draws(self, *place: int | str) -> None:
         """Derives what the model draws next, such as dropout, from a micro-batch's place.

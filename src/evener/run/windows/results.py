@@ -40,7 +40,9 @@ class RankRecord:
     """What one rank did in a window; times in seconds of its own clock.
 
     ``steps`` are its local optimizer steps in CADENCE and ASYNC, ``stale_steps`` those that it had
-    made on top when the average of the window landed (ASYNC).
+    made on top when the average of the window landed (ASYNC). ``warmup_samples`` are those of the
+    first micro-batch of each size, which took ``warmup_s`` of ``compute_s``: these tell nothing of
+    the rank's speed, as they pay for what is set up once.
     """
 
     samples: int
@@ -52,6 +54,14 @@ class RankRecord:
     sync_s: float = 0.0
     steps: int = 0
     stale_steps: int = 0
+    warmup_s: float = 0.0
+    warmup_samples: int = 0
+
+    @property
+    def per_sample_s(self) -> float | None:
+        """Seconds of compute for each sample; ``None`` where nothing tells."""
+        timed = self.samples - self.warmup_samples
+        return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
 
     @classmethod
     def of(cls, report: WindowReport) -> Self:
@@ -62,6 +72,8 @@ class RankRecord:
             loss_sum=report.loss_sum,
             micro_batches=report.micro_batches,
             compute_s=report.compute_s,
+            warmup_s=report.warmup_s,
+            warmup_samples=report.warmup_samples,
         )
 
 

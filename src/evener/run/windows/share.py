@@ -20,6 +20,7 @@ class _MicroBatch:
     samples: int
     started_s: float
     slow_start: Started
+    spent_before_s: float
     weights: dict[int | None, float] = field(default_factory=dict)
 
 
@@ -29,6 +30,15 @@ class _Sum:
 
     weight: float = 0.0
     losses: list[tuple[float, Tensor]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Warmup:
+    """What of a share tells nothing of the rank's speed; see ``WindowReport``."""
+
+    samples: int = 0
+    micro_batches: int = 0
+    seconds: float = 0.0
 
 
 class Share:
@@ -43,19 +53,30 @@ class Share:
             takes the weight itself, where this one micro-batch is the whole window: then nothing is
             multiplied, and its gradient is used as it is.
         slowdown: Stretches compute on a rank that is emulated slower.
-        timing: The share only times the rank; its gradients will be dropped.
+        known_sizes: Sizes of micro-batches that this rank has computed before; those of this share
+            are added. The first one of a size pays for what is set up once (caches, autotuning,
+            compiling), and tells nothing of the rank's speed.
 
     Attributes:
         samples: Samples computed.
         micro_batches: Micro-batches computed.
         compute_s: Seconds they took.
+        warmup: How much of these three belongs to first micro-batches of a size.
         turns: How often an optimizer has been stepped alone.
+        dropped: The rest of the share goes through for nothing, as its window was abandoned.
     """
 
     def __init__(
-        self, planned: int, *, scale: float | None, slowdown: Slowdown, timing: bool = False
+        self,
+        planned: int,
+        *,
+        scale: float | None,
+        slowdown: Slowdown,
+        known_sizes: set[int] | None = None,
     ) -> None:
-        self.timing = timing
+        self.dropped = False
+        self.warmup = Warmup()
+        self._known_sizes: set[int] = set() if known_sizes is None else known_sizes
         self._scale = scale
         self.samples = 0
         self.micro_batches = 0
@@ -118,7 +139,13 @@ class Share:
 
     def start_micro_batch(self, samples: int) -> None:
         """Starts the clock on a micro-batch."""
-        self._open = _MicroBatch(samples, time.perf_counter(), self._slowdown.start())
+        if self.micro_batches and samples not in self._known_sizes:
+            # Or a GPU would do what is left of the ones before in the time of this one.
+            started_s, slow_start = time.perf_counter(), self._slowdown.start()
+            self._wait_for_device()
+            self._count(started_s, slow_start)
+        started_s = time.perf_counter()
+        self._open = _MicroBatch(samples, started_s, self._slowdown.start(), self.compute_s)
 
     def backward(
         self,
@@ -200,8 +227,7 @@ class Share:
     def pause(self) -> None:
         """Stops the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""
         assert self._open is not None
-        elapsed_s = time.perf_counter() - self._open.started_s
-        self.compute_s += elapsed_s + self._slowdown.after(self._open.slow_start)
+        self._count(self._open.started_s, self._open.slow_start)
 
     def resume(self) -> None:
         """Lets the clock go on after ``pause``."""
@@ -225,13 +251,26 @@ class Share:
         self.micro_batches += 1
         self.samples += micro.samples
         last = self.micro_batches == self._planned
-        losses = next(iter(self._sums.values())).losses
-        if last and losses and losses[-1][1].device.type != "cpu":
-            # Reading a loss waits for the device, so that its whole work is inside the clock.
-            losses[-1][1].item()
-        elapsed_s = time.perf_counter() - micro.started_s
-        self.compute_s += elapsed_s + self._slowdown.after(micro.slow_start)
+        is_first = micro.samples not in self._known_sizes
+        if last or is_first:
+            self._wait_for_device()
+        self._count(micro.started_s, micro.slow_start)
+        if is_first:
+            self._known_sizes.add(micro.samples)
+            self.warmup.samples += micro.samples
+            self.warmup.micro_batches += 1
+            self.warmup.seconds += self.compute_s - micro.spent_before_s
         return last
+
+    def _wait_for_device(self) -> None:
+        """Waits until a GPU has done its work, so that all of it is inside the clock."""
+        losses = next(iter(self._sums.values())).losses if self._sums else []
+        if losses and losses[-1][1].device.type != "cpu":
+            losses[-1][1].item()  # reading a loss waits for all that was queued before
+
+    def _count(self, started_s: float, slow_start: Started) -> None:
+        elapsed_s = time.perf_counter() - started_s
+        self.compute_s += elapsed_s + self._slowdown.after(slow_start)
 
 
 def _units(weight: object) -> float:

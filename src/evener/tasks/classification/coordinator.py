@@ -241,7 +241,7 @@ class DataParallelCoordinator:
         """Computes a batch and updates; ``None`` where fp16 overflowed, and less scale may help."""
         weight = self.primary_pipeline.weight_of([label for _, label in encoded])
         scale = power_of_two_near(weight) / self._loss_scale.value
-        places = [[p for r in plan.positions(k) for p in r] for k in range(len(self.devices))]
+        places = [plan.positions(k) for k in range(len(self.devices))]
 
         def compute(replica: Replica) -> Computed:
             own = places[replica.comm.rank]

@@ -16,7 +16,7 @@ from evener.comm.flat import FlatBuffers
 from evener.data.cursor import derive_seed
 from evener.run.assembly.precision import HALF, AutocastForward, choose_precision
 from evener.run.config.classify import AdapterOptimizerConfig
-from evener.run.loading.team_loop import split_evenly
+from evener.run.loading.team_loop import split
 from evener.run.windows.emulate import Slowdown, compute_clock
 from evener.run.windows.share import Share
 from evener.tasks.classification.encoding import Encoded
@@ -99,6 +99,7 @@ class Replica:
         self._micro_batch_size = micro_batch_size
         self._max_norm = config.optimizer.max_grad_norm
         self._update_s = 0.0
+        self._known_sizes: set[int] = set()
         self.precision = choose_precision(config.precision, pipeline.device)
         self._autocast = (
             AutocastForward(pipeline.model, pipeline.device, HALF[self.precision])
@@ -118,8 +119,10 @@ class Replica:
             window: Number of the batch.
         """
         size = self._micro_batch_size or max(1, len(part))
-        rows = split_evenly(range(len(part)), size)
-        share = Share(len(rows), scale=scale, slowdown=self._slowdown)
+        rows = split(range(len(part)), size)
+        share = Share(
+            len(rows), scale=scale, slowdown=self._slowdown, known_sizes=self._known_sizes
+        )
         correct = []
         self.pipeline.model.train()
         for row in rows:
@@ -142,6 +145,9 @@ class Replica:
                 micro_batches=share.micro_batches,
                 samples=share.samples,
                 non_finite=(0 if index is None else index + 1) if finite else -1,
+                warmup_s=share.warmup.seconds,
+                warmup_micro_batches=share.warmup.micro_batches,
+                warmup_samples=share.warmup.samples,
             ),
             sum(int(c.item()) for c in correct),
         )

@@ -57,8 +57,7 @@ def go_through(
     for epoch in range(epochs):
         for ids, x in loader.epoch(epoch):
             ddp.backward(model(x).square().mean())
-            timing = ddp.assembly.engine.share.timing
-            if seen is not None and not timing:
+            if seen is not None:
                 seen.extend(ids.tolist())
             if result := ddp.step():
                 results.append(result)
@@ -97,29 +96,6 @@ def test_every_sample_once_an_epoch(world_size: int, shares: Any) -> None:
     assert all(committed == expected for _, committed in results)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_speed_probe_reads_no_sample_twice_and_trains_on_none(world_size: int) -> None:
-    data = Numbered()
-
-    def body(comm: Communicator) -> tuple[int, list[int]]:
-        model, optimizer = line()
-        seen: list[int] = []
-        batches = 0
-        with setup(comm, model, optimizer) as ddp:
-            loader = ddp.loader(data, batch_size=16)
-            for ids, x in loader.epoch(0):
-                batches += 1
-                ddp.backward(model(x).square().mean())
-                if not ddp.assembly.engine.share.timing:
-                    seen.extend(ids.tolist())
-                ddp.step()
-        return batches, seen
-
-    results = run_team(world_size, body)
-    assert Counter(i for _, seen in results for i in seen) == dict.fromkeys(range(IDS), 1)
-    assert data.reads == dict.fromkeys(range(IDS), 1)
-
-
 def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
     def body(comm: Communicator) -> tuple[int, ...]:
         rank_clocks.start()
@@ -137,7 +113,7 @@ def test_shares_follow_measured_speed(rank_clocks: RankClocks) -> None:
     assert run_team(2, body)[0] == (18, 6)
 
 
-def test_a_speed_hint_replaces_the_probe() -> None:
+def test_a_speed_hint_decides_the_first_shares() -> None:
     data = Numbered()
 
     def body(comm: Communicator) -> tuple[int, ...]:
@@ -145,7 +121,6 @@ def test_a_speed_hint_replaces_the_probe() -> None:
         with setup(comm, model, optimizer, speed_hint=(3.0, 1.0)) as ddp:
             loader = ddp.loader(data, batch_size=16)
             for _, x in loader.epoch(0):
-                assert not ddp.assembly.engine.share.timing
                 ddp.backward(model(x).square().mean())
                 if result := ddp.step():
                     return tuple(r.samples for r in result.ranks)
@@ -516,8 +491,7 @@ def test_a_rank_that_costs_more_than_it_brings_is_parked_and_called_back(
                 for ids, x in loader.epoch(epoch):
                     rank_clocks.spend((0.001, 0.04)[comm.rank] * (1 + len(x)))
                     ddp.backward(model(x).square().mean())
-                    if not ddp.assembly.engine.share.timing:
-                        seen.extend(ids.tolist())
+                    seen.extend(ids.tolist())
                     ddp.step()
                     if ddp.assembly.engine.team.parked:
                         parked.append(ddp.window)

@@ -82,7 +82,7 @@ def train(
     [
         ((1,), {0: 5}, [4]),
         ((1, 1), {1: 3}, [8, 2]),
-        ((3, 2, 1), {0: 3, 2: 1}, [2, 6, 1]),
+        ((3, 2, 1), {0: 3, 2: 1}, [3, 6, 1]),
     ],
 )
 def test_the_result_is_that_of_enough_memory_and_each_rank_finds_its_own_size(
