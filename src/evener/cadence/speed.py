@@ -121,6 +121,11 @@ class SpeedModel:
         return bool(self._recent) or bool(self._pending)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether enough windows were measured that one which was disturbed has no say."""
+        return len(self._recent) + len(self._pending) >= _SURPRISES_IN_A_ROW
+
+    @property
     def cost(self) -> CostModel:
         """The present estimate.
 

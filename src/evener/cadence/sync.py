@@ -24,9 +24,10 @@ _STEADY_WINDOWS = 16
 """After so many windows with the same shares half of that is enough: what is small in a window
 adds up, and shares held forever would hide that a rank's cost is mostly fixed."""
 
-_LARGEST_PRIOR = 16.0
-"""A calibration says at most that one rank is so many times as fast as another: it times other work
-than the run's, and a rank that it all but left out would not be measured."""
+_LARGEST_RATIO = 16.0
+"""So many times as fast as another a rank counts at most, by a calibration (which times other work
+than the run's) or by a first window or two (which something else may have disturbed): a rank that
+was all but left out would hardly be measured again."""
 
 _RETRY = 0.02
 """Part of the time spent on looking whether a rank without work has become fast again."""
@@ -136,10 +137,13 @@ class SyncPolicy(Policy):
             for speed in known
             if speed.hinted is not None
         ]
+        slowest_s = _LARGEST_RATIO * min(speed.cost.per_sample_s for speed in known)
         costs = []
         for speed in self._speeds:
             if speed in known:
-                costs.append(speed.cost)
+                unsettled = speed.is_measured and not speed.is_settled
+                surplus = speed.cost.per_sample_s / slowest_s if unsettled else 1.0
+                costs.append(speed.cost.scaled(1.0 / max(surplus, 1.0)))
             elif speed.hinted is not None and scales:
                 costs.append(speed.hinted.scaled(median(scales)))
             else:
@@ -167,7 +171,7 @@ class SyncPolicy(Policy):
         """Set the speeds of the ranks until they are measured; see ``Policy``."""
         fastest = max(speeds)
         if all(0.0 < speed < math.inf for speed in speeds):
-            self.hint([max(speed, fastest / _LARGEST_PRIOR) for speed in speeds])
+            self.hint([max(speed, fastest / _LARGEST_RATIO) for speed in speeds])
 
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
@@ -216,7 +220,7 @@ class SyncPolicy(Policy):
         It is named only after several windows in a row, so that a noisy one parks nobody.
         """
         present = [r for r in range(len(self._members)) if r not in self._parked]
-        if len(present) == 1 or not all(s.is_measured for s in self._speeds):
+        if len(present) == 1 or not all(s.is_settled for s in self._speeds):
             return None
         costs = self.costs
         assert costs is not None

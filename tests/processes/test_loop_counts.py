@@ -1,0 +1,72 @@
+"""What a loop with default options sees: every micro-batch counts, once, on any number of ranks.
+
+No rank is given batches that do not count, so counters, meters, copies of the weights and
+``i == 0`` are those of the samples that were trained on.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.ranks import Rank, run_ranks
+
+SAMPLES, BATCH, EPOCHS = 609, 29, 2
+
+
+def train(rank: Rank, policy: str) -> dict[str, Any]:
+    from evener import Ddp
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 2))
+    seen: list[list[int]] = []
+    firsts, forwards, committed = [], 0, []
+    copy: list[torch.Tensor] = []
+    with Ddp.setup(model, optimizer, policy=policy, quiet=True) as ddp:
+        ddp.on_commit(lambda result: committed.append([r.micro_batches for r in result.ranks]))
+        loader = ddp.loader(data, batch_size=BATCH)
+        for epoch in range(EPOCHS):
+            seen.append([])
+            for i, (ids, x) in enumerate(loader.epoch(epoch)):
+                if i == 0:
+                    firsts.append(ddp.window)
+                    if epoch == 0:
+                        copy = [p.detach().clone() for p in model.parameters()]
+                        unmoved = int(model[1].num_batches_tracked)
+                seen[-1] += ids.tolist()
+                forwards += 1
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    return {
+        "seen": seen,
+        "firsts": firsts,
+        "forwards": forwards,
+        "micro_batches": sum(window[rank.rank] for window in committed),
+        "starts_alike": all(map(torch.equal, copy, start.parameters())),
+        "unmoved": unmoved,
+        "tracked": int(model[1].num_batches_tracked),
+    }
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loop_sees_each_sample_once_an_epoch(world_size: int, policy: str) -> None:
+    found = run_ranks(train, world_size, policy)
+    for epoch in range(EPOCHS):
+        ids = Counter(i for rank in found for i in rank["seen"][epoch])
+        assert ids == dict.fromkeys(range(SAMPLES), 1)
+    for rank in found:
+        assert len(rank["firsts"]) == EPOCHS, "a rank's body did not run in some epoch"
+        assert rank["firsts"][0] == 0
+        assert rank["forwards"] == rank["micro_batches"], "a batch was handed out and did not count"
+        assert rank["starts_alike"]
+        assert rank["unmoved"] == 0
+        assert len({r["firsts"][1] for r in found}) == 1, "an epoch begins at one window"
+        # A counter reads what one process would have counted: no batch moved it that does not count.
+        assert rank["tracked"] == sum(r["forwards"] for r in found)
