@@ -68,5 +68,5 @@ def test_a_loop_sees_each_sample_once_an_epoch(world_size: int, policy: str) -> 
         assert rank["starts_alike"]
         assert rank["unmoved"] == 0
         assert len({r["firsts"][1] for r in found}) == 1, "an epoch begins at one window"
-        # A counter reads what one process would have counted: no batch moved it that does not count.
+        # A counter reads what one process would have counted.
         assert rank["tracked"] == sum(r["forwards"] for r in found)
