@@ -43,6 +43,8 @@ from evener.errors import (
 _CELL_BYTES = 1024
 _HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
+#: So many of the latest sizes are remembered; one that has been forgotten is announced again.
+_MAX_ANNOUNCED = 256
 #: At which tensors of any dtype may begin in a buffer of bytes.
 _ALIGNMENT = 64
 
@@ -126,9 +128,9 @@ class GroupCommunicator(Communicator):
     addition. They are not sent in a wider dtype, since half the bytes are why one would use them.
 
     Mismatches are noticed at once where a rank is in an exchange of at most 912 bytes per rank, or
-    in one whose kind and size are new to it; else at the deadline. Only where ranks are at the same
-    time in exchanges of one kind, larger or with others, and of unlike sizes that each has seen
-    before, does Gloo abort the process that receives too much.
+    in one whose kind and size are not among its latest 256; else at the deadline. Only where ranks
+    are at the same time in exchanges of one kind, larger or with others, and of unlike sizes that
+    each has seen lately, does Gloo abort the process that receives too much.
 
     CUDA and other device tensors on a Gloo communicator go through a host copy, pinned where that
     is faster. With NCCL, calls still block the host until the result is there, so that every wait
@@ -167,12 +169,12 @@ class GroupCommunicator(Communicator):
             timeout_s=timeout_s,
             form_timeout_s=form_timeout_s,
         )
-        self._announced: set[tuple[str, int]] = set()
+        #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
+        self._announced: dict[tuple[str, int], None] = {}
         self._cell = bytearray(_CELL_BYTES)
         self._cells = bytearray(_CELL_BYTES * world_size)
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
-        self._long_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
@@ -239,12 +241,8 @@ class GroupCommunicator(Communicator):
             starts = range(_HEADER.size, len(self._cells), _CELL_BYTES)
             return [list(form.unpack_from(self._cells, start)) for start in starts]
         self._swap_cells(call, words, None, 0)
-        if length not in self._long_rows:
-            self._long_rows[length] = (
-                torch.empty(length, dtype=torch.float64),
-                torch.empty(length * self.world_size, dtype=torch.float64),
-            )
-        own, whole = self._long_rows[length]
+        own = torch.empty(length, dtype=torch.float64)
+        whole = torch.empty(length * self.world_size, dtype=torch.float64)
         form.pack_into(own.numpy().data.cast("B"), 0, *row)
         options = gather_options(call.timeout_s + GRACE_S)
         self._run(call, lambda group: group._allgather_base(whole, own, options))
@@ -278,7 +276,6 @@ class GroupCommunicator(Communicator):
         self._engine.hurry(deadline)
 
     def _release(self) -> None:
-        self._long_rows.clear()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._engine.release()
 
@@ -326,9 +323,13 @@ class GroupCommunicator(Communicator):
 
     def _announce(self, call: Call, words: str, num_bytes: int) -> None:
         """Check with all ranks before the first exchange of this kind and size."""
-        if (call.kind, num_bytes) not in self._announced:
+        known = (call.kind, num_bytes)
+        if known not in self._announced:
             self._swap_cells(call, words, b"")
-            self._announced.add((call.kind, num_bytes))
+        self._announced.pop(known, None)
+        self._announced[known] = None  # at the end: the one used last
+        if len(self._announced) > _MAX_ANNOUNCED:
+            del self._announced[next(iter(self._announced))]
 
     # ── running one operation ────────────────────────────────────────────────────────────────────
 
