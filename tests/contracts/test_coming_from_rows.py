@@ -559,8 +559,10 @@ def on_threads(ends: list[DistributedComm], body: Callable[[DistributedComm], An
 
 @row("`DistributedTrainer`, `DistributedComm`")
 def _(folder: Path) -> None:
+    models = [llama(), llama()]  # here: threads that import one library at once may lock each other
+
     def body(comm: DistributedComm) -> tuple[bool, int, bool]:
-        trainer = TransformerTrainer(llama(), max_steps=1)
+        trainer = TransformerTrainer(models[comm.rank], max_steps=1)
         with DistributedTrainer(trainer, comm, options=DdpConfig(quiet=True)) as distributed:
             comm.barrier()
             distributed.train_batch(lm_batch(comm.rank, 2))
