@@ -260,6 +260,11 @@ class Communicator(ABC):
         self.timeout_s = min(self.timeout_s, check_timeout(timeout_s))
         self._hurry(time.monotonic() + timeout_s)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed, or an error has ended it."""
+        return self._ended is not None
+
     def close(self) -> None:
         """Let the connections go; not collective, and calling it again does nothing.
 

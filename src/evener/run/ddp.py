@@ -15,9 +15,11 @@ from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.devices import count_accelerators
+from evener.errors import EvenerError
 from evener.run.assembly.assembly import Assembly, assemble
 from evener.run.assembly.models import Models, Schedulers, check_arguments
 from evener.run.launching.starting import start_all_ranks
+from evener.run.launching.uncaught import explain_with, forget, note
 from evener.run.loading.feeding import DataSide
 from evener.run.managed.builder import DdpBuilder
 from evener.run.manual.replicas import wrap
@@ -25,8 +27,9 @@ from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.notices import warn_of_former_name
 from evener.run.team.placement import Devices, devices_of_host, place_in
+from evener.run.team.places import raised_at
 from evener.run.team.team import Meeting, Member
-from evener.run.windows.memory import explain
+from evener.run.windows.memory import explain as explain_memory
 from evener.run.windows.results import Progress, WindowResult
 from evener.run.windows.share import Share, refuse_number
 
@@ -50,6 +53,7 @@ class Ddp(DataSide):
     def __init__(self, assembly: Assembly) -> None:
         super().__init__(assembly)
         self._closed = False
+        explain_with(self._explain)
         self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
         self.device = assembly.device
@@ -318,15 +322,20 @@ class Ddp(DataSide):
         Where nothing has gone wrong, what has been applied is committed first, and what a loop that
         was left by ``break`` has done in CADENCE and ASYNC is averaged. All ranks do that together;
         one that does not come is waited for no longer than 60 s (``DdpConfig.timeout_s`` where that
-        is less). After an error nobody is waited for.
+        is less). After an error of the team, or one that has ended this rank's loop, nobody is
+        waited for.
 
         Raises:
             CollectiveError: A rank was lost, or did not come.
             ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
         """
-        settled, self._closed = self._closed or sys.exception() is not None, True
+        error = sys.exception()
+        if error is not None:
+            self._explain(error)
+        waits, self._closed = not (self._closed or self._is_lost(error)), True
+        forget(self._explain)
         try:
-            if not settled:
+            if waits:
                 if self._engine.in_epoch:  # closing inside the loop is leaving it
                     self._engine.leave()
                 self._engine.hurry(min(CLOSING_S, self.assembly.comm.timeout_s))
@@ -345,10 +354,36 @@ class Ddp(DataSide):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._closed = self._closed or error is not None
         if error is not None:
-            explain(error, self._engine.share.open_samples)
+            self._explain(error)
+        self._closed = self._closed or error is not None
         self.close()
+
+    def _is_lost(self, error: BaseException | None) -> bool:
+        """Return whether the other ranks need not be waited for.
+
+        Args:
+            error: What is being handled; it may have nothing to do with the team.
+        """
+        engine = self._engine
+        if engine.team.comm.has_ended or engine.team.whole.comm.has_ended:
+            return True
+        if engine.team.whole.is_at_odds or isinstance(error, EvenerError):
+            return True
+        if error is None:
+            return False
+        if engine.left:
+            return any(loader.loop.holds(error) for loader in self._loaders)
+        return engine.share.in_micro_batch
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
+        explain_memory(error, self._engine.share.open_samples)
+        for loader in self._loaders:
+            if text := loader.loop.explain(error, self.rank):
+                note(error, text)
+        if isinstance(error, EvenerError) and (place := raised_at(error)):
+            note(error, f"evener: raised on rank {self.rank} at {place}")
 
 
 def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> DistributedTrainConfig:

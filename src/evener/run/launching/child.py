@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evener.errors import UserError
 from evener.run.launching.failures import ERROR_FILE, describe, exit_code_of, write_report
+from evener.run.launching.uncaught import explain
 from evener.run.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.run.team.host import available_cores, threads_per_rank
 
@@ -56,12 +57,13 @@ def report_failure(error: Exception | SystemExit) -> int:
     Returns:
         What the process should exit with.
     """
+    explain(error)
     path = os.environ.get(ERROR_FILE)
     if path:
         rank = int(os.environ["RANK"])
         write_report(Path(path), describe(error, rank=rank, time=time.time()))
     elif isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     return exit_code_of(error)

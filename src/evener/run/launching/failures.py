@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from evener.errors import CollectiveError, ConfigError, UserError
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    ConfigError,
+    EvenerError,
+    UserError,
+)
 
 #: Set by evener's launcher: the file that this rank's failure goes to.
 ERROR_FILE = "EVENER_ERROR_FILE"
@@ -31,6 +37,7 @@ class FailureReport:
         user_error: The user can mend it, so the message is enough.
         follow_up: Most likely caused by the failure of another rank.
         exit_code: What the rank ends with.
+        notes: What was added to the exception, such as where it was raised.
     """
 
     rank: int
@@ -41,6 +48,7 @@ class FailureReport:
     user_error: bool
     follow_up: bool
     exit_code: int
+    notes: str = ""
 
     @property
     def is_exit(self) -> bool:
@@ -58,7 +66,7 @@ def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
     """
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
-    user_error = isinstance(error, UserError)
+    user_error = isinstance(error, UserError) and not _hides_another(error)
     collective = isinstance(error, CollectiveError) or type(error).__name__ in _TORCH_FOLLOW_UPS
     # Gloo has no exception of its own: it raises RuntimeError with its source file in the text.
     collective = collective or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
@@ -69,8 +77,23 @@ def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
         message=str(error),
         traceback="".join(lines),
         user_error=user_error,
-        follow_up=collective and not user_error,
+        follow_up=collective and not isinstance(error, UserError),
         exit_code=exit_code_of(error),
+        notes="\n".join(getattr(error, "__notes__", ())),
+    )
+
+
+def _hides_another(error: BaseException) -> bool:
+    """Return whether ranks came apart because of another error, which then says more.
+
+    Such as in ``finally: ddp.close()`` after an error of the user's own.
+    """
+    cause = error.__context__
+    return (
+        isinstance(error, CollectiveMismatchError)
+        and isinstance(cause, Exception)
+        and not isinstance(cause, EvenerError)
+        and not error.__suppress_context__
     )
 
 

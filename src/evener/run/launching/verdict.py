@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evener.errors import CollectiveMismatchError
 from evener.run.launching.failures import FailureReport
 
 _LIKELY_CAUSES: dict[int, str] = {
@@ -52,14 +53,16 @@ def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The failure that the others followed from; ``None`` if no rank failed.
 
     Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
-    peer's end. So errors that speak of other ranks come last, whenever they came.
+    peer's end. So errors that speak of other ranks come last, whenever they came; before them those
+    of ranks that came for different things, where one of them had a reason of its own.
     """
 
-    def order(outcome: Outcome) -> tuple[bool, float]:
+    def order(outcome: Outcome) -> tuple[bool, bool, float]:
         report = outcome.report
         if report is None:
-            return False, outcome.time
-        return report.follow_up, report.time
+            return False, False, outcome.time
+        came_apart = report.user_error and report.kind == CollectiveMismatchError.__name__
+        return report.follow_up, came_apart, report.time
 
     return min((o for o in outcomes if o.failed), key=order, default=None)
 
@@ -88,6 +91,8 @@ def explain(outcomes: Sequence[Outcome], stop_signal: int | None) -> str:
     alone = len(outcomes) == 1
     if first.report is not None and first.report.user_error:
         text = f"error: {first.report.message}\n"
+        if first.report.notes:
+            text += f"{first.report.notes}\n"
         others = [o for o in others if o.report is None or o.report.message != first.report.message]
         if not alone and not all(o.report for o in outcomes):
             text += f"(on rank {first.rank}; the other ranks were stopped)\n"

@@ -12,6 +12,7 @@ from evener.data.script_guard import refuse_unguarded_script
 from evener.devices import pins_memory
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.run.loading.facts import LikeDataLoader
+from evener.run.loading.loops import Loop
 from evener.run.windows.base import Engine
 
 _REMARK = (
@@ -41,6 +42,7 @@ class StreamLoader(LikeDataLoader):
         self._batches = batches
         self._seed = seed
         self._max_steps = max_steps
+        self.loop = Loop()
         self._epoch = 0
         self._next = 0
         iterable = isinstance(batches.dataset, IterableDataset)
@@ -71,8 +73,11 @@ class StreamLoader(LikeDataLoader):
         """
         engine = self._engine
         self._next = epoch + 1
+        loop = self.loop = Loop.here()
+        loop.skipped = "the team had stopped, or finished this epoch, before"
         if self._finished or epoch < self._epoch:
             return
+        loop.skipped = "its data set gave this rank no batch"
         if engine.in_epoch:
             raise UsageError(
                 f"epoch {epoch} was begun inside the loop over another loader; finish that loop, "
@@ -123,6 +128,7 @@ class StreamLoader(LikeDataLoader):
             engine.seed_draws(self._seed, epoch, engine.window, engine.team.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
+            self.loop.skipped = ""
             yield batch
             if share.in_micro_batch:
                 raise share.not_ended()

@@ -14,6 +14,7 @@ from evener.data.loader import Fetcher, Pending
 from evener.errors import UsageError
 from evener.run.loading.facts import Described, LikeDataLoader
 from evener.run.loading.intake import Indices, Order
+from evener.run.loading.loops import Loop
 from evener.run.sync.engine import WindowEngine
 from evener.run.windows.base import Engine
 from evener.run.windows.memory import MicroBatchTooLarge
@@ -61,6 +62,7 @@ class TeamLoader(LikeDataLoader, ABC):
         self._feed = feed
         self.cursor = feed.cursor
         self.batch_size = feed.batch_size
+        self.loop = Loop()
         self._next = 0
         self._left = False
 
@@ -96,11 +98,17 @@ class TeamLoader(LikeDataLoader, ABC):
                 of the model was replaced.
         """
         self._next = epoch + 1
+        loop = self.loop = Loop.here()
         engine = self._team_engine
         if engine.left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
-        if self._finished or self.cursor.is_committed(epoch):
+        if self.cursor.is_committed(epoch):
+            loop.skipped = f"epoch {epoch} had been committed before, so nothing was left to do"
             return
+        if self._finished:
+            loop.skipped = "the team had stopped, or reached max_steps, before this epoch"
+            return
+        loop.skipped = "this rank had no share of the windows of this epoch"
         if engine.in_epoch:
             raise UsageError(
                 f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
@@ -189,6 +197,7 @@ class TeamLoader(LikeDataLoader, ABC):
 
     def _seed(self, window: int, first_position: int) -> None:
         """Derives a micro-batch's random numbers (dropout) from what it is, not from a state."""
+        self.loop.skipped = ""  # it is handed out next
         self._team_engine.seed_draws(self.cursor.seed, "micro-batch", window, first_position)
 
 
@@ -218,6 +227,8 @@ class SyncLoader(TeamLoader):
         engine = self._engine
         while True:
             if engine.team.is_parked:
+                if self.loop.skipped:
+                    self.loop.skipped = "this rank was parked, as it cost more than it brought"
                 engine.wait_for_recall()
             plan = engine.plans.peek()
             if self._finished or plan is None:

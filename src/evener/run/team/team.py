@@ -14,10 +14,12 @@ import torch
 from evener.comm.base import Communicator
 from evener.devices import kind_of
 from evener.errors import (
+    CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     ProtocolError,
 )
+from evener.run.team.places import here
 from evener.version import __version__
 
 
@@ -107,6 +109,8 @@ class Team:
         self.rank = comm.rank
         self.world_size = comm.world_size
         self.payload_length = payload_length
+        #: Whether ranks have come for different things, after which nothing is certain.
+        self.is_at_odds = False
 
     def meet(
         self,
@@ -148,8 +152,19 @@ class Team:
                 missing=error.missing,
             ) from None
         if not _fits(rows):
-            raise CollectiveMismatchError(_mismatch(rows))
+            self.is_at_odds = True
+            raise CollectiveMismatchError(_mismatch(rows, self._places()))
         return [r[3:] for r in rows], int(max(r[2] for r in rows))
+
+    def _places(self) -> list[str]:
+        """Where each rank is in the user's code, as far as ranks can say it."""
+        try:
+            told = self.comm.all_gather_bytes(
+                here().encode(), what="places of ranks", timeout_s=min(10.0, self.comm.timeout_s)
+            )
+        except CollectiveError:
+            return [""] * self.world_size
+        return [place.decode() for place in told]
 
     def introduce(
         self, greeting: Mapping[str, Any], *, timeout_s: float | None = None
@@ -174,8 +189,11 @@ def _fits(rows: Sequence[Sequence[float]]) -> bool:
     return len(present) == len(rows) or kind == Meeting.RECALL
 
 
-def _mismatch(rows: Sequence[Sequence[float]]) -> str:
-    deeds = [f"rank {r} is {Meeting(int(row[0])).deed}" for r, row in enumerate(rows)]
+def _mismatch(rows: Sequence[Sequence[float]], users: Sequence[str]) -> str:
+    deeds = [
+        f"rank {r} is {Meeting(int(row[0])).deed}{place and f' at {place}'}"
+        for r, (row, place) in enumerate(zip(rows, users, strict=True))
+    ]
     places = {int(row[1]) for row in rows}
     where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
     kinds = {int(row[0]) for row in rows}

@@ -1,0 +1,45 @@
+"""Where in the user's own code a rank is: file and line, for errors."""
+
+import sys
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+_FOREIGN = (
+    "<frozen ",
+    str(Path(__file__).resolve().parents[2]),  # evener itself
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")),
+)
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+@lru_cache(maxsize=1024)
+def is_users(file: str) -> bool:
+    """Return whether a file is the user's own, and not of evener, Python or a library."""
+    return not file.startswith(_FOREIGN) and _INSTALLED.isdisjoint(Path(file).parts)
+
+
+def users_frame() -> FrameType | None:
+    """Return the innermost frame of the user's code that this call was made under."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def here() -> str:
+    """Return the user's file and line that this call was made under; empty where there is none."""
+    frame = users_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of the user's code that an exception has passed through."""
+    place, entry = "", error.__traceback__
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if is_users(file):
+            place = f"{file}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    return place

@@ -1,0 +1,245 @@
+"""What a user's own loop meets on several ranks: names without a value, errors, closing."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener import CollectiveError, CollectiveMismatchError, Ddp, DdpConfig
+from helpers.launched import Ended, Sandbox
+from helpers.ranks import Outcome, Rank, run_ranks, run_ranks_to_end
+
+BEGIN = """\
+import torch, evener
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def setup(**options):
+    config = evener.DdpConfig(**options)
+    return evener.Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True)
+DATA = torch.arange(24.).view(8, 3)
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
+
+
+def launch(sandbox: Sandbox, lines: str, nproc: int = 2) -> Ended:
+    return sandbox.evener("launch", "--nproc", str(nproc), sandbox.script(BEGIN + lines)).end()
+
+
+def line_of(sandbox: Sandbox, text: str) -> int:
+    """Number of the only line of the script that holds a text."""
+    lines = (sandbox.folder / "script.py").read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, start=1) if text in line]
+    return number
+
+
+# ── a name that the body of the loop would have set ──────────────────────────────────────────────
+
+NO_SHARE = """\
+def main(ddp):
+    loader = ddp.loader(DATA, batch_size=4)
+    for i, batch in enumerate(loader.epoch(0)):
+        loss = model(batch).mean()
+        ddp.backward(loss)
+        ddp.step()
+    print(loss.item())
+"""
+COMMITTED = """\
+ddp = setup()
+loader = ddp.loader(DATA, batch_size=4)
+for batch in loader.epoch(0):
+    ddp.backward(model(batch).mean())
+    ddp.step()
+ddp.save("checkpoint")
+ddp.load("checkpoint")
+for i, batch in enumerate(loader.epoch(0)):
+    pass
+print(i)
+"""
+PARKED = """\
+ddp = setup(speed_hint=(1, 1))
+policy = ddp.assembly.engine.policy
+policy.rank_to_park = lambda batch_size: 1  # as where it is predicted to cost more than it brings
+loader = ddp.loader(DATA, batch_size=1)
+for batch in loader.epoch(0):
+    early = model(batch).mean()
+    ddp.backward(early)
+    ddp.step()
+for batch in loader.epoch(1):
+    loss = model(batch).mean()
+    ddp.backward(loss)
+    ddp.step()
+print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "with setup(partition_ratios=(1, 0)) as ddp: main(ddp)",
+        "main(setup(partition_ratios=(1, 0)))",
+    ],
+)
+def test_a_name_of_a_body_that_did_not_run_for_lack_of_a_share(sandbox: Sandbox, call: str) -> None:
+    ended = launch(sandbox, NO_SHARE + call + "\n")
+    assert ended.code == 1
+    assert "UnboundLocalError" in ended.err
+    place = f"script.py:{line_of(sandbox, 'for i, batch')}"
+    assert f"{place} did not run on rank 1: this rank had no share of the windows" in ended.err
+    assert "'loss' has no value here" in ended.err
+    assert "result.loss" in ended.err
+
+
+def test_a_name_of_a_body_that_did_not_run_as_the_epoch_was_committed(sandbox: Sandbox) -> None:
+    ended = launch(sandbox, COMMITTED)
+    assert ended.code == 1
+    assert "NameError: name 'i' is not defined" in ended.err
+    assert "did not run on rank" in ended.err
+    assert "epoch 0 had been committed before" in ended.err
+    assert "result.loss" in ended.err
+
+
+def test_a_name_of_a_body_that_did_not_run_on_a_parked_rank(sandbox: Sandbox) -> None:
+    ended = launch(sandbox, PARKED)
+    assert ended.code == 1
+    assert "did not run on rank 1: this rank was parked" in ended.err
+    assert "'loss' has no value here" in ended.err
+
+
+def test_a_name_that_the_body_does_not_set_gets_no_note(sandbox: Sandbox) -> None:
+    lines = NO_SHARE.replace("print(loss.item())", "print(lose)")
+    ended = launch(sandbox, lines + "main(setup(partition_ratios=(1, 0)))\n")
+    assert "NameError: name 'lose' is not defined" in ended.err
+    assert "did not run" not in ended.err
+
+
+# ── rank, file and line ──────────────────────────────────────────────────────────────────────────
+
+
+def test_an_error_in_the_loop_names_rank_file_and_line(sandbox: Sandbox) -> None:
+    ended = launch(
+        sandbox,
+        "ddp = setup()\n"
+        "for batch in ddp.loader(DATA, batch_size=4).epoch(0):\n"
+        "    weight = -1 if RANK == 1 else 1\n"
+        "    ddp.backward(model(batch).mean(), weight=weight)\n"
+        "    ddp.step()\n",
+    )
+    assert ended.code == 1
+    assert "error: weight is -1;" in ended.err
+    assert (
+        f"raised on rank 1 at {sandbox.folder}/script.py:{line_of(sandbox, 'weight=weight')}"
+        in (ended.err)
+    )
+
+
+def test_different_collectives_name_file_and_line_of_every_rank(sandbox: Sandbox) -> None:
+    ended = launch(
+        sandbox,
+        "ddp = setup(partition_ratios=(1, 1))\n"
+        "for number, batch in enumerate(ddp.loader(DATA, batch_size=4).epoch(0)):\n"
+        "    if RANK == 1 and number == 1:\n"
+        "        ddp.save('checkpoint')\n"
+        "    ddp.backward(model(batch).mean())\n"
+        "    ddp.step()\n",
+    )
+    assert ended.code == 1
+    step, save = line_of(sandbox, "ddp.step()"), line_of(sandbox, "ddp.save(")
+    assert f" at {sandbox.folder}/script.py:{step}; rank 1 is saving (ddp.save)" in ended.err
+    assert f"saving (ddp.save) at {sandbox.folder}/script.py:{save}." in ended.err
+
+
+# ── closing ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def begin(rank: Rank, **options: Any) -> tuple[Ddp, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = DdpConfig(partition_ratios=(1,) * rank.world_size, **options)
+    return Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True), model
+
+
+def train(ddp: Ddp, model: nn.Module, each: Callable[[int], None] = lambda number: None) -> None:
+    data = torch.arange(48.0).view(16, 3)
+    for number, batch in enumerate(ddp.loader(data, batch_size=4).epoch(0)):
+        ddp.backward(model(batch).mean())
+        ddp.step()
+        each(number)
+
+
+def close_while_another_error_is_handled(rank: Rank) -> int:
+    committed: list[int] = []
+    ddp, model = begin(rank)
+    ddp.on_commit(lambda result: committed.append(result.window))
+    data = torch.arange(48.0).view(16, 3)
+    for batch in ddp.loader(data, batch_size=4).epoch(0):
+        ddp.backward(model(batch).mean())
+        ddp.step()
+        if ddp.window == 2:
+            break
+    try:
+        {}["a key that is not there"]
+    except KeyError:
+        ddp.close()
+    return len(committed)
+
+
+def test_closing_in_a_handler_of_something_else_commits_what_was_applied() -> None:
+    assert run_ranks(close_while_another_error_is_handled, 2) == [2, 2]
+
+
+def fail_and_close(rank: Rank) -> None:
+    def fail(number: int) -> None:
+        if rank.rank == 1 and number == 1:
+            raise ZeroDivisionError("in the loop of rank 1")
+
+    ddp, model = begin(rank)
+    try:
+        train(ddp, model, fail)
+    finally:
+        ddp.close()
+
+
+def test_closing_after_an_error_that_ended_the_loop_hides_nothing() -> None:
+    healthy, failed = run_ranks_to_end(fail_and_close, 2)
+    assert isinstance(failed.exception, ZeroDivisionError)
+    assert isinstance(healthy.exception, CollectiveError)
+    assert not isinstance(healthy.exception, CollectiveMismatchError)
+
+
+def meet_at_odds(rank: Rank) -> str:
+    ddp, model = begin(rank)
+    try:
+        train(ddp, model, lambda number: ddp.save("x") if rank.rank == number == 1 else None)
+    except CollectiveMismatchError as error:
+        said = str(error)
+    if rank.rank == 0:  # the other never comes
+        ddp.close()
+    return said
+
+
+def test_closing_after_an_error_of_the_team_waits_for_nobody() -> None:
+    outcomes: list[Outcome] = run_ranks_to_end(meet_at_odds, 2)
+    assert [o.returned for o in outcomes] == [True, True]
+
+
+def hook_during_and_after(rank: Rank) -> tuple[bool, bool]:
+    before = sys.excepthook
+    ddp, _ = begin(rank)
+    during = sys.excepthook is before
+    ddp.close()
+    return during, sys.excepthook is before
+
+
+def test_the_hook_for_uncaught_errors_is_put_back() -> None:
+    assert run_ranks(hook_during_and_after, 1) == [(False, True)]
