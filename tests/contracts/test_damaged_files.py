@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.errors import ConfigError, EvenerError
@@ -18,67 +17,7 @@ from evener.run.config.folders import folder_in_use
 from evener.run.config.pretrain import load_run_config
 from evener.run.team.place_file import read_place
 from helpers.event_cases import committed_window, started
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.sampled_from([-1, 0, 2**53, 10**30, -(10**400), 0.5, -1e308, float("nan"), float("inf")])
-    | st.text(max_size=4)
-    | st.sampled_from(["", "../x", "\0", "\ud800", "$map"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=3) | st.sampled_from(["$map", "$tensor"]), inner, max_size=2
-        )
-    ),
-    max_leaves=4,
-)
-"""Values of every kind that JSON knows, and those that a reader is likely to trip over."""
-
-
-NESTED = b"[" * 4000 + b"]" * 4000
-
-
-@st.composite
-def changed(draw: st.DrawFn, document: Any) -> Any:
-    """The document with one of its nodes replaced, or removed."""
-    document = json.loads(json.dumps(document))
-    places: list[tuple[Any, Any]] = []
-
-    def collect(node: Any) -> None:
-        keys = list(node) if isinstance(node, dict) else range(len(node))
-        for key in keys:
-            places.append((node, key))
-            if isinstance(node[key], dict | list):
-                collect(node[key])
-
-    collect(document)
-    node, key = draw(st.sampled_from(places))
-    if draw(st.integers(0, 4)) == 0:
-        del node[key]
-    else:
-        node[key] = draw(JSON)
-    return document
-
-
-@st.composite
-def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes, cut, overwritten, or with others put between them."""
-    start = draw(st.integers(0, len(data)))
-    stop = draw(st.integers(start, min(len(data), start + 16)))
-    return data[:start] + draw(st.binary(max_size=8)) + data[stop:]
-
-
-def read_or_refuse(path: Path, read: Callable[[], object]) -> bool:
-    """Reads; what is refused is refused by an error of evener that names the file."""
-    refused = None
-    try:
-        read()
-    except EvenerError as error:
-        refused = str(error)
-    assert refused is None or str(path) in refused
-    return refused is not None
-
+from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 # ── YAML ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +70,6 @@ def test_an_option_on_the_command_line_is_read_as_a_file_is() -> None:
             load_run_config(None, [f"seed={value}"])
 
 
-@settings(max_examples=60)
 @given(changed({"data": {"path": "x"}, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "seed": 1}))
 def test_any_yaml_gives_a_configuration_or_an_error_that_names_it(
     tmp_path_factory: pytest.TempPathFactory, document: Any
@@ -184,7 +122,6 @@ def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Pat
     read_all(path)
 
 
-@settings(max_examples=150)
 @given(st.sampled_from(EVENTS).flatmap(changed))
 def test_whatever_an_event_holds_its_readers_go_on(
     tmp_path_factory: pytest.TempPathFactory, event: Any
@@ -195,7 +132,6 @@ def test_whatever_an_event_holds_its_readers_go_on(
     read_all(path)
 
 
-@settings(max_examples=40)
 @given(damaged(b"".join(json.dumps(event).encode() + b"\n" for event in EVENTS)))
 def test_whatever_bytes_are_in_the_event_file_its_readers_go_on(
     tmp_path_factory: pytest.TempPathFactory, data: bytes

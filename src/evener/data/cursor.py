@@ -14,6 +14,7 @@ from typing import Any
 
 from evener.data.ranges import RangeSet as RangeSet
 from evener.errors import CheckpointError, DataError, UsageError
+from evener.parsing import Fields
 
 _NUM_ROUNDS = 8
 """Feistel rounds; below six, neighbouring positions of small data sets stay correlated."""
@@ -141,6 +142,9 @@ class Cursor:
         DataError: The data set is empty.
         UsageError: ``committed`` reaches past the data set.
     """
+
+    #: More cannot be in a checkpoint: at one epoch a second, those of a lifetime.
+    MOST_EPOCHS = 2**31
 
     def __init__(
         self,
@@ -300,13 +304,13 @@ class Cursor:
                     'ddp.load(path, allow=("data",))'
                 )
         try:
-            epoch, committed = int(state["epoch"]), RangeSet.from_list(state["committed"])
-            if epoch < 0:
-                raise ValueError(f"epoch={epoch}")
+            fields = Fields(dict(state))
+            epoch = fields.whole("epoch", most=self.MOST_EPOCHS)
+            committed = RangeSet.from_list(fields.items("committed"))
             _require_within(committed, self.num_samples)
-        except (KeyError, TypeError, ValueError, UsageError) as error:
+        except (TypeError, ValueError, UsageError) as error:
             raise CheckpointError(
-                f"the checkpoint's data cursor is damaged ({error!r}): resume from an older "
+                f"the checkpoint's data cursor is damaged ({error}): resume from an older "
                 "checkpoint"
             ) from error
         self._restore(epoch, committed)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from evener.checkpoint import Checkpoint
-from evener.errors import EvenerError
+from evener.errors import CheckpointError, DataError, EvenerError
+from evener.run.assembly.state import check_state
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain import RunConfig
@@ -32,6 +33,8 @@ from evener.tasks.resuming import (
     choose_checkpoint,
     describe_run,
     is_finished,
+    is_of_model,
+    read_run,
 )
 from evener.tasks.text_data import collate, prepare_text
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
@@ -73,7 +76,9 @@ class PretrainingRun:
         """Does all that is left to do of the run."""
         name, parent = str(self.config.name), run_parent(self.options)
         if self.options.resume:
-            self.folder, self.resumed = choose_checkpoint(self.team, parent, name, say=self._warn)
+            self.folder, self.resumed = choose_checkpoint(
+                self.team, parent, name, say=self._warn, check=self._check
+            )
         else:
             self.folder = agree_on_folder(self.team, parent, name)
         with folder_in_use(self.folder) if self.ddp.is_main_process else nullcontext():
@@ -313,6 +318,17 @@ class PretrainingRun:
             on_written=lambda written: self.recorder.checkpoint(written),
             on_failure=lambda failure: self._warn(f"warning: {failure}"),
         )
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuses a damaged checkpoint; one of another model is told from it later, by name."""
+        read_run(checkpoint)
+        if self.tokenizer is None:
+            try:
+                load_tokenizer(checkpoint.path)
+            except DataError as error:
+                raise CheckpointError(str(error)) from error
+        if is_of_model(checkpoint, config_json(self.model)):
+            check_state(self.ddp.assembly, checkpoint)
 
     def _resume(self, checkpoint: Checkpoint) -> Beginning:
         changes = check_changes(

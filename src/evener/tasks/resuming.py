@@ -1,15 +1,16 @@
 """Going on from a checkpoint: which one, is it of this run, what has changed, is anything left."""
 
-import json
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evener.checkpoint import Checkpoint, find_newest
+from evener.checkpoint import Checkpoint, find_newest, open_checkpoint
 from evener.data.corpus import CorpusSplits
 from evener.errors import CheckpointError
 from evener.observe.jsonl import read_events
+from evener.parsing import Fields, parse_json, short
 from evener.run.config.folders import CHECKPOINTS, runs_of
 from evener.run.config.options import Allowed
 from evener.run.config.pretrain import RunConfig
@@ -88,7 +89,12 @@ def describe_run(
 
 
 def choose_checkpoint(
-    team: Team, parent: Path, name: str, *, say: Callable[[str], None]
+    team: Team,
+    parent: Path,
+    name: str,
+    *,
+    say: Callable[[str], None],
+    check: Callable[[Checkpoint], None],
 ) -> tuple[Path, Checkpoint]:
     """Finds the newest run that has a complete checkpoint; all ranks call it together.
 
@@ -97,6 +103,8 @@ def choose_checkpoint(
         parent: Folder of runs.
         name: The run's name.
         say: Told, in a sentence, of each newer run or checkpoint that cannot be used.
+        check: Asked on rank 0; raises a ``CheckpointError`` where what a checkpoint holds is
+            damaged, so that the one before it is taken.
 
     Returns:
         The run's folder, and its newest complete checkpoint.
@@ -104,7 +112,7 @@ def choose_checkpoint(
     Raises:
         CheckpointError: There is none, or ranks see different ones.
     """
-    own = _newest_of_any(runs_of(parent, name), say) if team.rank == 0 else None
+    own = _newest_of_any(runs_of(parent, name), say, check) if team.rank == 0 else None
     found = {"folder": str(own[0]), "path": own[1].path.name} if own else None
     theirs = team.introduce({"found": found})[0]["found"]
     if theirs is None:
@@ -113,25 +121,38 @@ def choose_checkpoint(
             "start without --resume"
         )
     folder = Path(theirs["folder"])
-    checkpoint = own[1] if own else find_newest(folder / CHECKPOINTS)
-    newest = None if checkpoint is None else checkpoint.path.name
-    for rank, other in enumerate(team.introduce({"path": newest})):
-        if other["path"] != theirs["path"]:
+    checkpoint, refused = own[1] if own else None, ""
+    if checkpoint is None:
+        try:
+            checkpoint = open_checkpoint(folder / CHECKPOINTS / theirs["path"])
+        except CheckpointError as error:
+            refused = str(error)
+    content = "" if checkpoint is None else _digest(checkpoint)
+    answers = team.introduce({"refused": refused, "content": content})
+    for rank, other in enumerate(answers):
+        if other["refused"] or other["content"] != answers[0]["content"]:
             raise CheckpointError(
-                f"rank {rank} finds {other['path']} as newest checkpoint, rank 0 "
-                f"{theirs['path']}; put {folder / CHECKPOINTS} on storage that every rank sees"
+                f"rank {rank} does not see the {theirs['path']} that rank 0 has chosen "
+                f"({other['refused'] or 'its content differs'}); put {folder / CHECKPOINTS} on "
+                "storage that every rank sees"
             )
     assert checkpoint is not None
     return folder, checkpoint
 
 
+def _digest(checkpoint: Checkpoint) -> str:
+    return hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
+
+
 def _newest_of_any(
-    folders: Iterable[Path], say: Callable[[str], None]
+    folders: Iterable[Path], say: Callable[[str], None], check: Callable[[Checkpoint], None]
 ) -> tuple[Path, Checkpoint] | None:
     passed_over: list[str] = []
     for folder in folders:
         checkpoint = find_newest(
-            folder / CHECKPOINTS, lambda path, why: say(f"skipped checkpoint {path}: {why}")
+            folder / CHECKPOINTS,
+            lambda path, why: say(f"skipped checkpoint {path}: {why}"),
+            check,
         )
         if checkpoint is not None:
             if passed_over:
@@ -142,6 +163,37 @@ def _newest_of_any(
             return folder, checkpoint
         passed_over.append(folder.name)
     return None
+
+
+def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the run that wrote a checkpoint was made of.
+
+    Raises:
+        CheckpointError: It is damaged; names file and value.
+    """
+    try:
+        run = Fields(checkpoint.document(RUN))
+        run.texts("precisions")
+        for key in ("data", "tokenizer"):
+            run.text(key)
+        for key in ("num_documents", "num_samples", "num_tokens"):
+            run.whole(key)
+        run.fields("config")
+        if "beginning" in run:
+            run.fields("beginning").whole("window")
+            run.fields("beginning").number("weight", least=0.0)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path / RUN} is damaged: {error}") from error
+    return run.values
+
+
+def is_of_model(checkpoint: Checkpoint, model_config: bytes) -> bool:
+    """Whether a checkpoint is of the present model, by its ``config.json``.
+
+    Raises:
+        CheckpointError: That is damaged.
+    """
+    return not _differences_of_model(checkpoint, model_config)
 
 
 def check_changes(
@@ -164,7 +216,7 @@ def check_changes(
     Raises:
         CheckpointError: Says what differs, and what to do.
     """
-    saved = checkpoint.document(RUN)
+    saved = read_run(checkpoint)
     changes = _changes(saved["config"], now["config"])
     _check_model(checkpoint, saved, now, model_config)
     allowed = set(allow)
@@ -195,17 +247,7 @@ def check_changes(
 def _check_model(
     checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any], model_config: bytes
 ) -> None:
-    try:
-        before = _flat(json.loads(checkpoint.asset(CONFIG)))
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path / CONFIG} is no JSON: {error}") from error
-    after = _flat(json.loads(model_config))
-    # Another version of transformers may know other keys; what both know must be the same.
-    differences = [
-        f"{key} {before[key]} -> {after[key]}"
-        for key in after
-        if key in before and key not in _NOT_OF_THE_MODEL and before[key] != after[key]
-    ]
+    differences = _differences_of_model(checkpoint, model_config)
     if saved["tokenizer"] != now["tokenizer"]:
         differences.append("the tokenizer, and so what the ids mean")
     if differences:
@@ -213,6 +255,20 @@ def _check_model(
             f"{checkpoint.path} is of another model; what differs: {'; '.join(differences)}. Put "
             "that back, or start without --resume"
         )
+
+
+def _differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[str]:
+    try:
+        before = _flat(Fields(parse_json(checkpoint.asset(CONFIG))).values)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path / CONFIG} is damaged: {error}") from error
+    after = _flat(parse_json(model_config))
+    # Another version of transformers may know other keys; what both know must be the same.
+    return [
+        f"{key} {short(before[key])} -> {short(after[key])}"
+        for key in after
+        if key in before and key not in _NOT_OF_THE_MODEL and before[key] != after[key]
+    ]
 
 
 def _differences_of_data(
@@ -233,7 +289,8 @@ def _differences_of_data(
 
 def beginning_of_data(checkpoint: Checkpoint) -> Beginning:
     """Where the data of the run that wrote a checkpoint began."""
-    return Beginning(**checkpoint.document(RUN).get("beginning", {}))
+    beginning = read_run(checkpoint).get("beginning", {})
+    return Beginning(beginning["window"], beginning["weight"]) if beginning else Beginning()
 
 
 def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = ()) -> bool:

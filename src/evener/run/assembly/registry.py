@@ -61,17 +61,23 @@ class Registry:
         """Undoes ``collect``; what is not registered yet is restored when it is.
 
         Raises:
-            CheckpointError: The state of a registered object is missing.
+            CheckpointError: The state of a registered object is missing, damaged or refused.
         """
-        for name, one in self._objects.items():
-            if name not in states:
+        decoded = {name: decode(state, tensors=tensors) for name, state in states.items()}
+        for name in self._objects:
+            if name not in decoded:
                 raise CheckpointError(
                     f"the checkpoint holds no state of {name!r}, which is registered; it holds "
                     f"{sorted(states)}: register it after ddp.load, or resume with another one"
                 )
-            one.load_state_dict(decode(states[name], tensors=tensors))
-        self._waiting = {
-            name: decode(state, tensors=tensors)
-            for name, state in states.items()
-            if name not in self._objects
-        }
+        for name, one in self._objects.items():
+            state = decoded.pop(name)
+            try:
+                one.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"the checkpoint's state of {name!r} is refused by its load_state_dict "
+                    f"({error!r}): resume with the object that it was written from, or from an "
+                    "older checkpoint"
+                ) from error
+        self._waiting = decoded

@@ -14,14 +14,18 @@ from evener.checkpoint import (
     copy_to_cpu,
     find_newest,
     open_checkpoint,
-    unflatten_optimizer,
 )
 from evener.errors import CheckpointError, EvenerError
 from evener.run.assembly.assembly import Assembly
-from evener.run.windows.results import Progress
-
-STATE = "state.json"
-"""Document with progress, data position, planner and schedule; no rank count."""
+from evener.run.assembly.saved import (
+    STATE,
+    SavedState,
+    check_fit,
+    check_weights,
+    read_saved,
+    stem_of,
+)
+from evener.run.launching.terminal import say
 
 
 def capture(
@@ -52,7 +56,7 @@ def capture(
     }
     optimizers = []
     for number, (arrays, document) in enumerate(assembly.engine.saved_states()):
-        tensors[_stem(number)] = copy_to_cpu(arrays, into=old.get(_stem(number)))
+        tensors[stem_of(number)] = copy_to_cpu(arrays, into=old.get(stem_of(number)))
         optimizers.append(document)
     state = {
         "progress": {
@@ -85,47 +89,31 @@ def capture(
     )
 
 
-def restore(assembly: Assembly, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Puts a checkpoint's state into this rank; every rank restores the same one.
-
-    Returns:
-        The state document; its ``cursor`` belongs to the loader.
+def restore(assembly: Assembly, saved: SavedState) -> None:
+    """Put a checkpoint's state, which fits, into this rank; every rank restores the same one.
 
     Raises:
-        CheckpointError: The checkpoint holds another model or optimizer.
+        CheckpointError: A registered object refuses its state; the model is as it was.
     """
-    state: Mapping[str, Any] = checkpoint.document(STATE)
-    _restore_model(assembly, checkpoint)
-    documents = state["optimizers"]
-    if len(documents) != len(assembly.optimizers):
-        raise CheckpointError(
-            f"{checkpoint.path} holds {len(documents)} optimizers, this run has "
-            f"{len(assembly.optimizers)}; resume with the script that wrote it"
-        )
-    for number, (optimizer, document) in enumerate(
-        zip(assembly.optimizers, documents, strict=True)
-    ):
-        tensors = checkpoint.tensors(_stem(number))
-        try:
-            optimizer.load_state_dict(unflatten_optimizer(tensors, document))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{checkpoint.path} holds another optimizer than this run's: {error}; resume with "
-                "the same optimizer and parameter groups"
-            ) from error
-    assembly.schedule.load_state_dict(state["schedule"])
-    assembly.policy.load_state_dict(state["planner"])
+    # What may be refused comes first: the code of registered objects is the user's.
+    try:
+        assembly.registry.restore(saved.registered, saved.registered_tensors)
+    except CheckpointError as error:
+        raise CheckpointError(f"{saved.path}: {error}") from error
+    assembly.policy.load_state_dict(saved.planner)
+    assembly.schedule.load_state_dict(saved.schedule)
+    for optimizer, state in zip(assembly.optimizers, saved.optimizers, strict=True):
+        optimizer.load_state_dict(state)
+    with torch.no_grad():
+        for name, tensor in assembly.model.state_dict().items():
+            tensor.copy_(saved.model[name])
     members = [m.member for m in assembly.members]
     limits = assembly.engine.limits
-    limits.load_state_dict(state.get("micro_batch_limits", {}), members, assembly.team.rank)
+    limits.load_state_dict(saved.limits, members, assembly.team.rank)
     assembly.policy.set_micro_batch_sizes(limits.sizes)
-    assembly.engine.options.loss_scale.load_state_dict(state.get("loss_scale", {}))
-    registered = state.get("registered", {})
-    held = checkpoint.tensors("registered") if _names_tensors(registered) else {}
-    assembly.registry.restore(registered, held)
+    assembly.engine.options.loss_scale.load_state_dict(saved.loss_scale)
     assembly.engine.restored()
-    assembly.engine.progress = Progress(**state["progress"])
-    return state
+    assembly.engine.progress = saved.progress
 
 
 def save_state(assembly: Assembly, positions: Sequence[Mapping[str, Any]], path: Path) -> str:
@@ -151,46 +139,41 @@ def save_state(assembly: Assembly, positions: Sequence[Mapping[str, Any]], path:
         return str(error)
 
 
-def load_state(assembly: Assembly, path: Path) -> Mapping[str, Any]:
-    """Restores the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself."""
+def find_state(assembly: Assembly, path: Path) -> SavedState:
+    """Read the newest checkpoint in ``path`` that can be used, or the checkpoint ``path`` itself.
+
+    What is damaged is passed over, with a warning on rank 0. Nothing of the rank is changed.
+
+    Raises:
+        CheckpointError: There is none, or it is of another model, optimizer or policy.
+    """
     skipped: list[str] = []
-    newest = find_newest(path, lambda place, reason: skipped.append(f"{place.name}: {reason}"))
-    if newest is None and skipped:
-        raise CheckpointError(
-            f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
-        )
-    return restore(assembly, newest or open_checkpoint(path))
+    read: list[SavedState] = []
 
+    def skip(place: Path, reason: str) -> None:
+        skipped.append(f"{place.name}: {reason}")
+        if assembly.team.rank == 0:
+            say(f"warning: skipped checkpoint {place}: {reason}")
 
-@torch.no_grad()
-def _restore_model(assembly: Assembly, checkpoint: Checkpoint) -> None:
-    own = assembly.model.state_dict()
-    saved = checkpoint.tensors("model")
-    for name, tensor in own.items():
-        if name not in saved:
+    def check(checkpoint: Checkpoint) -> None:
+        saved = read_saved(checkpoint)
+        check_weights(saved, assembly.model)
+        read.append(saved)
+
+    if find_newest(path, skip, check) is None:
+        if skipped:
             raise CheckpointError(
-                f"{checkpoint.path} lacks {name!r} of this model; resume with the model it was "
-                "written from"
+                f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
             )
-        if saved[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{name!r} has shape {tuple(saved[name].shape)} in {checkpoint.path} and "
-                f"{tuple(tensor.shape)} in this model; resume with the same model configuration"
-            )
-    if extra := sorted(set(saved) - set(own)):
-        raise CheckpointError(
-            f"{checkpoint.path} holds {extra[0]!r}, which this model lacks; resume with the model "
-            "it was written from"
-        )
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
+        check(open_checkpoint(path))
+    check_fit(read[-1], assembly)
+    return read[-1]
 
 
-def _names_tensors(state: Any) -> bool:
-    if isinstance(state, dict):
-        return "$tensor" in state or any(_names_tensors(value) for value in state.values())
-    return isinstance(state, list) and any(_names_tensors(value) for value in state)
+def check_state(assembly: Assembly, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that cannot be restored into this rank, of which nothing is changed.
 
-
-def _stem(number: int) -> str:
-    return "optimizer" if number == 0 else f"optimizer-{number}"
+    Raises:
+        CheckpointError: It is damaged, or of another model, optimizer or policy.
+    """
+    check_fit(read_saved(checkpoint), assembly)

@@ -12,7 +12,7 @@ from evener.data.loader import Prefetch, make_fetcher
 from evener.errors import CheckpointError, ConfigError
 from evener.run.assembly.assembly import Assembly
 from evener.run.assembly.registry import Stateful
-from evener.run.assembly.state import load_state, save_state
+from evener.run.assembly.state import find_state, restore, save_state
 from evener.run.config.options import Allowed
 from evener.run.loading.evaluation import EvaluationLoader
 from evener.run.loading.gathering import Gatherer
@@ -49,7 +49,8 @@ class DataSide:
         self._loaders: list[TeamLoader | StreamLoader] = []
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)
-        self._restored: Mapping[str, Any] | None = None
+        #: What a checkpoint says of each loader, for those that are made after it was loaded.
+        self._positions: Sequence[Mapping[str, Any]] | None = None
         self._allows_new_data = False
 
     @overload
@@ -133,7 +134,7 @@ class DataSide:
             intake = _read(dataset, shuffle, seed, batch_size, collate_fn, num_workers)
             loader = self._team_loader(intake, seed, micro_batch_size, prefetch, max_steps)
         self._loaders.append(loader)
-        if self._restored is not None:
+        if self._positions is not None:
             self._restore_position(len(self._loaders) - 1)
         return loader
 
@@ -261,18 +262,28 @@ class DataSide:
             CheckpointError: Missing, damaged, of another model or data set, or not the same on
                 every rank.
         """
-        self._restored = load_state(self.assembly, Path(path))
-        self._allows_new_data = "data" in allow
-        own = {"window": self._engine.window}
-        windows = self.assembly.team.introduce(own)
-        for rank, other in enumerate(windows):
-            if other != windows[0]:
+        saved, refused = None, None
+        try:
+            saved = find_state(self.assembly, Path(path))
+        except CheckpointError as error:
+            refused = error
+        own = {"window": saved and saved.progress.window, "refused": refused and str(refused)}
+        others = self.assembly.team.introduce(own)
+        if saved is None:
+            assert refused is not None
+            raise refused
+        for rank, other in enumerate(others):
+            if other["refused"]:
+                raise CheckpointError(f"rank {rank} cannot load it: {other['refused']}")
+            if other["window"] != others[0]["window"]:
                 raise CheckpointError(
                     f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
-                    f"0 that of window {windows[0]['window']}; use storage that every rank sees"
+                    f"0 that of window {others[0]['window']}; use storage that every rank sees"
                 )
+        self._positions, self._allows_new_data = saved.positions, "data" in allow
         for number in range(len(self._loaders)):
             self._restore_position(number)
+        restore(self.assembly, saved)
 
     def _team_loader(
         self,
@@ -324,11 +335,10 @@ class DataSide:
         return [loader.state_dict() for loader in self._loaders]
 
     def _restore_position(self, number: int) -> None:
-        assert self._restored is not None
-        loader = self._loaders[number]
-        states = [self._restored["cursor"], *self._restored.get("further_cursors", [])]
-        if number < len(states) and states[number]:
-            loader.restore(states[number], allow_new_data=self._allows_new_data)
+        assert self._positions is not None
+        if number < len(self._positions) and self._positions[number]:
+            state = self._positions[number]
+            self._loaders[number].restore(state, allow_new_data=self._allows_new_data)
 
 
 def _read(

@@ -11,6 +11,7 @@ from evener.cadence.apportion import apportion
 from evener.data.script_guard import refuse_unguarded_script
 from evener.devices import pins_memory
 from evener.errors import CheckpointError, ConfigError, UsageError
+from evener.parsing import Fields
 from evener.run.loading.facts import LikeDataLoader
 from evener.run.loading.loops import Loop
 from evener.run.windows.base import Engine
@@ -112,7 +113,7 @@ class StreamLoader(LikeDataLoader):
                 "the checkpoint was written with a map-style data set, this run has a stream; "
                 "resume with the same kind of data"
             )
-        self._epoch = int(state["stream_epoch"])
+        self._epoch = Fields(dict(state)).whole("stream_epoch")
 
     def close(self) -> None:
         """Does nothing: worker processes end with the iterator."""

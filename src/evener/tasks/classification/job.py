@@ -1,5 +1,6 @@
 """``evener classify``: one rank's part of a run, from data to the report."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from safetensors.torch import save as save_bytes
 
 from evener.checkpoint import Checkpoint
 from evener.errors import CheckpointError, EvenerError
+from evener.parsing import Fields
+from evener.run.assembly.state import check_state
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.config.classify_presets import classify_parent
 from evener.run.config.folders import agree_on_folder, release_folder
@@ -38,7 +41,8 @@ from evener.tasks.resuming import RUN, choose_checkpoint, is_finished
 HISTORY = "evaluations.json"
 """Document of a checkpoint: the evaluations until then."""
 
-BEST = "best.safetensors"
+BEST_STEM = "best"
+BEST = f"{BEST_STEM}.safetensors"
 """Asset of a checkpoint: the best adapter and head until then."""
 
 RESULTS = ("adapter", "merged", "report.html")
@@ -74,7 +78,11 @@ class ClassificationRun:
         self.documents: dict[str, Any] = {RUN: self._describe(), HISTORY: {}}
         if options.resume:
             self.folder, self.resumed = choose_checkpoint(
-                self.team, classify_parent(options), str(config.name), say=self._warn
+                self.team,
+                classify_parent(options),
+                str(config.name),
+                say=self._warn,
+                check=self._check,
             )
         else:
             self.folder = agree_on_folder(self.team, classify_parent(options), str(config.name))
@@ -354,8 +362,36 @@ class ClassificationRun:
             "config": self.config.model_dump(mode="json"),
         }
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        saved, now = checkpoint.document(RUN), self.documents[RUN]
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuses a damaged checkpoint; one of another run is told from it later, by name."""
+        try:
+            run = Fields(checkpoint.document(RUN))
+            run.texts("labels")
+            run.fields("adapter")
+            for key in ("base", "data", "encoder"):
+                run.text(key)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path / RUN} is damaged: {error}") from error
+        if self._unlike(run.values):
+            return
+        check_state(self.ddp.assembly, checkpoint)
+        try:
+            history = EvaluationHistory(self.config.eval)
+            history.load_state_dict(checkpoint.document(HISTORY))
+            for known in (history.frozen, history.start, history.probe, history.best):
+                if known is not None and len(known.confusion) != len(self.data.labels):
+                    raise ValueError(f"it has {len(known.confusion)} classes")
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path / HISTORY} is damaged: {error}") from error
+        if BEST in checkpoint.manifest.files:
+            best, own = checkpoint.tensors(BEST_STEM), self.pipeline.model.state_dict()
+            if {name: _layout(t) for name, t in best.items()} != {
+                name: _layout(t) for name, t in own.items()
+            }:
+                raise CheckpointError(f"{checkpoint.path / BEST} is not of this adapter")
+
+    def _unlike(self, saved: Mapping[str, Any]) -> str:
+        """What a run was trained with that this one is not, and what to put back."""
         for key, what, settings in (
             ("base", "another base model", "model.path or model.config"),
             ("labels", "other classes", "labels"),
@@ -363,17 +399,23 @@ class ClassificationRun:
             ("adapter", "another adapter", "lora.* and model.adapter"),
             ("encoder", "another tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
         ):
-            if saved.get(key) != now[key]:
-                raise CheckpointError(
-                    f"{checkpoint.path} was trained with {what}; put {settings} back, or "
-                    "start without --resume"
-                )
+            if saved.get(key) != self.documents[RUN][key]:
+                return f"was trained with {what}; put {settings} back"
+        return ""
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        if unlike := self._unlike(checkpoint.document(RUN)):
+            raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
         self.ddp.load(checkpoint.path)
         for optimizer in self.ddp.assembly.optimizers:
             apply_adapter_settings(optimizer, self.config.optimizer)
         self.history.load_state_dict(checkpoint.document(HISTORY))
         if BEST in checkpoint.manifest.files:
             self.assets[BEST] = checkpoint.asset(BEST)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _in_words(figures: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evener.parsing import Fields, short, whole
+
 Confusion = tuple[tuple[int, ...], ...]
 """Row: the true class. Column: the predicted one."""
 
@@ -67,10 +69,19 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "Evaluation":
-        """Inverse of ``to_json``."""
+        """Inverse of ``to_json``.
+
+        Raises:
+            ValueError: It is not from there.
+        """
+        fields = Fields(document)
+        rows = fields.items("confusion")
+        if not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
+            raise ValueError(f"confusion is {short(rows)}, not a row and a column for each class")
+        loss = fields["loss"]  # of no samples it is not a number
         return cls(
-            loss=float(document["loss"]),
-            confusion=tuple(tuple(int(n) for n in row) for row in document["confusion"]),
+            loss=loss if isinstance(loss, float) else fields.number("loss"),
+            confusion=tuple(tuple(whole(n, "a count of confusion") for n in row) for row in rows),
         )
 
 

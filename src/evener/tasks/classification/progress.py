@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from evener.parsing import Fields
 from evener.run.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.metrics import Evaluation
 
@@ -64,12 +65,16 @@ class EvaluationHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``."""
-        self.begun = bool(state["begun"])
-        self.frozen = Evaluation.from_json(state["frozen"]) if state["frozen"] else None
-        self.start = Evaluation.from_json(state["start"]) if state["start"] else None
-        self.probe = Evaluation.from_json(state["probe"]) if state["probe"] else None
-        self.best = Evaluation.from_json(state["best"]) if state["best"] else None
-        self.best_window = int(state["best_window"])
-        self.last_window = int(state["last_window"])
-        self.since_best = int(state["since_best"])
+        """Restores ``state_dict``.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        fields = Fields(dict(state))
+        self.begun = fields.flag("begun")
+        for name in ("frozen", "start", "probe", "best"):
+            known = None if fields[name] is None else Evaluation.from_json(fields[name])
+            setattr(self, name, known)
+        self.best_window = fields.whole("best_window", least=-1)
+        self.last_window = fields.whole("last_window", least=-1)
+        self.since_best = fields.whole("since_best")

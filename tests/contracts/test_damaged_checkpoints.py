@@ -1,0 +1,367 @@
+"""A damaged checkpoint is named and skipped, the one before is used, and nothing is half-loaded."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from evener import CheckpointError, Ddp
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.errors import EvenerError
+from helpers.tampering import NESTED, changed, damaged, forge, sealed
+from helpers.teams import run_team, setup
+
+DATA = [torch.tensor([float(n), 1.0]) for n in range(16)]
+
+
+class Ema:
+    """An average of the user's, which is part of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.values = [0.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "mean": torch.ones(2)}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["mean"].shape == (2,)
+        self.values = [float(value) for value in state["values"]]
+
+
+@contextmanager
+def team(steps: int = 6, communicator: Communicator | None = None) -> Iterator[tuple[Ddp, Any]]:
+    """A small model with all that a checkpoint can hold, and a function that trains it."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+    with setup(communicator or SingleCommunicator(), model, optimizer, schedule) as ddp:
+        ddp.register("ema", Ema())
+        loader = ddp.loader(DATA, batch_size=4, max_steps=steps)
+
+        def train() -> None:
+            for epoch in range(3):
+                for batch in loader.epoch(epoch):
+                    ddp.backward(model(batch).square().mean())
+                    ddp.step()
+
+        yield ddp, train
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of a run, step-4 and step-6."""
+    folder = tmp_path_factory.mktemp("pristine")
+    for steps in (4, 6):
+        with team(steps) as (ddp, train):
+            if steps == 6:
+                ddp.load(folder)
+            train()
+            ddp.save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-6"]
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "copy"))
+
+
+def weights(ddp: Ddp) -> dict[str, list[Any]]:
+    return {name: value.tolist() for name, value in ddp.assembly.model.state_dict().items()}
+
+
+def edit(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Changes a JSON document of a checkpoint, with a manifest that says that this is right."""
+
+    def tamper(checkpoint: Path) -> None:
+        document = json.loads((checkpoint / name).read_bytes())
+        change(document)
+        if name == "manifest.json":
+            (checkpoint / name).write_bytes(sealed(document))
+        else:
+            forge(checkpoint, name, json.dumps(document).encode())
+
+    return tamper
+
+
+def state(*place: str, value: Any) -> Callable[[Path], None]:
+    """Puts a value into ``state.json``."""
+
+    def change(document: Any) -> None:
+        for key in place[:-1]:
+            document = document[key]
+        document[place[-1]] = value
+
+    return edit("state.json", change)
+
+
+def retype(stem: str, name: str, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes a tensor of a checkpoint."""
+
+    def tamper(checkpoint: Path) -> None:
+        path = checkpoint / f"{stem}.safetensors"
+        tensors = load_file(path)
+        tensors[name] = change(tensors[name]).contiguous()
+        copy = path.with_name("copy")
+        save_file(tensors, copy, metadata={"format": "pt"})
+        content = copy.read_bytes()
+        copy.unlink()
+        forge(checkpoint, path.name, content)
+
+    return tamper
+
+
+def lacks(stem: str, name: str) -> Callable[[Path], None]:
+    """Removes a tensor of a checkpoint."""
+
+    def tamper(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / f"{stem}.safetensors")
+        del tensors[name]
+        save_file(tensors, checkpoint / "copy")
+        content = (checkpoint / "copy").read_bytes()
+        (checkpoint / "copy").unlink()
+        forge(checkpoint, f"{stem}.safetensors", content)
+
+    return tamper
+
+
+def replace_by(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Puts something else in the place of a file."""
+
+    def tamper(checkpoint: Path) -> None:
+        path = checkpoint / name
+        path.unlink()
+        make(path)
+
+    return tamper
+
+
+def move_out(name: str) -> Callable[[Path], None]:
+    """Moves a file elsewhere, with a link in its place."""
+
+    def tamper(checkpoint: Path) -> None:
+        outside = checkpoint.parent.parent / "outside"
+        (checkpoint / name).rename(outside)
+        (checkpoint / name).symlink_to(outside)
+
+    return tamper
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: it takes no room
+
+
+def manifest(*place: str, value: Any) -> Callable[[Path], None]:
+    def change(document: Any) -> None:
+        for key in place[:-1]:
+            document = document[key]
+        document[place[-1]] = value
+
+    return edit("manifest.json", change)
+
+
+#: What was done to step-6 -> how the warning goes on.
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "epoch 10^30": (state("cursor", "epoch", value=10**30), "epoch is 1000"),
+    "a negative epoch": (state("cursor", "epoch", value=-1), "epoch is -1"),
+    "epoch true": (state("cursor", "epoch", value=True), "epoch is True"),
+    "epoch in words": (state("cursor", "epoch", value="1"), "epoch is '1'"),
+    "ranges that are none": (state("cursor", "committed", value=[[3, 1]]), "no range"),
+    "no cursor": (state("cursor", value=None), "cursor is None"),
+    "windows in words": (state("progress", "window", value="6"), "progress.window is '6'"),
+    "weight not a number": (
+        state("progress", "weight", value={"$float": "nan"}),
+        "progress.weight is nan",
+    ),
+    "progress as a list": (state("progress", value=[]), "progress is []"),
+    "optimizers as a number": (state("optimizers", value=7), "optimizers is 7"),
+    "an optimizer as text": (state("optimizers", value=["x"]), "optimizer document"),
+    "a tensor that is a list": (
+        state("optimizers", value=[{"state": {"$map": [["$tensor", []]]}, "param_groups": []}]),
+        "not what evener writes",
+    ),
+    "planner null": (state("planner", value=None), "planner is None"),
+    "loss scale in words": (state("loss_scale", value={"value": "x"}), "loss_scale.value is 'x'"),
+    "limits of half a sample": (
+        state("micro_batch_limits", value={"a": 0.5}),
+        "micro_batch_limits.a is 0.5",
+    ),
+    "a map of nothing": (state("registered", value={"$map": 3}), "{'$map': 3}"),
+    "nested state": (lambda path: forge(path, "state.json", NESTED), "nested more than"),
+    "a list for a state": (lambda path: forge(path, "state.json", b"[]"), "is []"),
+    "not UTF-8": (lambda path: forge(path, "state.json", b'{"a": "\xff"}'), "utf-8"),
+    "whole numbers for weights": (retype("model", "0.weight", Tensor.long), "torch.int64"),
+    "fractions for counters": (
+        retype("model", "1.num_batches_tracked", Tensor.float),
+        "torch.float32",
+    ),
+    "a moment that is missing": (lacks("optimizer", "state.0.exp_avg"), "state.0.exp_avg"),
+    "tensors that are text": (
+        lambda path: forge(path, "model.safetensors", b"x" * 100),
+        "cannot be read",
+    ),
+    "nested manifest": (lambda path: (path / "manifest.json").write_bytes(NESTED), "nested"),
+    "manifest of text": (lambda path: (path / "manifest.json").write_text("hello"), "not JSON"),
+    "files as a list": (manifest("files", value=[]), "files is []"),
+    "bytes in words": (manifest("files", "state.json", value={"bytes": "9"}), "bytes is '9'"),
+    "bytes true": (
+        manifest("files", "state.json", value={"bytes": True, "sha256": "x"}),
+        "bytes is True",
+    ),
+    "a file elsewhere": (
+        manifest("files", "../outside", value={"bytes": 1, "sha256": "x"}),
+        "'../outside'",
+    ),
+    "a name that is none": (manifest("files", "\ud800", value={"bytes": 1}), "no name for a file"),
+    "tied to nothing": (manifest("aliases", "model", value={"a": "b"}), "lacks 'b'"),
+    "ties as a number": (manifest("aliases", value={"model": 3}), "aliases.model is 3"),
+    "step 10^30": (manifest("step", value=10**30), "step is 1000"),
+    "a FIFO for a manifest": (replace_by("manifest.json", os.mkfifo), "not a regular file"),
+    "a FIFO for the state": (replace_by("state.json", os.mkfifo), "not a regular file"),
+    "a folder for the state": (replace_by("state.json", Path.mkdir), "not a regular file"),
+    "a huge manifest": (replace_by("manifest.json", huge), "larger than"),
+    "a link to elsewhere": (move_out("state.json"), "not a regular file"),
+    "a link for a manifest": (move_out("manifest.json"), "symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped_by_name_and_the_one_before_is_used(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, why = DAMAGE[kind]
+    damage(folder / "step-6")
+    with team() as (ddp, train):
+        before = weights(ddp)
+        with pytest.raises(CheckpointError, match="step-6"):
+            ddp.load(folder / "step-6")
+        assert weights(ddp) == before
+        ddp.load(folder)
+        assert ddp.window == 4
+        train()
+        assert ddp.window == 6
+    said = capsys.readouterr().err
+    assert f"warning: skipped checkpoint {folder / 'step-6'}: " in said
+    assert why in said
+
+
+#: What does not belong to the model or optimizer of this script is refused, and not passed over.
+MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another shape": (retype("model", "0.weight", lambda t: t[:2]), "has shape"),
+    "a weight that is missing": (lacks("model", "0.weight"), "lacks '0.weight'"),
+    "another number of optimizers": (state("optimizers", value=[]), "holds 0 optimizers"),
+    "a moment of another shape": (
+        retype("optimizer", "state.0.exp_avg", lambda t: t[:1]),
+        "state.0.exp_avg is of shape",
+    ),
+    "a moment of whole numbers": (
+        retype("optimizer", "state.0.exp_avg", Tensor.long),
+        "state.0.exp_avg is of torch.int64",
+    ),
+    "no schedulers": (state("schedule", value=[]), "0 schedulers"),
+    "a scheduler in words": (state("schedule", value=[{"last_epoch": "x"}]), "last_epoch is 'x'"),
+    "another policy": (state("planner", value={"policy": "x"}), "policy='x'"),
+    "an average of the user's": (state("registered", value={}), "no state of 'ema'"),
+    "one that the user refuses": (state("registered", value={"ema": {}}), "refused by its"),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded(
+    kind: str, folder: Path
+) -> None:
+    damage, why = MISFITS[kind]
+    damage(folder / "step-6")
+    with team() as (ddp, train):
+        before = weights(ddp)
+        with pytest.raises(CheckpointError, match=why):
+            ddp.load(folder)
+        assert weights(ddp) == before
+        assert ddp.window == 0
+        train()
+        assert ddp.window == 6
+
+
+def test_what_one_rank_refuses_no_rank_loads(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    shutil.rmtree(other / "step-4")
+    state("progress", "window", value="6")(other / "step-6")
+
+    def body(comm: Communicator) -> bool:
+        with team(communicator=comm) as (ddp, _):
+            before = weights(ddp)
+            with pytest.raises(CheckpointError, match=r"progress\.window is '6'"):
+                ddp.load(other if comm.rank else folder)
+            return weights(ddp) == before
+
+    assert run_team(2, body) == [True, True]
+
+
+# ── whatever is in it ────────────────────────────────────────────────────────────────────────────
+
+
+def outcome(folder: Path) -> None:
+    """Loads; what is not refused can be trained with, and what is refused has changed nothing."""
+    with team() as (ddp, train):
+        before, refused = weights(ddp), None
+        try:
+            ddp.load(folder)
+        except EvenerError as error:
+            refused = error
+        if refused is not None:
+            assert "step-" in str(refused)
+            assert weights(ddp) == before
+            return
+        assert ddp.window >= 0
+        if ddp.window in (4, 6):
+            train()
+
+
+@pytest.fixture(scope="module")
+def target(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path_factory.mktemp("fuzz") / "copy"))
+
+
+def names_of(checkpoint: Path) -> list[str]:
+    return sorted(path.name for path in checkpoint.iterdir())
+
+
+@given(st.data())
+def test_whatever_the_documents_hold_a_load_ends_well(
+    pristine: Path, target: Path, data: st.DataObject
+) -> None:
+    shutil.rmtree(target / "step-6")
+    shutil.copytree(pristine / "step-6", target / "step-6")
+    name = data.draw(st.sampled_from(["state.json", "manifest.json"]))
+    document = data.draw(changed(json.loads((pristine / "step-6" / name).read_bytes())))
+    if name == "manifest.json":
+        (target / "step-6" / name).write_bytes(sealed(document))
+    else:
+        forge(target / "step-6", name, json.dumps(document).encode())
+    outcome(target)
+
+
+@given(st.data())
+def test_whatever_bytes_are_in_a_checkpoint_a_load_ends_well(
+    pristine: Path, target: Path, data: st.DataObject
+) -> None:
+    shutil.rmtree(target / "step-6")
+    shutil.copytree(pristine / "step-6", target / "step-6")
+    name = data.draw(st.sampled_from(names_of(pristine / "step-6")))
+    content = data.draw(damaged((pristine / "step-6" / name).read_bytes()))
+    if name == "manifest.json" or data.draw(st.booleans()):
+        (target / "step-6" / name).write_bytes(content)
+    else:
+        forge(target / "step-6", name, content)
+    outcome(target)
