@@ -50,7 +50,8 @@ def _is_flat_enough(value: Any) -> bool:
 
 def short(value: object) -> str:
     """Return a value as text for a message, whatever its size."""
-    return reprlib.repr(value)
+    text = reprlib.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class Fields:

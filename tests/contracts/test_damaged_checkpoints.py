@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -337,6 +337,7 @@ def names_of(checkpoint: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.iterdir())
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_whatever_the_documents_hold_a_load_ends_well(
     pristine: Path, target: Path, data: st.DataObject
@@ -352,6 +353,7 @@ def test_whatever_the_documents_hold_a_load_ends_well(
     outcome(target)
 
 
+@settings(max_examples=30)
 @given(st.data())
 def test_whatever_bytes_are_in_a_checkpoint_a_load_ends_well(
     pristine: Path, target: Path, data: st.DataObject

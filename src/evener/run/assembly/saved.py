@@ -246,17 +246,32 @@ def _check_optimizer(state: dict[str, Any], optimizer: Optimizer) -> None:
             optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
             if key in group or not optional:
                 _require_alike(group[key], value, f"{place}.{key}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    _check_states(Fields(state).fields("state").values, optimizer)
+
+
+def _check_states(states: dict[Any, Any], optimizer: Optimizer) -> None:
+    parameters = [
+        (number, parameter)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
     of_torch = type(optimizer).__module__.startswith("torch.optim")
-    states: dict[Any, Any] = Fields(state).fields("state").values
-    for index, values in states.items():
+    kept: dict[tuple[int, bool], Any] = {}
+    for index, state in states.items():
         if isinstance(index, str):
             continue  # state of the optimizer itself
         if type(index) is not int or not 0 <= index < len(parameters):
             raise ValueError(f"it has a state of parameter {short(index)}, which there is not")
-        for key, value in Fields(values, f"state.{index}").values.items():
-            if of_torch:
-                _check_value(key, value, parameters[index], f"state.{index}.{key}")
+        values = Fields(state, f"state.{index}").values
+        if not of_torch or not values:
+            continue
+        group, parameter = parameters[index]
+        # Adafactor keeps other things of matrices than of vectors.
+        expected = kept.setdefault((group, parameter.dim() > 1), values.keys())
+        if values.keys() != expected:
+            raise ValueError(f"state.{index} has {list(values)} instead of {list(expected)}")
+        for key, value in values.items():
+            _check_value(key, value, parameter, f"state.{index}.{key}")
 
 
 def _check_value(key: Any, value: Any, parameter: Tensor, place: str) -> None:
