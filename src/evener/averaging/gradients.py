@@ -33,7 +33,7 @@ class GradientAverager:
         self._flat = flat
         self._part = part
         self.comm = comm
-        self._own_norm: float | None = None
+        self.own_norm: float | None = None
 
     def gather(self) -> int | None:
         """Makes this rank's gradients ready for ``average`` and looks whether they are finite.
@@ -43,8 +43,8 @@ class GradientAverager:
         """
         had_any = self._flat.gather(self._part)
         # One pass tells both: with one rank this norm is the one that average returns.
-        self._own_norm = self._norm() if had_any else 0.0
-        return None if math.isfinite(self._own_norm) else self._flat.first_non_finite(self._part)
+        self.own_norm = self._norm() if had_any else 0.0
+        return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(self._part)
 
     def average(
         self, scale: float, total_weight: float, *, what: str, max_norm: float | None = None
@@ -74,9 +74,9 @@ class GradientAverager:
                     for group, bucket in self._flat.buckets_of(self._part)
                 ]
             )
-            self._own_norm = None
-        norm = factor * (self._norm() if self._own_norm is None else self._own_norm)
-        self._own_norm = None
+            self.own_norm = None
+        norm = factor * (self._norm() if self.own_norm is None else self.own_norm)
+        self.own_norm = None
         if math.isfinite(norm):
             if max_norm is not None:
                 factor *= min(1.0, max_norm / (norm + 1e-6))

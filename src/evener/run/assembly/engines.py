@@ -179,7 +179,7 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
         after_update=parts.schedule.after_update,
         transfer_state=bring_up_to_date,
         notice=notice,
-        habits=Habits(parts.flat, parts.optimizers, notice),
+        habits=Habits(parts.flat, parts.optimizers, notice, warn=_warn, rank=team.rank),
     )
 
 

@@ -24,6 +24,7 @@ from evener.run.windows.moments import SavedState, own_state
 from evener.run.windows.results import Progress, RankRecord, WindowResult
 from evener.run.windows.same_data import DATA_LENGTH, data_row, refuse_other_data
 from evener.run.windows.share import Share
+from evener.run.windows.waste import EqualBatches, equal_batches
 
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
 PARKED_WINDOWS = 500
@@ -61,6 +62,7 @@ class WindowEngine(Engine):
         self._meetings = WindowMeetings(self, self.plans, updater)
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
+        self._equal_batches = EqualBatches()
         self._recall_at = 0
         self._warned_of_rank_0 = False
 
@@ -275,6 +277,7 @@ class WindowEngine(Engine):
         if not any(working):
             return None
         part = agree_on_part(met.rows, working, part)
+        self._look_for_equal_batches(met)
         epoch, start = self._stream
         shares = tuple(report.samples for report in met.reports)
         plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
@@ -283,6 +286,17 @@ class WindowEngine(Engine):
         self._meetings.applied = AppliedWindow(result, None, met.wait_s, sync_s)
         self.progress = result.progress
         return result
+
+    def _look_for_equal_batches(self, met: Met) -> None:
+        alike = self._equal_batches.see(
+            {
+                rank: (row.report.loss_sum / row.report.weight, row.note.own_norm)
+                for rank, row in enumerate(met.rows)
+                if row.report.weight and row.note.own_norm
+            }
+        )
+        if alike:
+            self.options.notice(equal_batches(alike))
 
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""

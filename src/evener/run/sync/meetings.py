@@ -159,6 +159,7 @@ class WindowMeetings:
             rates=digest_of(rates_of(self._updater.optimizers)),
             limit=self._engine.limits.own,
             at_rest=at_rest,
+            own_norm=self._updater.own_norm,
         )
 
     def _agree_on_rates(self, notes: Mapping[int, Note]) -> None:

@@ -12,7 +12,7 @@ from evener.cadence.plan import (
 )
 from evener.errors import UsageError
 
-_NOTE_LENGTH = 9
+_NOTE_LENGTH = 10
 
 
 def payload_length(world_size: int) -> int:
@@ -34,6 +34,7 @@ class Note:
         rates: Digest of its learning rates, which must be the same on every rank with a share.
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         at_rest: Whether it does nothing in this window: it ends an epoch, or has no share.
+        own_norm: 2-norm of its own gradient; 0 without one.
     """
 
     park: int | None = None
@@ -45,6 +46,7 @@ class Note:
     rates: float = 0.0
     limit: int = 0
     at_rest: bool = False
+    own_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def encode_row(
         note.rates,
         float(note.limit),
         float(note.at_rest),
+        note.own_norm,
     )
     return [*encode_report(report), *plan, *blank, *remarks]
 
@@ -94,6 +97,7 @@ def decode_row(numbers: Sequence[float]) -> Row:
         rates=rates,
         limit=int(rest[0]),
         at_rest=rest[1] > 0,
+        own_norm=rest[2],
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 

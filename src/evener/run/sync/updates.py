@@ -34,6 +34,7 @@ class Updater:
     Attributes:
         expected_weight: Weight of the last applied window, the guess for the next; 0 for none.
         update_s: Seconds that the last update took on this rank.
+        own_norm: 2-norm of this rank's own gradient, divided by ``scale``, at the last ``gather``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Updater:
         self.optimizers = optimizers
         self.expected_weight = 0.0
         self.update_s = 0.0
+        self.own_norm = 0.0
         self._options = options
         self._averagers: dict[int | None, GradientAverager] = {None: GradientAverager(flat, comm)}
         if len(optimizers) > 1:
@@ -63,7 +65,9 @@ class Updater:
 
     def gather(self, part: int | None = None) -> int | None:
         """Makes this rank's gradients ready; see ``GradientAverager.gather``."""
-        return self._averagers[part].gather()
+        bad = self._averagers[part].gather()
+        self.own_norm = self._averagers[part].own_norm or 0.0
+        return bad
 
     def scale(self, samples: int) -> float:
         """What to divide weights by: a power of two near the next window's weight.

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from evener.comm.flat import FlatBuffers
 from evener.errors import UsageError
 from evener.run.windows.share import Share
+from evener.run.windows.waste import WINDOWS, no_weight
 
 _ZERO_GRAD = (
     "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
@@ -30,14 +31,26 @@ class Habits:
     Args:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
-        notice: Tells the user something once.
+        notice: Tells the user something, on rank 0.
+        warn: Tells the user something about this rank.
+        rank: This rank.
     """
 
     def __init__(
-        self, flat: FlatBuffers, optimizers: Sequence[Optimizer], notice: Callable[[str], None]
+        self,
+        flat: FlatBuffers,
+        optimizers: Sequence[Optimizer],
+        notice: Callable[[str], None],
+        *,
+        warn: Callable[[str], None],
+        rank: int,
     ) -> None:
         self._flat = flat
         self._notice = notice
+        self._warn = warn
+        self._rank = rank
+        #: Windows without weight so far; ``None`` once something of this rank has counted.
+        self._weightless: int | None = 0
         self._stepping = False
         self._told: set[str] = set()
         self._share: Share | None = None
@@ -80,6 +93,10 @@ class Habits:
     def after_update(self, share: Share) -> None:
         """Remembers that gradients have been dropped, those of one optimizer perhaps."""
         self._share, self._stamps = share, self._flat.stamps()
+        if self._weightless is not None:
+            self._weightless += 1
+            if self._weightless == WINDOWS:
+                self._warn(no_weight(self._rank))
 
     def before_step(self, share: Share) -> None:
         """Looks at the gradients before they are averaged.
@@ -87,6 +104,8 @@ class Habits:
         Raises:
             UsageError: They were written by something else than ``ddp.backward``.
         """
+        if share.weight:
+            self._weightless = None
         self._look(share)
 
     def close(self) -> None:

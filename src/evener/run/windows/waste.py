@@ -1,0 +1,68 @@
+"""Work that brings nothing, found in a run's first windows."""
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+
+#: Windows after which the user is told.
+WINDOWS = 3
+
+
+class EqualBatches:
+    """Finds ranks that read the same batches, where ``ddp.loader`` does not hand them out.
+
+    evener does not see such a batch. What it sees is the loss and the norm of the gradient before
+    averaging, which each rank has computed anyway: both are equal, in window after window, only
+    where the batches are.
+    """
+
+    def __init__(self) -> None:
+        self._num_windows = 0
+        self._pairs: set[tuple[int, int]] | None = None
+
+    def see(self, found: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
+        """Take a window; without effect after the first ones.
+
+        Args:
+            found: Mean loss and norm of the gradient, by rank, where there is a gradient.
+
+        Returns:
+            Ranks that were equal to another one in each of the first windows; once.
+        """
+        if self._num_windows == WINDOWS or self._pairs == set() or len(found) < 2:
+            return ()
+        self._num_windows += 1
+        equal = {
+            (one, other)
+            for one, other in combinations(sorted(found), 2)
+            if all(map(_is_close, found[one], found[other]))
+        }
+        self._pairs = equal if self._pairs is None else self._pairs & equal
+        if self._num_windows < WINDOWS:
+            return ()
+        return tuple(sorted({rank for pair in self._pairs for rank in pair}))
+
+
+def equal_batches(ranks: tuple[int, ...]) -> str:
+    """Return the warning about ranks that read equal batches."""
+    names = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return (
+        f"ranks {names} had the same loss and the same gradient in each of the first {WINDOWS} "
+        "windows: they read equal batches, and do the same work at the same time. Remedy: "
+        "ddp.loader(dataset, batch_size=...) in place of the DataLoader hands each sample to one "
+        "rank; or let each rank read a part of its own, by ddp.rank and ddp.world_size, such as "
+        "with torch's DistributedSampler"
+    )
+
+
+def no_weight(rank: int) -> str:
+    """Return the warning about a rank whose work never counts."""
+    return (
+        f"rank {rank} gave ddp.backward a weight of 0 in each of its first {WINDOWS} windows, so "
+        "that nothing it has computed counts. Remedy: weight is the number of samples or tokens "
+        "that the loss is the mean of; leave it out for samples"
+    )
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)  # devices of different kinds round differently
