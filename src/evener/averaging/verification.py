@@ -2,7 +2,7 @@
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,8 @@ class ReplicaCheck:
             found = [hashes[index] for hashes in table]
             if len(set(found)) > 1:
                 is_buffer = index >= len(self._flat.names)
-                raise _difference(names[index], found, window, is_buffer=is_buffer)
+                holders = dict(zip(comm.numbers, found, strict=True))
+                raise _difference(names[index], holders, window, is_buffer=is_buffer)
 
     @torch.no_grad()
     def hashes(
@@ -195,12 +196,13 @@ def _after(window: int) -> str:
 
 
 def _difference(
-    name: str, values: Sequence[int], window: int, *, is_buffer: bool
+    name: str, values: Mapping[int, int], window: int, *, is_buffer: bool
 ) -> ReplicasDifferError:
-    most, count = Counter(values).most_common(1)[0]
-    usual = most if count > 1 else values[0]
-    rank = next(r for r, value in enumerate(values) if value != usual)
-    other = next(r for r, value in enumerate(values) if value == usual)
+    """The error; ``values`` are the hashes by rank."""
+    most, count = Counter(values.values()).most_common(1)[0]
+    usual = most if count > 1 else next(iter(values.values()))
+    rank = next(r for r, value in values.items() if value != usual)
+    other = next(r for r, value in values.items() if value == usual)
     return ReplicasDifferError(
         f"{_after(window)}, {'buffer' if is_buffer else 'parameter'} {name!r} of rank {rank} is "
         f"not that of rank {other} (hashes {values[rank] % _MODULUS:016x} and "

@@ -68,18 +68,29 @@ class Communicator(ABC):
     Attributes:
         rank: This rank, ``0 .. world_size - 1``.
         world_size: Number of ranks.
+        numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
+            ``split`` numbers its members anew, but people know a rank by its number in the team.
         backend: ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
         reason: Why it is that one, for people; set by whoever has chosen.
         timeout_s: Deadline of a call that names none.
     """
 
-    def __init__(self, *, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"rank {rank} is not in a team of {world_size}: use 0 to world_size - 1"
             )
         self.rank = rank
         self.world_size = world_size
+        self.numbers = tuple(range(world_size) if numbers is None else numbers)
         self.backend = backend
         self.reason = "given by the caller"
         self.timeout_s = check_timeout(timeout_s)
@@ -87,6 +98,11 @@ class Communicator(ABC):
         self._closed = False
         self._num_calls = 0
         self._num_splits = 0
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the team."""
+        return self.numbers[self.rank]
 
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
@@ -228,14 +244,17 @@ class Communicator(ABC):
             if theirs != row:
                 raise self._end(
                     CollectiveMismatchError(
-                        f"rank {self.rank} splits {name!r} with {list(members)}, rank {other} with "
-                        f"{[int(r) for r in theirs if r >= 0]}: all must name the same members"
+                        f"rank {self.number} splits {name!r} with {self._numbers_of(members)}, "
+                        f"rank {self.numbers[other]} with "
+                        f"{self._numbers_of([int(r) for r in theirs if r >= 0])}: all must name "
+                        "the same members"
                     )
                 )
         self._num_splits += 1
         if len(members) == 1:
-            single = members[0] == self.rank
-            return SingleCommunicator(timeout_s=self.timeout_s) if single else None
+            if members[0] != self.rank:
+                return None
+            return SingleCommunicator(timeout_s=self.timeout_s, number=self.number)
         call = self._begin("split", what, timeout_s)
         return self._split(members, f"{self._num_splits}/{name}", call)
 
@@ -275,7 +294,7 @@ class Communicator(ABC):
             self._closed = True
             self._forget()
         if self._ended is None:
-            self._end(CollectiveError(f"rank {self.rank} has closed this communicator"))
+            self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
 
     def __enter__(self) -> Self:
         return self
@@ -287,7 +306,7 @@ class Communicator(ABC):
 
     def _begin(self, kind: str, what: str, timeout_s: float | None) -> Call:
         if self._ended is not None:
-            raise self._ended.error(f"rank {self.rank} cannot start {what!r}: ")
+            raise self._ended.error(f"rank {self.number} cannot start {what!r}: ")
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Call(self._num_calls, kind, what, seconds)
@@ -299,6 +318,9 @@ class Communicator(ABC):
             self._ended = _End(type(error), str(error), missing)
             self._release()
         return error
+
+    def _numbers_of(self, ranks: Sequence[int]) -> list[int]:
+        return [self.numbers[rank] for rank in ranks]
 
     def _check_members(self, ranks: Sequence[int], name: str) -> tuple[int, ...]:
         members = tuple(ranks)
@@ -356,8 +378,10 @@ class Communicator(ABC):
 class SingleCommunicator(Communicator):
     """The communicator of one rank: the same calls, nothing to exchange."""
 
-    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        super().__init__(rank=0, world_size=1, backend="none", timeout_s=timeout_s)
+    def __init__(self, *, timeout_s: float = DEFAULT_TIMEOUT_S, number: int = 0) -> None:
+        super().__init__(
+            rank=0, world_size=1, backend="none", timeout_s=timeout_s, numbers=[number]
+        )
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
         pass

@@ -28,6 +28,7 @@ GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
+_ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
 _ORPHAN_S = 10.0  # how long an operation goes on when the script has ended without closing its team
 _TIMEOUT_WORDS = ("imed out", "timeout")
 _LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "Read error", "Write error")
@@ -61,27 +62,42 @@ class Engine:
         meeting: MeetingPoint,
         *,
         rank: int,
-        world_size: int,
+        numbers: tuple[int, ...],
         key: str,
         backend: str,
         timeout_s: float,
         form_timeout_s: float,
     ) -> None:
+        """Form the groups; all ranks do so at the same time.
+
+        Args:
+            meeting: Where.
+            rank: This rank within the groups.
+            numbers: The number of each rank in the team, by which errors call it.
+            key: Names the groups in the store.
+            backend: ``"gloo"`` or ``"nccl"``.
+            timeout_s: Default deadline of operations.
+            form_timeout_s: Deadline for forming the groups.
+        """
         self.meeting = meeting
         self.key = key
         self._rank = rank
-        self._world_size = world_size
+        self._numbers = numbers
+        self._number = numbers[rank]
+        self._timeout_s = timeout_s
         self._store = store = PrefixStore(key, meeting.store)
-        self._board = NoticeBoard(PrefixStore("notices", store), world_size, meeting.host)
+        self._board = NoticeBoard(PrefixStore("notices", store), numbers, meeting.host)
         with Wires.of_group() as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
-                PrefixStore("gloo", store), rank, world_size, meeting.devices, form_timeout_s
+                PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
             )
         self._nccl: Any = None
         if backend == "nccl":
             self.add_nccl(timeout_s)
         self._busy = False
         self._deadline = math.inf
+        self._heard_s = 0.0  # when the store answered last, in an operation of long patience
+        self._asks_at = math.inf
         self._orphaned = False
 
     @property
@@ -96,7 +112,7 @@ class Engine:
             timeout_s: Deadline of collectives.
         """
         store = PrefixStore("nccl", self._store)
-        self._nccl = form_nccl(store, self._rank, self._world_size, timeout_s)
+        self._nccl = form_nccl(store, self._rank, len(self._numbers), timeout_s)
 
     def run(
         self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
@@ -117,6 +133,9 @@ class Engine:
         """
         started = time.monotonic()
         self._deadline = started + calls[0].timeout_s
+        self._heard_s = started
+        is_long = calls[0].timeout_s > self._timeout_s
+        self._asks_at = started + self._timeout_s / _ASKS if is_long else math.inf
         self._busy = True
         works: list[Work] = []
         failure: str | None = None
@@ -175,19 +194,19 @@ class Engine:
             waited_s: Seconds since it was started.
         """
         if self._gloo is None:  # another thread has let it go
-            return CollectiveError(closed_message(self._rank, call.what))
+            return CollectiveError(closed_message(self._number, call.what))
         note = f"{call.number} {waited_s:.3f} {call.what}"
         if failure is None or any(word in failure for word in _TIMEOUT_WORDS):
-            self._board.post(self._rank, note)
+            self._board.post(self._number, note)
             self.release()
             return self._explain_timeout(call, calls, waited_s)
         self.release()
         if self._board.read():  # somebody gave up waiting, which closed the connections
-            self._board.post(self._rank, note)
+            self._board.post(self._number, note)
             return self._explain_timeout(call, calls, waited_s)
         if any(word in failure for word in _LOST_WORDS):
-            return PeerLostError(lost_message(self._rank, call.what, failure))
-        return CollectiveError(f"rank {self._rank} failed in {call.what!r}: {failure}")
+            return PeerLostError(lost_message(self._number, call.what, failure))
+        return CollectiveError(f"rank {self._number} failed in {call.what!r}: {failure}")
 
     def _explain_timeout(
         self, call: Call, calls: Sequence[Call], waited_s: float
@@ -204,26 +223,28 @@ class Engine:
         # Who has waited much less than others came when they had already given up.
         longest_s = max([waited_s, *(notice.waited_s for notice in notes.values())])
         late = {r for r, notice in notes.items() if notice.waited_s < longest_s / 2}
-        absent = [r for r in range(self._world_size) if r not in notes and r != self._rank]
+        absent = [r for r in self._numbers if r not in notes and r != self._number]
         if elsewhere and not absent:
-            return CollectiveMismatchError(mismatch_message(self._rank, repr(call.what), elsewhere))
-        missing = tuple(sorted({*absent, *late} - {self._rank}))
+            return CollectiveMismatchError(
+                mismatch_message(self._number, repr(call.what), elsewhere)
+            )
+        missing = tuple(sorted({*absent, *late} - {self._number}))
         if waited_s < longest_s / 2:
             return CollectiveTimeoutError(
-                f"rank {self._rank} came to {call.what!r} after the others had given up: their "
+                f"rank {self._number} came to {call.what!r} after the others had given up: their "
                 f"deadline was {longest_s:.1f} s; raise the timeout if this rank is merely slow",
                 missing=missing,
             )
         return CollectiveTimeoutError(
-            timeout_message(self._rank, call.what, waited_s, missing), missing=missing
+            timeout_message(self._number, call.what, waited_s, missing), missing=missing
         )
 
     def _explain_without_store(self, call: Call, waited_s: float) -> CollectiveError:
         host_rank, host = self.meeting.host_rank, self.meeting.host
-        missing = () if host_rank is None or host_rank == self._rank else (host_rank,)
+        missing = tuple(r for r in self._numbers if r == host_rank != self._number)
         where = f" at {host[0]}:{host[1]}" if host else ""
         return CollectiveTimeoutError(
-            f"{timeout_message(self._rank, call.what, waited_s, missing)} (the store{where} does "
+            f"{timeout_message(self._number, call.what, waited_s, missing)} (the store{where} does "
             "not answer, so others may be missing too)",
             missing=missing,
         )
@@ -231,7 +252,7 @@ class Engine:
     def _gather_notices(self) -> dict[int, _Notice] | None:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
         # Who serves the store looks for longer: others ask it until their own look is over.
-        serves = self.meeting.host_rank == self._rank
+        serves = self.meeting.host_rank == self._number
         deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
         known: dict[int, str] | None = None
         while True:
@@ -239,7 +260,7 @@ class Engine:
             if texts is None:  # its host may have ended since, having found out what there was
                 return None if known is None else _parsed(known)
             known = texts
-            if len(texts) == self._world_size or time.monotonic() >= deadline:
+            if len(texts) == len(self._numbers) or time.monotonic() >= deadline:
                 return _parsed(texts)
             time.sleep(0.02)
 
@@ -252,12 +273,25 @@ class Engine:
             self.hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
         return 0.0 if self._gloo is None else self._deadline - now
 
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the store has been silent for the default deadline; only long waits ask.
+
+        A network that is cut closes no connection, so nothing else would tell.
+        """
+        if time.monotonic() < self._asks_at:
+            return False
+        if self._board.read() is not None:
+            self._heard_s = time.monotonic()
+        self._asks_at = time.monotonic() + self._timeout_s / _ASKS
+        return time.monotonic() - self._heard_s >= self._timeout_s
+
     def _wait(self, work: Work) -> bool:
         """Whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
         try:
             while True:
                 left_s = self._left_s
-                if left_s < _SHORTEST_S:
+                if left_s < _SHORTEST_S or self._is_cut_off:
                     return work.is_completed() and bool(work.wait())
                 try:
                     return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))

@@ -4,7 +4,6 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, final
@@ -104,7 +103,7 @@ def connect(
         return GroupCommunicator(
             meeting,
             rank=rank,
-            world_size=world_size,
+            numbers=tuple(range(world_size)),
             key=f"evener/{key}",
             backend=backend,
             timeout_s=timeout_s,
@@ -142,7 +141,7 @@ class GroupCommunicator(Communicator):
         meeting: MeetingPoint,
         *,
         rank: int,
-        world_size: int,
+        numbers: tuple[int, ...],
         key: str,
         backend: str,
         timeout_s: float,
@@ -153,17 +152,23 @@ class GroupCommunicator(Communicator):
         Args:
             meeting: Where addresses are exchanged.
             rank: This rank within the group.
-            world_size: Number of ranks, 2 or more.
+            numbers: The number of each rank in the team; 2 ranks or more.
             key: Names the group in the store; no other group may ever have used it there.
             backend: ``"gloo"`` or ``"nccl"``.
             timeout_s: Default deadline of calls.
             form_timeout_s: Deadline for forming the group.
         """
-        super().__init__(rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
+        super().__init__(
+            rank=rank,
+            world_size=len(numbers),
+            backend=backend,
+            timeout_s=timeout_s,
+            numbers=numbers,
+        )
         self._engine = Engine(
             meeting,
             rank=rank,
-            world_size=world_size,
+            numbers=numbers,
             key=key,
             backend=backend,
             timeout_s=timeout_s,
@@ -172,7 +177,7 @@ class GroupCommunicator(Communicator):
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
         self._cell = bytearray(_CELL_BYTES)
-        self._cells = bytearray(_CELL_BYTES * world_size)
+        self._cells = bytearray(_CELL_BYTES * self.world_size)
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -202,7 +207,7 @@ class GroupCommunicator(Communicator):
         self._run_on(calls, flats, lambda group, tensor: group.allreduce([tensor], options))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        words = f"broadcast of {flat.numel()} bytes from rank {src}"
+        words = f"broadcast of {flat.numel()} bytes from rank {self.numbers[src]}"
         if flat.numel() <= _PAYLOAD_BYTES:
             self._swap_cells(call, words, _bytes_of(flat))
             if src != self.rank:
@@ -252,22 +257,18 @@ class GroupCommunicator(Communicator):
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         if self.rank not in members:
             return None
-        host = self._engine.meeting.host_rank
-        meeting = replace(
-            self._engine.meeting, host_rank=members.index(host) if host in members else None
-        )
         try:
             return GroupCommunicator(
-                meeting,
+                self._engine.meeting,
                 rank=members.index(self.rank),
-                world_size=len(members),
+                numbers=tuple(self._numbers_of(members)),
                 key=f"{self._engine.key}/{key}",
                 backend=self.backend,
                 timeout_s=self.timeout_s,
                 form_timeout_s=call.timeout_s,
             )
         except RuntimeError as error:
-            raise PeerLostError(lost_message(self.rank, call.what, first_line(error))) from None
+            raise PeerLostError(lost_message(self.number, call.what, first_line(error))) from None
 
     def _add_nccl(self, call: Call) -> None:
         self._engine.add_nccl(call.timeout_s)
@@ -313,9 +314,10 @@ class GroupCommunicator(Communicator):
                 number, _, _, theirs = _HEADER.unpack(header)
                 text = theirs.rstrip(b"\0").decode(errors="replace")
                 ahead = number - call.number
-                others.append((other, f"{text}, {ahead:+d} calls" if ahead else text))
+                text = f"{text}, {ahead:+d} calls" if ahead else text
+                others.append((self.numbers[other], text))
         if others:
-            raise self._end(CollectiveMismatchError(mismatch_message(self.rank, label, others)))
+            raise self._end(CollectiveMismatchError(mismatch_message(self.number, label, others)))
 
     def _payload_tensor(self, rank: int, dtype: torch.dtype, numel: int) -> Tensor:
         offset = rank * _CELL_BYTES + _HEADER.size
@@ -344,7 +346,7 @@ class GroupCommunicator(Communicator):
         except CollectiveError as error:
             raise self._end(error) from None
         except BaseException:
-            self._end(CollectiveError(f"rank {self.rank} was interrupted in {calls[0].what!r}"))
+            self._end(CollectiveError(f"rank {self.number} was interrupted in {calls[0].what!r}"))
             raise
 
     def _run_on(

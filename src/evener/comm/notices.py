@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 from evener.comm.c10d import Store
@@ -23,16 +23,16 @@ class NoticeBoard:
     the store may be hosted by the very rank that has died or was stopped.
     """
 
-    def __init__(self, store: Store, world_size: int, host: tuple[str, int] | None) -> None:
+    def __init__(self, store: Store, ranks: Sequence[int], host: tuple[str, int] | None) -> None:
         """Use ``store``, with a prefix of its own.
 
         Args:
             store: Where notices are kept.
-            world_size: Number of ranks.
+            ranks: Who may post.
             host: Address and port of the store's server; ``None`` where it cannot be probed.
         """
         self._store = store
-        self._keys = [str(rank) for rank in range(world_size)]
+        self._keys = [str(rank) for rank in ranks]
         self._host = host
 
     def post(self, rank: int, text: str) -> bool:

@@ -35,7 +35,8 @@ class MeetingPoint:
         store: Shared by all ranks; each group uses a prefix of its own.
         server: What serves it, where this process does; kept for as long as a group may need it.
         host: Address and port of the store's server; ``None`` for a store without one.
-        host_rank: The rank of the group whose process serves the store; ``None`` for none of them.
+        host_rank: Number in the team of the rank whose process serves the store; ``None`` for
+            none of them.
         devices: Network devices for Gloo.
     """
 

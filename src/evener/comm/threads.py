@@ -52,37 +52,46 @@ class ThreadTeam:
     The last rank to arrive forms the result, in rank order; so it is the same on every run.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         """Make a team.
 
         Args:
             world_size: Number of ranks, 1 or more.
             timeout_s: Deadline of a call that names none.
+            numbers: The number of each rank for people; see ``Communicator.numbers``.
         """
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: a team has 1 rank or more")
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.numbers = tuple(range(world_size) if numbers is None else numbers)
+        # All that follows is kept by these numbers.
         self._condition = threading.Condition()
         self._exchanges: dict[int, _Exchange] = {}
         self._dead: set[int] = set()
         self._closed: set[int] = set()
         self._latest: dict[int, float] = {}
-        self._children: list[tuple[ThreadTeam, tuple[int, ...]]] = []
+        self._children: list[ThreadTeam] = []
 
     def communicator(self, rank: int) -> "ThreadCommunicator":
         """The communicator of ``rank``, to be used by that rank's thread."""
         return ThreadCommunicator(self, rank)
 
-    def fail(self, rank: int) -> None:
-        """Act as if the process of ``rank`` had died: who needs it gets ``PeerLostError``."""
+    def fail(self, number: int) -> None:
+        """Act as if the process of a rank had died: who needs it gets ``PeerLostError``."""
         with self._condition:
-            self._dead.add(rank)
+            self._dead.add(number)
             self._condition.notify_all()
             children = list(self._children)
-        for child, members in children:
-            if rank in members:
-                child.fail(members.index(rank))
+        for child in children:
+            if number in child.numbers:
+                child.fail(number)
 
     # ── for ThreadCommunicator ───────────────────────────────────────────────────────────────────
 
@@ -97,8 +106,9 @@ class ThreadTeam:
             self._condition.notify_all()
 
     def _child(self, members: tuple[int, ...]) -> "ThreadTeam":
-        child = ThreadTeam(len(members), timeout_s=self.timeout_s)
-        self._children.append((child, members))
+        numbers = [self.numbers[rank] for rank in members]
+        child = ThreadTeam(len(members), timeout_s=self.timeout_s, numbers=numbers)
+        self._children.append(child)
         return child
 
     def _meet(
@@ -131,7 +141,7 @@ class ThreadTeam:
                 )
             )
         else:
-            exchange.result = finish([exchange.offers[r][1] for r in range(self.world_size)])
+            exchange.result = finish([exchange.offers[r][1] for r in self.numbers])
             exchange.done = True
         exchange.offers.clear()
         self._exchanges.pop(exchange.number, None)
@@ -155,7 +165,7 @@ class ThreadTeam:
         if time.monotonic() < self._deadline(rank, call, started):
             return None
         waited_s = time.monotonic() - started
-        missing = tuple(r for r in range(self.world_size) if r not in exchange.offers)
+        missing = tuple(r for r in self.numbers if r not in exchange.offers)
 
         def too_late(other: int) -> CollectiveError:
             if other in missing:
@@ -182,6 +192,7 @@ class ThreadCommunicator(Communicator):
             world_size=team.world_size,
             backend="threads",
             timeout_s=team.timeout_s,
+            numbers=team.numbers,
         )
         self._team = team
 
@@ -190,7 +201,7 @@ class ThreadCommunicator(Communicator):
         self._take(flat, self._meet(call, words, _settled(flat), _sum))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        words = f"broadcast of {flat.numel()} bytes from rank {src}"
+        words = f"broadcast of {flat.numel()} bytes from rank {self.numbers[src]}"
         offer = _settled(flat)
         self._take(flat, self._meet(call, words, offer, lambda offers: _copy(offers[src])))
 
@@ -219,15 +230,15 @@ class ThreadCommunicator(Communicator):
 
     def _meet(self, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
         try:
-            return self._team._meet(self.rank, call, f"{call.what!r} ({words})", offer, finish)
+            return self._team._meet(self.number, call, f"{call.what!r} ({words})", offer, finish)
         except CollectiveError as error:
             raise self._end(error) from None
 
     def _hurry(self, deadline: float) -> None:
-        self._team._hurry(self.rank, deadline)
+        self._team._hurry(self.number, deadline)
 
     def _release(self) -> None:
-        self._team._leave(self.rank)
+        self._team._leave(self.number)
 
     def _forget(self) -> None:
         pass

@@ -92,7 +92,7 @@ def test_rank_0_at_the_address_of_another_host_says_so_in_time() -> None:
 
 
 def test_notices_by_rank() -> None:
-    board = NoticeBoard(HashStore(), 3, None)
+    board = NoticeBoard(HashStore(), range(3), None)
     assert board.read() == {}
     assert board.post(2, "2 1.0 gradients: of window 3")
     assert board.read() == {2: "2 1.0 gradients: of window 3"}
@@ -101,7 +101,7 @@ def test_notices_by_rank() -> None:
 
 
 def test_a_board_whose_host_is_gone_answers_nothing() -> None:
-    board = NoticeBoard(HashStore(), 2, ("127.0.0.1", 1))  # nothing listens on port 1
+    board = NoticeBoard(HashStore(), range(2), ("127.0.0.1", 1))  # nothing listens on port 1
     assert board.read() is None
     assert not board.post(0, "x")
 

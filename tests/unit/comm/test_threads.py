@@ -79,7 +79,7 @@ def test_a_failure_reaches_the_splits_of_that_rank_only() -> None:
         for m in ([2, 1], [0, 1])
     ]
     team.fail(2)
-    with pytest.raises(PeerLostError, match="rank 0 has died"):
+    with pytest.raises(PeerLostError, match="rank 2 has died"):
         splits[0][1].barrier(what="with rank 2")
     pair = Ranks({r: lambda r=r: splits[1][r].barrier(what="without") for r in (0, 1)})
     assert pair.join() == {0: None, 1: None}

@@ -16,6 +16,7 @@ from evener.run.loading.facts import Described, LikeDataLoader
 from evener.run.loading.intake import Indices, Order
 from evener.run.loading.loops import Loop
 from evener.run.sync.engine import WindowEngine
+from evener.run.team.active import Call
 from evener.run.windows.base import Engine
 from evener.run.windows.memory import MicroBatchTooLarge
 from evener.run.windows.share import Share
@@ -230,6 +231,8 @@ class SyncLoader(TeamLoader):
                 if self.loop.skipped:
                     self.loop.skipped = "this rank was parked, as it cost more than it brought"
                 engine.wait_for_recall()
+                if engine.others_left:
+                    return
             plan = engine.plans.peek()
             if self._finished or plan is None:
                 break
@@ -246,7 +249,7 @@ class SyncLoader(TeamLoader):
             else:
                 yield from self._compute(plan, share, micro_batches, permutation)
         if engine.team.parked:
-            engine.recall(go_on=False)
+            engine.recall(Call.END)
 
     def _compute(
         self,

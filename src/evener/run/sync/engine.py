@@ -16,6 +16,7 @@ from evener.run.sync.meetings import Met, WindowMeetings
 from evener.run.sync.planning import AppliedWindow, PlanQueue, refuse_other_work
 from evener.run.sync.row import agree_on_part
 from evener.run.sync.updates import Updater
+from evener.run.team.active import Call
 from evener.run.team.notices import parked, slow_rank_0
 from evener.run.team.team import Meeting, Team
 from evener.run.windows.base import Engine, EngineOptions
@@ -100,6 +101,8 @@ class WindowEngine(Engine):
             self._meetings.flush()
             self.left = False
             self._drop_plans()
+            if self.team.parked:
+                self.recall(Call.LEFT)
         else:
             self.flush()
 
@@ -257,7 +260,9 @@ class WindowEngine(Engine):
         elif misfit is not None:
             self._park(misfit)
         elif self.team.parked and self.window >= self._recall_at:
-            self.recall(go_on=True)
+            self.recall(Call.GO_ON)
+        elif met.rows[0].note.calls:
+            self._call(Call.STAY)
         return result
 
     def close_unplanned(
@@ -363,23 +368,27 @@ class WindowEngine(Engine):
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────
 
-    def recall(self, *, go_on: bool) -> None:
+    def recall(self, said: Call) -> None:
         """Calls parked ranks back with the state of now; all that are not parked call it together.
 
         Args:
-            go_on: The epoch goes on, so new plans are made for the whole team.
+            said: Why; with ``Call.GO_ON`` new plans are made for the whole team.
         """
         self.flush()
         self._drop_plans()
-        leaving = int(self.stopping or self.wants_stop())
-        self.stopping |= self.team.recall(self.window, leaving, [float(go_on)]) > 0
-        self._rejoined(go_on, receives=False)
+        self._call(said)
+        self._rejoined(said, receives=False)
 
     def wait_for_recall(self) -> None:
         """Waits, parked, to be called back, and takes over the state of the others."""
-        said, leaving = self.team.wait_for_recall(self.window, int(self.wants_stop()))
+        said, leaving = self.team.wait_for_call(self.window, self.wants_stop)
         self.stopping |= leaving > 0
-        self._rejoined(said[0] > 0, receives=True)
+        self.others_left = said is Call.LEFT
+        self._rejoined(said, receives=True)
+
+    def _call(self, said: Call) -> None:
+        leaving = int(self.stopping or self.wants_stop())
+        self.stopping |= self.team.call(said, window=self.window, leaving=leaving) > 0
 
     def _park(self, rank: int) -> None:
         """Goes on without a rank that costs more than it brings; all ranks call it together."""
@@ -400,7 +409,7 @@ class WindowEngine(Engine):
             self.options.notice(slow_rank_0(speeds))
         self._warned_of_rank_0 = True
 
-    def _rejoined(self, go_on: bool, *, receives: bool) -> None:
+    def _rejoined(self, said: Call, *, receives: bool) -> None:
         cursor = self.plans.cursor
         counters: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -417,7 +426,7 @@ class WindowEngine(Engine):
             self.flat.zero_()
             self.buffers.reset()
         self._use_team()
-        if go_on:
+        if said is Call.GO_ON:
             self.exchange_plan(work_for_all=math.inf)
             self.exchange_plan(work_for_all=math.inf)
 

@@ -160,6 +160,7 @@ class WindowMeetings:
             limit=self._engine.limits.own,
             at_rest=at_rest,
             own_norm=self._updater.own_norm,
+            calls=self._engine.team.call_is_due,
         )
 
     def _agree_on_rates(self, notes: Mapping[int, Note]) -> None:

@@ -12,7 +12,7 @@ from evener.cadence.plan import (
 )
 from evener.errors import UsageError
 
-_NOTE_LENGTH = 10
+_NOTE_LENGTH = 11
 
 
 def payload_length(world_size: int) -> int:
@@ -35,6 +35,7 @@ class Note:
         limit: Largest micro-batch that fits into its memory; 0 while there was enough.
         at_rest: Whether it does nothing in this window: it ends an epoch, or has no share.
         own_norm: 2-norm of its own gradient; 0 without one.
+        calls: Whether parked ranks are to be called after this window; only rank 0's word counts.
     """
 
     park: int | None = None
@@ -47,6 +48,7 @@ class Note:
     limit: int = 0
     at_rest: bool = False
     own_norm: float = 0.0
+    calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def encode_row(
         float(note.limit),
         float(note.at_rest),
         note.own_norm,
+        float(note.calls),
     )
     return [*encode_report(report), *plan, *blank, *remarks]
 
@@ -98,6 +101,7 @@ def decode_row(numbers: Sequence[float]) -> Row:
         limit=int(rest[0]),
         at_rest=rest[1] > 0,
         own_norm=rest[2],
+        calls=rest[3] > 0,
     )
     return Row(decode_report(numbers[:REPORT_LENGTH]), numbers[REPORT_LENGTH:-_NOTE_LENGTH], note)
 

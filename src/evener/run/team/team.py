@@ -34,7 +34,7 @@ class Meeting(IntEnum):
     SAVE = 6
     REHEARSAL = 7
     PARKED = 8
-    RECALL = 9
+    CALL = 9
     IDLE = 10
     STEP = 11
     EVALUATE = 12
@@ -52,7 +52,7 @@ class Meeting(IntEnum):
             Meeting.SAVE: "saving (ddp.save)",
             Meeting.REHEARSAL: "measuring speeds",
             Meeting.PARKED: "parked, waiting to be called back",
-            Meeting.RECALL: "calling parked ranks back",
+            Meeting.CALL: "calling parked ranks",
             Meeting.IDLE: "waiting in the loader, with nothing to do in this window",
             Meeting.STEP: "closing a window (ddp.step, outside of a map-style ddp.loader)",
             Meeting.EVALUATE: "starting an evaluation (iterating over its loader)",
@@ -148,12 +148,12 @@ class Team:
             rows = self.comm.all_gather_rows(row, what="a meeting of the team", timeout_s=timeout_s)
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(
-                f"{error} (rank {self.rank} was {kind.deed} in window {window})",
+                f"{error} (rank {self.comm.number} was {kind.deed} in window {window})",
                 missing=error.missing,
             ) from None
         if not _fits(rows):
             self.is_at_odds = True
-            raise CollectiveMismatchError(_mismatch(rows, self._places()))
+            raise CollectiveMismatchError(_mismatch(self.comm.numbers, rows, self._places()))
         return [r[3:] for r in rows], int(max(r[2] for r in rows))
 
     def _places(self) -> list[str]:
@@ -186,13 +186,15 @@ def _fits(rows: Sequence[Sequence[float]]) -> bool:
     kind = busy.pop()
     if any(r[0] == Meeting.IDLE for r in present) and kind not in _WITH_IDLE:
         return False
-    return len(present) == len(rows) or kind == Meeting.RECALL
+    return len(present) == len(rows) or kind == Meeting.CALL
 
 
-def _mismatch(rows: Sequence[Sequence[float]], users: Sequence[str]) -> str:
+def _mismatch(
+    numbers: Sequence[int], rows: Sequence[Sequence[float]], users: Sequence[str]
+) -> str:
     deeds = [
-        f"rank {r} is {Meeting(int(row[0])).deed}{place and f' at {place}'}"
-        for r, (row, place) in enumerate(zip(rows, users, strict=True))
+        f"rank {number} is {Meeting(int(row[0])).deed}{place and f' at {place}'}"
+        for number, row, place in zip(numbers, rows, users, strict=True)
     ]
     places = {int(row[1]) for row in rows}
     where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"

@@ -1,0 +1,206 @@
+"""A rank that is parked: whom errors name meanwhile, and who hears that it was told to stop."""
+
+import re
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evener import Ddp, DdpConfig, EvenerError
+from evener.run.launching.signals import StopSignals
+from helpers.launched import Sandbox
+from helpers.machines import ADDRESSES, TwoMachines
+from helpers.ranks import Rank, RankTeam
+
+PARKED = 1
+"""Ranks 0 and 2 go on: among themselves they are numbered 0 and 1."""
+
+
+def set_up(**options: Any) -> tuple[torch.nn.Module, Ddp]:
+    """A model and a team whose planner wants to be without rank 1 from window 3 on."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = DdpConfig(speed_hint=(1.0, 1.0, 1.0), quiet=True, **options)
+    ddp = Ddp.setup(model, optimizer, devices="cpu", config=config)
+    park_from(ddp, window=3)
+    return model, ddp
+
+
+def park_from(ddp: Ddp, window: int) -> None:
+    """What is worth parking rests on measured times: here nothing does."""
+    ddp.assembly.engine.policy.rank_to_park = (  # type: ignore[method-assign]
+        lambda batch_size: PARKED if ddp.window >= window and not is_anyone_parked(ddp) else None
+    )
+
+
+def is_anyone_parked(ddp: Ddp) -> bool:
+    return bool(ddp.assembly.engine.team.parked)
+
+
+# ── whom errors name ─────────────────────────────────────────────────────────────────────────────
+
+
+def get_into_trouble(rank: Rank, trouble: str) -> None:
+    """Trains until rank 1 is parked, then lets rank 2 do harm, and tells the error."""
+    timeout_s = 3.0 if trouble == "hangs" else 100.0
+    model, ddp = set_up(timeout_s=timeout_s, verify_every=int(trouble == "writes"))
+
+    def train() -> None:
+        for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
+            ddp.backward(model(x).mean())
+            if rank.rank == 2 and is_anyone_parked(ddp):
+                if trouble == "hangs":
+                    rank.receive()
+                elif trouble == "counts":
+                    ddp.all_reduce(1.0)
+                else:
+                    model.weight.data.add_(1.0)
+            ddp.step()
+
+    with pytest.raises(EvenerError) as caught, ddp:
+        train()
+    error = caught.value
+    named = getattr(error, "missing", getattr(error, "rank", None))
+    rank.send((type(error).__name__, str(error), named))
+
+
+def test_errors_name_ranks_of_the_team_while_one_is_parked() -> None:
+    with RankTeam(get_into_trouble, 3, "counts") as team:
+        for rank in (0, 2):
+            kind, text, _ = team.receive(rank)
+            assert kind == "CollectiveMismatchError"
+            assert "rank 0 is closing a window" in text
+            assert "rank 2 is averaging a value" in text
+            assert "rank 1" not in text
+    with RankTeam(get_into_trouble, 3, "writes") as team:
+        for rank in (0, 2):
+            kind, text, named = team.receive(rank)
+            assert (kind, named) == ("ReplicasDifferError", 2)
+            assert "of rank 2 is not that of rank 0" in text
+    with RankTeam(get_into_trouble, 3, "hangs") as team:
+        kind, text, named = team.receive(0)
+        assert (kind, named) == ("CollectiveTimeoutError", (2,))
+        assert re.search(r"rank 0 waited \S+ s in .* for rank 2", text)
+
+
+# ── stopping ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def stop_when_told(rank: Rank, folder: str) -> tuple[float, list[float], bool]:
+    """Trains until a signal comes; returns when it came or was heard of, and the weights."""
+    told_s = 0.0
+
+    def is_told() -> bool:
+        nonlocal told_s
+        if signals.requested is not None and not told_s:
+            told_s = time.monotonic()
+        return signals.requested is not None
+
+    with StopSignals() as signals:
+        model, ddp = set_up(stop_when=is_told)
+        rank.send(None)
+        with ddp:
+            sent = False
+            for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
+                ddp.backward(model(x).mean())
+                ddp.step()
+                if is_anyone_parked(ddp):
+                    if not sent:
+                        rank.send("parked")
+                    sent = True
+                    time.sleep(0.02)  # 500 windows, after which it is tried again, take 10 s
+            ended_s = time.monotonic()
+            ddp.save(folder)
+            return ended_s, model.weight.flatten().tolist(), ddp.stopping
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_parked_rank_that_is_told_to_stop_stops_the_team(signum: int, tmp_path: Path) -> None:
+    with RankTeam(stop_when_told, 3, str(tmp_path / "checkpoint")) as team:
+        for rank in range(3):
+            team.receive(rank)
+        for rank in (0, 2):
+            assert team.receive(rank) == "parked"
+        started_s = time.monotonic()
+        team.send_signal(PARKED, signum)
+        outcomes = team.wait()
+    assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
+    ended, weights, stopping = zip(*(outcome.value for outcome in outcomes), strict=True)
+    assert stopping == (True, True, True)
+    assert max(ended) - started_s < 2.0
+    assert weights[0] == weights[1] == weights[2]
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+def leave_the_loop(rank: Rank) -> tuple[int, list[float]]:
+    model, ddp = set_up()
+    with ddp:
+        loader = ddp.loader(torch.ones(1_000, 3), batch_size=8)
+        for epoch in range(2):
+            for x in loader.epoch(epoch):
+                if ddp.window >= 20 * (epoch + 1):
+                    assert is_anyone_parked(ddp)
+                    break
+                ddp.backward(model(x).mean())
+                ddp.step()
+    return ddp.window, model.weight.flatten().tolist()
+
+
+def test_a_break_calls_a_parked_rank_back() -> None:
+    with RankTeam(leave_the_loop, 3) as team:
+        outcomes = team.wait()
+    assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
+    values = [outcome.value for outcome in outcomes]
+    assert values[0][0] == 40
+    assert values[0] == values[1] == values[2]
+
+
+# ── a network that is cut ────────────────────────────────────────────────────────────────────────
+
+TRAIN = """
+import torch
+from evener import Ddp, DdpConfig, EvenerError
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+config = DdpConfig(speed_hint=(1.0, 1.0), quiet=True, timeout_s=6.0)
+with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
+    team = ddp.assembly.engine.team
+    ddp.assembly.engine.policy.rank_to_park = lambda _: None if team.parked else 1
+    told = False
+    for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
+        ddp.backward(model(x).mean())
+        ddp.step()
+        if team.parked and not told:
+            told = True
+            tell("parked")
+        if team.parked:
+            time.sleep(0.02)  # it is called back after 500 windows
+"""
+
+
+@pytest.mark.root
+def test_a_parked_rank_notices_that_the_network_is_cut(tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path)
+    script = sandbox.script(textwrap.dedent(TRAIN))
+    try:
+        with TwoMachines() as machines:
+            running = []
+            for node in range(2):
+                nodes = ("--nnodes", 2, "--node-rank", node, "--master-addr", ADDRESSES[0])
+                launch = (sys.executable, "-m", "evener", "launch", "--nproc", 1, *nodes)
+                running.append(sandbox.start(*machines.command(node, *launch, script)))
+            assert sandbox.mailbox.read(1) == ["0 parked"]
+            machines.run(0, "ip", "link", "set", "eth0", "down")
+            ended = [each.end() for each in running]
+    finally:
+        sandbox.close()
+    assert [each.code for each in ended] == [1, 1]
+    for rank, each in enumerate(ended):
+        assert re.search(rf"rank {rank} waited \S+ s in .* for rank {1 - rank}", each.err), each.err
