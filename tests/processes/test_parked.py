@@ -58,7 +58,7 @@ def get_into_trouble(rank: Rank, trouble: str) -> None:
                 if trouble == "hangs":
                     rank.receive()
                 elif trouble == "counts":
-                    ddp.all_reduce(1.0)
+                    ddp.weighted_mean(1.0)
                 else:
                     model.weight.data.add_(1.0)
             ddp.step()
