@@ -189,9 +189,7 @@ def _fits(rows: Sequence[Sequence[float]]) -> bool:
     return len(present) == len(rows) or kind == Meeting.CALL
 
 
-def _mismatch(
-    numbers: Sequence[int], rows: Sequence[Sequence[float]], users: Sequence[str]
-) -> str:
+def _mismatch(numbers: Sequence[int], rows: Sequence[Sequence[float]], users: Sequence[str]) -> str:
     deeds = [
         f"rank {number} is {Meeting(int(row[0])).deed}{place and f' at {place}'}"
         for number, row, place in zip(numbers, rows, users, strict=True)
