@@ -10,9 +10,11 @@ in less than half the time makes old ones be forgotten at once. Pure: times come
 """
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, combinations
 from statistics import median, median_low
 from typing import Any
 
@@ -255,28 +257,24 @@ class SpeedModel:
         """The fixed cost of a micro-batch, as far as windows of unlike sizes show it.
 
         A sample took ``y = fixed_s * x + per_sample_s`` seconds, with ``x`` micro-batches
-        per sample. The slope is the median over pairs half the list apart (Theil's incomplete
-        method). It is believed as far as noise allows: its weight against 0 is that of two normal
-        estimates, by their variances.
+        per sample. The slope is the median over all pairs (Theil and Sen), each with the weight of
+        its distance: sizes that hardly differ say hardly anything. It is believed as far as noise
+        allows: its weight against 0 is that of two normal estimates, by their variances.
         """
         points = sorted(
             (one.micro_batches / one.samples, one.seconds / one.samples) for one in self._recent
         )
-        num_points = len(points)
-        if num_points < 4 or points[-1][0] < _LEAST_SPREAD * points[0][0]:
+        if len(points) < 4 or points[-1][0] < _LEAST_SPREAD * points[0][0]:
             return 0.0
-        half = num_points // 2
         slopes = [
-            (right[1] - left[1]) / (right[0] - left[0])
-            for left, right in zip(points, points[num_points - half :], strict=False)
+            ((right[1] - left[1]) / (right[0] - left[0]), right[0] - left[0])
+            for left, right in combinations(points, 2)
             if right[0] > left[0]
         ]
-        if not slopes:
-            return 0.0
         middle_x = median(x for x, _ in points)
         middle_y = median(y for _, y in points)
         largest = (1.0 - _LEAST_SLOPE) * median(y / x for x, y in points)
-        slope = min(max(median(slopes), 0.0), largest)
+        slope = min(max(_weighted_median(slopes), 0.0), largest)
         rests = [y - slope * x for x, y in points]
         rest = median(rests)
         noise = max(1.48 * median(abs(y - rest) for y in rests), _LEAST_NOISE * middle_y)
@@ -284,3 +282,10 @@ class SpeedModel:
         slope_error = 1.25 * noise / spread
         usual_error = _USUAL_FIXED * middle_y / middle_x
         return slope * usual_error**2 / (usual_error**2 + slope_error**2)
+
+
+def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """The lower median of ``(value, weight)`` pairs, at least one, of positive weights."""
+    ordered = sorted(values)
+    reached = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(reached, 0.5 * reached[-1])][0]
