@@ -88,7 +88,7 @@ class Team:
         )
 
     def run(self, num_windows):
-        """By how much each window lasts longer than the best, from the third after all are timed."""
+        """How much longer than the best windows last, from the third after the first timing."""
         surplus, plans = [], [self.plan(0), self.plan(1)]
         for window in range(num_windows):
             plans.append(self.plan(window + 2))
