@@ -1,5 +1,6 @@
 """Worker processes: the same samples as without, and no death, hang or leak goes unnoticed."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -32,6 +33,11 @@ from helpers.limits import PATIENCE_S
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.fixture(params=["spawn", "fork"])
+def context(request):
+    return multiprocessing.get_context(request.param)
+
+
 def until(condition, timeout_s=PATIENCE_S):
     """Polls, for other processes tell nobody when they are done."""
     deadline = time.monotonic() + timeout_s
@@ -44,9 +50,9 @@ def open_files():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_samples_are_the_same_for_any_number_of_workers():
+def test_samples_are_the_same_for_any_number_of_workers(context):
     def fetch(num_workers):
-        with make_fetcher(Augmented(), masking_collate, 7, num_workers) as fetcher:
+        with make_fetcher(Augmented(), masking_collate, 7, num_workers, context=context) as fetcher:
             # Submitted in another grouping order, so a worker's history differs.
             pending = {i: fetcher.submit(2, [i, i + 1]) for i in (8, 0, 4, 2, 6)}
             return {i: pending[i].result(PATIENCE_S) for i in range(0, 10, 2)}
@@ -60,8 +66,8 @@ def test_samples_are_the_same_for_any_number_of_workers():
                 assert torch.equal(batch[name], actual[i][name]), (num_workers, i, name)
 
 
-def test_workers_are_used_in_turn_with_one_thread_each_and_end_with_close():
-    with ProcessFetcher(Threads(), num_workers=2) as fetcher:
+def test_workers_are_used_in_turn_with_one_thread_each_and_end_with_close(context):
+    with ProcessFetcher(Threads(), num_workers=2, context=context) as fetcher:
         pids = fetcher.worker_pids
         seen = [fetcher.submit(0, [i]).result(PATIENCE_S)[0].tolist() for i in range(4)]
     assert [threads for threads, _ in seen] == [1, 1, 1, 1]
@@ -70,8 +76,8 @@ def test_workers_are_used_in_turn_with_one_thread_each_and_end_with_close():
     assert fetcher.worker_pids == ()
 
 
-def test_errors_of_one_batch_leave_the_others_alone():
-    with ProcessFetcher(Squares(broken=(7,))) as fetcher:
+def test_errors_of_one_batch_leave_the_others_alone(context):
+    with ProcessFetcher(Squares(broken=(7,)), context=context) as fetcher:
         pending = [fetcher.submit(1, [i, i + 1]) for i in (4, 6, 8)]
         with pytest.raises(DataError, match=r"sample 7 of epoch 1 .* KeyError: 'no row 7'") as e:
             pending[1].result(PATIENCE_S)
@@ -113,8 +119,8 @@ def test_dropped_batches_are_not_kept():
         (0, "ended with exit code 3"),
     ],
 )
-def test_dead_worker_is_an_error_and_no_hang(number, message):
-    with ProcessFetcher(Suicidal(number)) as fetcher:
+def test_dead_worker_is_an_error_and_no_hang(number, message, context):
+    with ProcessFetcher(Suicidal(number), context=context) as fetcher:
         first = fetcher.submit(0, [1])
         assert first.result(PATIENCE_S).tolist() == [1]
         second, third = fetcher.submit(0, [2]), fetcher.submit(0, [3])
@@ -136,10 +142,10 @@ def test_deadline_names_worker_and_samples(tmp_path):
             pending.result(0.05)
 
 
-def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path):
+def test_close_is_prompt_in_the_middle_of_a_sample(tmp_path, context):
     reached = tmp_path / "reached"
     before = open_files()
-    fetcher = ProcessFetcher(Stuck(reached), num_workers=2)
+    fetcher = ProcessFetcher(Stuck(reached), num_workers=2, context=context)
     pids = fetcher.worker_pids
     pending = [fetcher.submit(0, [i]) for i in range(6)]
     until(reached.exists)
@@ -163,11 +169,19 @@ def test_close_is_prompt_while_workers_still_import_or_are_stopped():
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_what_does_not_pickle_is_named_with_the_remedy():
-    with pytest.raises(DataError, match=r"Unpicklable .*cannot be sent.*num_workers=0"):
-        ProcessFetcher(Unpicklable())
-    with pytest.raises(DataError, match=r"Squares .*cannot be sent"):
-        ProcessFetcher(Squares(), lambda samples: samples)
+def test_what_does_not_pickle_is_loaded_by_forked_workers():
+    with ProcessFetcher(Unpicklable()) as fetcher:
+        assert fetcher.submit(0, [1]).result(PATIENCE_S).tolist() == [1]
+    with ProcessFetcher(Squares(), lambda samples: len(samples)) as fetcher:
+        assert fetcher.submit(0, [1, 2]).result(PATIENCE_S) == 2
+
+
+def test_what_does_not_pickle_is_named_with_the_remedy_where_workers_must_be_spawned():
+    spawn = multiprocessing.get_context("spawn")
+    with pytest.raises(DataError, match=r"Unpicklable cannot be sent.*num_workers=0"):
+        ProcessFetcher(Unpicklable(), context=spawn)
+    with pytest.raises(DataError, match=r"<lambda> cannot be sent"):
+        ProcessFetcher(Squares(), lambda samples: samples, context=spawn)
 
 
 def test_what_does_not_unpickle_is_reported_by_the_worker():
@@ -205,15 +219,16 @@ def run_script(tmp_path, body, **options):
     )
 
 
-def test_no_worker_outlives_a_killed_rank(tmp_path):
+@pytest.mark.parametrize("guard", ["", 'if __name__ == "__main__":'])  # forked, and spawned
+def test_no_worker_outlives_a_killed_rank(tmp_path, guard):
     rank = run_script(
         tmp_path,
-        """
+        f"""
         from pathlib import Path
         from helpers.fetch_cases import Stuck
         from evener.data.loader import ProcessFetcher
 
-        if __name__ == "__main__":
+        {guard or "if True:"}
             fetcher = ProcessFetcher(Stuck(Path("reached")), num_workers=2)
             pending = [fetcher.submit(0, [i]) for i in range(4)]
             print(*fetcher.worker_pids, flush=True)
@@ -237,7 +252,7 @@ def test_a_script_may_define_its_data_set_and_end_without_close(tmp_path):
 
         class Mine:
             def __getitem__(self, index):
-                return torch.tensor(index + 1)
+                return torch.tensor([index + 1, __name__ == "__mp_main__"])
 
         def main():
             fetcher = make_fetcher(Mine(), num_workers=1)
@@ -248,26 +263,32 @@ def test_a_script_may_define_its_data_set_and_end_without_close(tmp_path):
         """,
     )
     out, err = script.communicate(timeout=PATIENCE_S)
-    assert (out, err, script.returncode) == ("[2, 3]\n", "", 0)
+    assert (out, err, script.returncode) == ("[[2, 1], [3, 1]]\n", "", 0)  # it was spawned
 
 
-def test_a_script_without_guard_is_refused_before_it_runs_twice(tmp_path):
+def test_a_script_without_guard_runs_once(tmp_path):
     script = run_script(
         tmp_path,
         """
-        from helpers.fetch_cases import Squares
+        import signal, torch
         from evener.data.loader import make_fetcher
         print("trains")
-        def main():
-            make_fetcher(Squares(), num_workers=1)
-        main()
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # not the worker's
+
+        class Mine:
+            read = lambda self, index: [index, __name__ == "__mp_main__"]
+            def __getitem__(self, index):
+                return torch.tensor(self.read(index))
+
+        fetcher = make_fetcher(Mine(), num_workers=2)
+        print(fetcher.submit(0, [1, 2]).result().tolist())
+        for worker in fetcher._workers:
+            worker.process.terminate()
+            worker.process.join()
         """,
     )
     out, err = script.communicate(timeout=PATIENCE_S)
-    assert out == "trains\n"
-    assert "ConfigError: num_workers=1" in err
-    assert "line 7" in err
-    assert '__name__ == "__main__"' in err
+    assert (out, err, script.returncode) == ("trains\n[[1, 0], [2, 0]]\n", "", 0)
 
 
 def test_what_travels_by_value_needs_no_guard(tmp_path):

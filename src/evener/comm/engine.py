@@ -10,10 +10,11 @@ from typing import Any, Self, final
 
 from evener.comm.base import Call
 from evener.comm.c10d import PrefixStore, ProcessGroupGloo, Work, form_gloo, form_nccl
+from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
 from evener.comm.notices import NoticeBoard
 from evener.comm.rendezvous import MeetingPoint, first_line
-from evener.comm.wires import Wires
+from evener.comm.wires import Wires, close_server
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -87,7 +88,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._store = store = PrefixStore(key, meeting.store)
         self._board = NoticeBoard(PrefixStore("notices", store), numbers, meeting.host)
-        with Wires.of_group() as self._wires:
+        with Wires.opened() as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
             )
@@ -173,6 +174,16 @@ class Engine:
             self._busy = False
             self._wires.cut()
             threading.Thread(target=groups.clear, name="evener-release").start()
+
+    def leave_behind(self) -> None:
+        """Let the groups and the store go in a forked child; see ``NotInherited``."""
+        never_destroy(vars(self).copy())
+        self._gloo = self._nccl = None
+        self._busy = False
+        self._wires.close()
+        self.meeting.wires.close()
+        if self.meeting.server is not None and self.meeting.host is not None:
+            close_server(self.meeting.host[1])
 
     def forget_store(self) -> None:
         """Let the store go, through which peers learn why this rank gave up; called once.

@@ -19,6 +19,7 @@ from evener.comm.base import (
 )
 from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
 from evener.comm.engine import GRACE_S, Engine
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import lost_message, mismatch_message
 from evener.comm.rendezvous import (
     MeetingPoint,
@@ -27,6 +28,7 @@ from evener.comm.rendezvous import (
     first_line,
     open_store,
 )
+from evener.comm.wires import Wires
 from evener.devices import kind_of
 from evener.errors import (
     CollectiveError,
@@ -85,10 +87,13 @@ def connect(
         return SingleCommunicator(timeout_s=timeout_s)
     if not 0 < port < 65536:
         raise ConfigError(f"port is {port}: the team's store needs one of 1 to 65535 (MASTER_PORT)")
-    devices = choose_devices(address, port)
     hosts = rank == 0 if hosts_store is None else hosts_store
     deadline = time.monotonic() + timeout_s
-    store, server = open_store(address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s)
+    with Wires.opened() as wires:
+        devices = choose_devices(address, port)
+        store, server = open_store(
+            address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
+        )
     try:
         left_s = max(1.0, deadline - time.monotonic())
         key, host_rank = call_roll(store, rank, world_size, hosts=hosts, timeout_s=left_s)
@@ -98,6 +103,7 @@ def connect(
             host=(address, port),
             host_rank=host_rank,
             devices=devices,
+            wires=wires,
         )
         left_s = max(1.0, deadline - time.monotonic())
         return GroupCommunicator(
@@ -118,7 +124,7 @@ def connect(
 
 
 @final
-class GroupCommunicator(Communicator):
+class GroupCommunicator(Communicator, NotInherited):
     """Ranks in processes, over process groups built for them alone.
 
     A sum of up to 912 bytes is formed on each rank in rank order, longer ones and those that travel
@@ -181,6 +187,19 @@ class GroupCommunicator(Communicator):
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        leave_behind_in_children(self)
+
+    def leave_behind(self) -> None:
+        """Let the connections go in a forked child; see ``NotInherited``."""
+        if not self._closed:
+            self._closed = True
+            self._engine.leave_behind()
+            self._end(
+                CollectiveError(
+                    f"this process was forked from rank {self.rank}, which keeps the connections; "
+                    "call collectives in the rank itself"
+                )
+            )
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 

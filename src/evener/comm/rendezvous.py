@@ -18,6 +18,7 @@ from evener.comm.addresses import (
 )
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
 from evener.comm.messages import name_ranks
+from evener.comm.wires import Wires
 from evener.errors import LaunchError
 
 _FIRST_PAUSE_S = 0.002
@@ -38,6 +39,7 @@ class MeetingPoint:
         host_rank: Number in the team of the rank whose process serves the store; ``None`` for
             none of them.
         devices: Network devices for Gloo.
+        wires: The sockets of the devices, and those of the store that were open at the start.
     """
 
     store: Store
@@ -45,6 +47,7 @@ class MeetingPoint:
     host: tuple[str, int] | None
     host_rank: int | None
     devices: tuple[ProcessGroupGloo.Device, ...]
+    wires: Wires
 
 
 class _Patience:

@@ -1,9 +1,9 @@
-"""The sockets of a process group, so that an operation can be ended which waits for a hung peer."""
+"""The sockets of a process group: to be cut under a hung operation, or closed in a forked child."""
 
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
@@ -13,10 +13,10 @@ _FOLDER = Path("/proc/self/fd")
 
 @final
 class Wires:
-    """Connections that a process group has opened.
+    """Sockets that torch has opened for a group or a store.
 
     Gloo can neither abort an operation nor say which sockets it uses; but on Linux a process can
-    list its own. Those that are new after a group was formed, and look like Gloo's, are taken for
+    list its own. Those that are new after a group was formed, and look like torch's, are taken for
     the group's. They are remembered by inode, as a descriptor may be used again. Elsewhere nothing
     is remembered, and nothing is cut.
     """
@@ -26,13 +26,17 @@ class Wires:
 
     @classmethod
     @contextmanager
-    def of_group(cls) -> Iterator[Self]:
+    def opened(cls) -> Iterator[Self]:
         """Takes those that are opened inside the block."""
         wires = cls()
         before = set(_sockets().values())
         yield wires
         new = {fd: inode for fd, inode in _sockets().items() if inode not in before}
-        wires._inodes = frozenset(inode for fd, inode in new.items() if _is_connected(fd))
+        own = {fd: inode for fd, inode in new.items() if _is_torchs(fd)}
+        for descriptor in own:
+            with suppress(OSError):
+                os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
+        wires._inodes = frozenset(own.values())
 
     def cut(self) -> None:
         """Ends the connections that are still open, as if the peers had closed theirs."""
@@ -41,6 +45,26 @@ class Wires:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
         self._inodes = frozenset()
+
+    def close(self) -> None:
+        """Closes a forked child's copies; the parent and its peers notice nothing."""
+        for descriptor, inode in _sockets().items():
+            if inode in self._inodes:
+                with suppress(OSError):
+                    os.close(descriptor)
+
+
+def close_server(port: int) -> None:
+    """Closes a forked child's copies of a server's sockets: of listening ones and of accepted ones.
+
+    Args:
+        port: On which this process serves. Clients of it come at any time, so their sockets cannot
+            be remembered.
+    """
+    for descriptor in _sockets():
+        if _look(descriptor, lambda end: end.getsockname()[1] == port):
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def _sockets() -> dict[int, str]:
@@ -56,11 +80,22 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _is_connected(descriptor: int) -> bool:
-    """Whether it is a TCP connection such as Gloo's: without delay."""
+def _is_torchs(descriptor: int) -> bool:
+    """Whether it is a TCP socket such as torch opens: one that listens, or one without delay."""
+
+    def looks(end: socket.socket) -> bool:
+        return bool(
+            end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            or (end.getpeername() and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        )
+
+    return _look(descriptor, looks)
+
+
+def _look(descriptor: int, question: Callable[[socket.socket], bool]) -> bool:
+    """What ``question`` says of a TCP socket; ``False`` of all others."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()
-            return bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        with socket.socket(fileno=os.dup(descriptor)) as end:
+            return end.family in (socket.AF_INET, socket.AF_INET6) and question(end)
     except OSError:
         return False

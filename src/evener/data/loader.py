@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from typing import Any, Final, Literal, final, get_args
 
 from torch.utils.data import IterableDataset
@@ -175,6 +176,7 @@ def make_fetcher(
     seed: int = 0,
     num_workers: int = 0,
     prefetch: Prefetch = "auto",
+    context: BaseContext | None = None,
 ) -> Fetcher:
     """Chooses a fetcher.
 
@@ -185,6 +187,7 @@ def make_fetcher(
         num_workers: Worker processes per rank; 0 loads in this process.
         prefetch: ``"auto"`` is ``"process"`` with workers and ``"inline"`` without; ``"thread"``
             loads in a background thread and is for data sets that draw no random numbers.
+        context: How worker processes start, if the user has named it; see ``choose_context``.
 
     Raises:
         ConfigError: A bad value, or ``prefetch`` and ``num_workers`` contradict one another.
@@ -207,6 +210,6 @@ def make_fetcher(
             f"num_workers >= 1 and prefetch='process' or 'auto'; the others need num_workers=0"
         )
     if prefetch == "process":
-        return ProcessFetcher(dataset, collate_fn, seed, num_workers=num_workers)
+        return ProcessFetcher(dataset, collate_fn, seed, num_workers=num_workers, context=context)
     leaf = ThreadFetcher if prefetch == "thread" else InlineFetcher
     return leaf(dataset, collate_fn, seed)

@@ -1,11 +1,10 @@
 """Worker processes: a fetcher that loads elsewhere, and what runs at the other end.
 
-Workers are spawned, not forked: a rank holds threads and sockets that do not survive a fork.
+``start_method.py`` decides whether they are spawned or forked.
 Tensors come back through shared memory that loses its name as soon as it is there, so that nothing
 stays behind on ``/dev/shm``; what a worker was killed over in that moment is swept up after it.
 """
 
-import multiprocessing
 import os
 import queue
 import signal
@@ -13,11 +12,14 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import loads
@@ -27,6 +29,7 @@ import torch
 import torch.multiprocessing  # how tensors travel through shared memory
 from torch.utils.data import default_collate
 
+from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.data.fetching import (
     DEFAULT_TIMEOUT_S,
     Fetcher,
@@ -37,7 +40,8 @@ from evener.data.fetching import (
     name_samples,
     timeout_error,
 )
-from evener.data.script_guard import ByValue, hidden_script, refuse_unguarded_script
+from evener.data.randomness import generators_lock
+from evener.data.start_method import choose_context, hidden_script, is_by_value
 from evener.errors import DataError, UsageError
 
 _START: Final = -1
@@ -63,7 +67,7 @@ class RemoteTraceback(Exception):
 
 
 class Deferred:
-    """Carries a value to a spawned process and unpickles it only when asked.
+    """Carries a value to a worker process and, where it is spawned, unpickles it only when asked.
 
     Then a class that the worker cannot import is an error that can be reported, instead of a
     traceback on stderr and a process that is gone. Pickled while the process is being spawned, so
@@ -82,7 +86,9 @@ class Deferred:
         self._value = state
 
     def load(self) -> Any:
-        """Unpickles the value, in the spawned process."""
+        """Returns the value, in the worker; a forked one has it already."""
+        if not isinstance(self._value, bytes):
+            return self._value
         return loads(self._value)  # noqa: S301  from the process that started this one
 
 
@@ -94,10 +100,7 @@ def worker_main(connection: Connection, recipe: Deferred) -> None:
             (ticket, error message or None, batch or traceback).
         recipe: The ``Recipe``.
     """
-    # The parent decides what Ctrl-C means; it arrives at the whole foreground group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _reset_signals()
     torch.set_num_threads(1)
     tasks: queue.SimpleQueue[tuple[int, int, list[int]]] = queue.SimpleQueue()
     threading.Thread(target=_read_tasks, args=(connection, tasks), daemon=True).start()
@@ -125,6 +128,18 @@ def worker_main(connection: Connection, recipe: Deferred) -> None:
             _answer(connection, ticket, text, traceback.format_exc())
         else:
             _send(connection, message)
+
+
+def _reset_signals() -> None:
+    """Makes a forked worker die of signals as a spawned one does; Ctrl-C does nothing in either."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the rank's own handler
+            signal.signal(number, signal.SIG_DFL)
+    # The parent decides what Ctrl-C means; it arrives at the whole foreground group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _read_tasks(
@@ -176,37 +191,45 @@ class _ProcessPending(Pending):
         return payload
 
 
-class _Worker:
+class _Worker(NotInherited):
     """A worker process as its parent sees it."""
 
-    def __init__(self, number: int, recipe: Recipe) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+    def __init__(self, number: int, recipe: Recipe, context: BaseContext) -> None:
+        self._connection, theirs = Pipe()
         self._asked: weakref.WeakValueDictionary[int, _ProcessPending] = (
             weakref.WeakValueDictionary()
         )
         self._backlog: deque[tuple[int, bytes]] = deque()
         self._unread: dict[int, int] = {}
         self._end: Exception | None = None
-        self.process = context.Process(
+        # Or a worker that is forked later would keep this one from seeing the end of the parent.
+        leave_behind_in_children(self)
+        self.process = context.Process(  # type: ignore[attr-defined]  # every context has it
             target=worker_main,
             args=(theirs, Deferred(recipe)),
             name=f"data worker {number}",
             daemon=True,
         )
         try:
-            script = hidden_script() if _is_by_value(recipe) else nullcontext()
-            with _sigint_blocked(), script:
+            script = hidden_script() if is_by_value(_parts_of(recipe)) else nullcontext()
+            # A forked worker owns the lock from the start: it would wait for a thread that only
+            # the parent has.
+            with generators_lock, _sigint_blocked(), script, warnings.catch_warnings():
+                # Python 3.12 and later warn of every fork beside threads.
+                warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)
                 self.process.start()
         except Exception as error:
             self._connection.close()
             raise DataError(
-                f"{recipe.dataset_name} (or its collate_fn) cannot be sent to worker processes: "
-                f"{type(error).__name__}: {error}. Define it at the top level of a module and open "
-                f"files and locks in __getitem__, or use num_workers=0"
+                f"{self.process.name} for {recipe.dataset_name} could not be started: "
+                f"{type(error).__name__}: {error}. Use fewer workers, or num_workers=0"
             ) from error
         finally:
             theirs.close()  # or this end would not see the worker's death
+
+    def leave_behind(self) -> None:
+        """Closes the copy that a forked child has of this end; see ``NotInherited``."""
+        self._connection.close()
 
     def ask(self, ticket: int, epoch: int, indices: list[int]) -> Pending:
         pending = _ProcessPending(self, name_samples(epoch, indices))
@@ -298,21 +321,23 @@ class _Worker:
 
 @final
 class ProcessFetcher(Fetcher):
-    """Loads in spawned worker processes, one batch per worker at a time, in turn.
+    """Loads in worker processes, one batch per worker at a time, in turn.
 
-    The processes start with the fetcher and are ready after their imports (seconds). Each gets one
-    torch thread. They end with ``close()``, and when their parent ends, however it does. Batches
-    that a dying worker had ready are lost with it.
+    The processes start with the fetcher; spawned ones are ready after their imports (seconds). Each
+    gets one torch thread. They end with ``close()``, and when their parent ends, however it does.
+    Batches that a dying worker had ready are lost with it.
 
     Args:
-        dataset: Map-style data set that pickles; each worker gets its own copy.
+        dataset: Map-style data set; each worker gets its own copy.
         collate_fn: Makes one batch of a list of samples, in the worker.
         seed: Seed of the run; with epoch and index it fixes the randomness of each sample.
         num_workers: Processes, at least one.
+        context: How they start, if the user has named it; see ``choose_context``.
 
     Raises:
-        DataError: The data set or ``collate_fn`` does not pickle.
-        ConfigError: The running script is not guarded, so that workers would run it again.
+        DataError: The data set or ``collate_fn`` does not pickle, and workers cannot be forked.
+        ConfigError: The running script is not guarded, so that workers would run it again, and
+            they cannot be forked.
     """
 
     def __init__(
@@ -322,15 +347,15 @@ class ProcessFetcher(Fetcher):
         seed: int = 0,
         *,
         num_workers: int = 1,
+        context: BaseContext | None = None,
     ) -> None:
         super().__init__(dataset, collate_fn, seed)
-        if not _is_by_value(self._recipe):
-            refuse_unguarded_script(num_workers)
+        context = choose_context(_parts_of(self._recipe), num_workers, context)
         self._tickets = 0
         self._workers: list[_Worker] = []
         try:
             for number in range(num_workers):
-                self._workers.append(_Worker(number, self._recipe))
+                self._workers.append(_Worker(number, self._recipe, context))
         except BaseException:
             self.close()
             raise
@@ -364,11 +389,10 @@ def _sweep_up_after(pid: int | None) -> None:
             segment.unlink(missing_ok=True)
 
 
-def _is_by_value(recipe: Recipe) -> bool:
-    """Whether a worker can load by it without the user's script."""
-    dataset, collate = recipe.dataset, recipe.collate_fn
-    parts: list[object] = [dataset] if collate is default_collate else [dataset, collate]
-    return all(isinstance(part, ByValue) for part in parts)
+def _parts_of(recipe: Recipe) -> list[object]:
+    """What of the user's a worker is given."""
+    parts: list[object] = [recipe.dataset]
+    return parts if recipe.collate_fn is default_collate else [*parts, recipe.collate_fn]
 
 
 @contextmanager

@@ -185,7 +185,9 @@ class DataSide:
             self._engine,
             self._gatherer,
             intake,
-            make_fetcher(intake.samples, intake.collate_fn, 0, intake.num_workers),
+            make_fetcher(
+                intake.samples, intake.collate_fn, 0, intake.num_workers, context=intake.context
+            ),
             intake.order,
             batch_size=size,
         )
@@ -311,7 +313,14 @@ class DataSide:
             micro = int(micro_batch_size)
         assembly.set_micro_batch_size(micro)
         feed = Feed(
-            make_fetcher(intake.samples, intake.collate_fn, seed, intake.num_workers, prefetch),
+            make_fetcher(
+                intake.samples,
+                intake.collate_fn,
+                seed,
+                intake.num_workers,
+                prefetch,
+                intake.context,
+            ),
             Cursor(num_samples, seed),
             intake.order,
             batch_size=size,

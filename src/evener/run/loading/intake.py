@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from multiprocessing.context import BaseContext
 from typing import Any, Protocol, Self, final
 
 from torch.utils.data import (
@@ -120,6 +121,7 @@ class Intake:
         drop_last: Leave out the samples that fill no whole batch.
         collate_fn: Makes a batch; torch's default for ``None``.
         num_workers: Worker processes.
+        context: How they start, where the user has named it.
         pin_memory: Copy batches to page-locked memory.
         remarks: What cannot be kept or guaranteed, for the user.
     """
@@ -131,6 +133,7 @@ class Intake:
     drop_last: bool = False
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
+    context: BaseContext | None = None
     pin_memory: bool = False
     remarks: list[str] = field(default_factory=list)
 
@@ -217,6 +220,7 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
         drop_last=drop_last,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
+        context=loader.multiprocessing_context,
         pin_memory=loader.pin_memory and pins_memory(),
         remarks=remarks,
     )

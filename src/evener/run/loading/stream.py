@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evener.cadence.apportion import apportion
-from evener.data.script_guard import refuse_unguarded_script
+from evener.data.start_method import choose_context
 from evener.devices import pins_memory
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.parsing import Fields
@@ -163,16 +163,13 @@ def stream_of(
             raise ConfigError(
                 "batch_size is not given; pass the samples of one optimizer step of the whole team"
             )
-        context = None
-        if num_workers:
-            refuse_unguarded_script(num_workers)
-            context = "spawn"  # a rank holds threads and sockets that do not survive a fork
+        parts: list[object] = [given, collate_fn]
         return DataLoader(
             given,
             batch_size=_part(batch_size, rank, world_size),
             collate_fn=collate_fn,
             num_workers=num_workers or 0,
-            multiprocessing_context=context,
+            multiprocessing_context=choose_context(parts, num_workers) if num_workers else None,
         )
     settings: dict[str, Any] = {
         "collate_fn": collate_fn or given.collate_fn,
@@ -180,11 +177,14 @@ def stream_of(
         "pin_memory": given.pin_memory and pins_memory(),
         "timeout": given.timeout,
         "worker_init_fn": given.worker_init_fn,
-        "multiprocessing_context": given.multiprocessing_context,
         "generator": given.generator,
     }
     if settings["num_workers"]:
+        parts = [given.dataset, settings["collate_fn"], given.worker_init_fn]
         settings |= {
+            "multiprocessing_context": choose_context(
+                parts, settings["num_workers"], given.multiprocessing_context
+            ),
             "prefetch_factor": given.prefetch_factor,
             "persistent_workers": given.persistent_workers,
         }

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evener.comm.forks import NotInherited, leave_behind_in_children
+
 _HEAD = struct.Struct("!IQ")
 _CHUNK_BYTES = 1 << 20
 
@@ -27,7 +29,7 @@ class Message:
     payload: bytearray = field(default_factory=bytearray)
 
 
-class Channel:
+class Channel(NotInherited):
     """One end of a socket pair. Any thread may send; one thread receives.
 
     Nothing is unpickled from it.
@@ -35,6 +37,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
+        leave_behind_in_children(self)
         self._sending = threading.Lock()
         self._unread = bytearray()
 
@@ -93,6 +96,10 @@ class Channel:
         payload = unread[start:end]
         del unread[:end]
         return Message(kind, document, payload)
+
+    def leave_behind(self) -> None:
+        """Closes the copy that a forked child has of this end; see ``NotInherited``."""
+        self.socket.close()
 
     def close(self) -> None:
         """Closes this end; idempotent."""

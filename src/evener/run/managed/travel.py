@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from evener.data.script_guard import ByValue
+from evener.data.start_method import ByValue
 from evener.errors import ConfigError, LaunchError
 
 _REMEDY = (
