@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from evener.run.windows.results import Progress as Progress
     from evener.run.windows.results import RankRecord as RankRecord
     from evener.run.windows.results import WindowResult as WindowResult
+    from evener.tasks.classification.command import classify as classify
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
         DataParallelCoordinator as DataParallelCoordinator,
     )
+    from evener.tasks.classification.job import ClassifyResult as ClassifyResult
     from evener.tasks.classification.pipeline import ClassifyPipeline as ClassifyPipeline
     from evener.tasks.classification.samples import Sample as Sample
     from evener.tasks.lm_batch import LMBatch as LMBatch
@@ -72,6 +74,7 @@ _MODULE_OF: Final = {
     "CheckpointError": "evener.errors",
     "ClassifyConfig": "evener.run.config.classify",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
+    "ClassifyResult": "evener.tasks.classification.job",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
     "CollectiveTimeoutError": "evener.errors",
@@ -111,6 +114,7 @@ _MODULE_OF: Final = {
     "Verdict": "evener.cadence.guard",
     "WindowResult": "evener.run.windows.results",
     "WorkerError": "evener.errors",
+    "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",
     "record_scalar": "evener.run.managed.metrics",
     "shard_batches": "evener.data.sharding",

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from evener.data.cursor import Permutation
 from helpers.classification import TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
-from helpers.ranks import Rank, RankTeam
+from helpers.ranks import Rank, RankTeam, run_ranks
 
 NEEDED = (
     "evener.cli",
@@ -64,6 +65,53 @@ def run(folder: Path, *arguments: object, nproc: int = 1, fails: bool = False) -
     codes = {outcome.value for outcome in outcomes if outcome.returned}
     assert codes in (({1}, {2}) if fails else ({0},)), "\n".join(o.story() for o in outcomes)
     return str(outcomes[0].output)
+
+
+def classify_in_a_script(rank: Rank, folder: str) -> list[Any]:
+    import evener
+
+    os.chdir(folder)
+    given = [evener.Sample(s.text, NAMES[int(s.label)]) for s in samples(NUM_TRAIN)]
+    keys = {**TINY, "data": {"heldout_fraction": 0.25}, "name": "script", "max_steps": 3}
+    results = [evener.classify(keys, given, quiet=True)]
+    adapter_is_there = results[0].adapter.is_dir()  # for every rank, as soon as it returns
+    keys["max_steps"] = 5
+    rows = [{"body": s.text, "class": NAMES[int(s.label)]} for s in samples(NUM_TRAIN)]
+    data = {"heldout_fraction": 0.25, "text_key": "body", "label_key": "class"}
+    results.append(evener.classify({**keys, "data": data}, rows, resume=True, quiet=True))
+    with pytest.raises(evener.CheckpointError, match="was trained with other data"):
+        evener.classify(keys, given[1:], resume=True, quiet=True)
+    for bad, message in (
+        ([*given, {"text": "of no class"}], f"sample {NUM_TRAIN} lacks 'label'"),
+        ([evener.Sample("x", 1.5)], "sample 0: label 1.5 is a float"),  # type: ignore[arg-type]
+        ([], "there are no samples"),
+    ):
+        with pytest.raises(evener.DataError, match=message):
+            evener.classify(keys, bad, quiet=True)
+    with pytest.raises(evener.ConfigError, match=r"'train\.jsonl', but samples are given"):
+        evener.classify(TINY, given, quiet=True)
+    with pytest.raises(evener.ConfigError, match=r"model\.path is missing"):
+        evener.classify(None, given, quiet=True)
+    return [*map(asdict, results), adapter_is_there]
+
+
+def test_the_same_from_python_on_samples_in_memory(folder: Path) -> None:
+    Zygote.get().preload(*NEEDED)
+    first, other = run_ranks(classify_in_a_script, 2, str(folder), timeout_s=RUN_TIMEOUT_S)
+    assert first == other
+    begun, resumed, adapter_is_there = first
+    assert adapter_is_there
+    assert begun["labels"] == tuple(NAMES)
+    assert begun["checkpoint"].name == "step-3"
+    assert resumed["checkpoint"].name == "step-5"
+    for result in (begun, resumed):
+        assert folder / result["run_folder"] == folder / "runs" / "script"
+    assert not resumed["stopped"]
+    summary = json.loads((folder / "runs/script/summary.json").read_text())
+    assert resumed["accuracy"] == summary["accuracy"]
+    assert resumed["macro_f1"] == summary["macro_f1"]
+    assert (folder / resumed["adapter"]).is_dir()
+    assert (folder / resumed["merged"]).is_dir()
 
 
 def adapter_of(path: Path) -> dict[str, Any]:

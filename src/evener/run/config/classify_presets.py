@@ -34,22 +34,31 @@ DEFAULT: Mapping[str, Any] = {
 
 
 def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> ClassifyRunConfig:
-    """The configuration of a run: a YAML file's or the default one, then ``--set``.
+    """The configuration of a run: a YAML file's, given keys or the default, then ``--set``.
 
     Returns:
         The configuration, its name chosen: ``--name``, else the key, else that of the file.
 
     Raises:
-        ConfigError: See ``load_config``; a bad name; no model for data of one's own.
+        ConfigError: See ``load_config``; a bad name; no model for data of one's own; a file of
+            samples beside given ones.
         DataError: Something that the configuration points to does not exist.
         CheckpointError: There is no run to resume.
     """
-    base = DEFAULT if options.config is None else None
+    base = options.keys
+    if options.config is None and options.keys is None and not options.has_samples:
+        base = DEFAULT
     config = load_config(ClassifyRunConfig, options.config, options.overrides, base=base)
     stem = options.config.stem if options.config is not None else "classify"
     name = config.name or stem if options.name is None else options.name
     check_name(name)
-    if not needs_demo_base(config) and "model" not in config.model_fields_set:
+    if options.has_samples and config.data.path is not None:
+        raise ConfigError(
+            f"data.path is {config.data.path!r}, but samples are given as well; leave one of them "
+            "out"
+        )
+    own_data = options.has_samples or not needs_demo_base(config)
+    if own_data and "model" not in config.model_fields_set:
         raise ConfigError(
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"

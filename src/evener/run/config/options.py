@@ -20,6 +20,8 @@ class ClassifyOptions:
         nproc: Local ranks asked for; ``None`` when the user did not say.
         emulate_slow: ``RANK:FACTOR`` texts.
         overrides: ``key=value`` texts of ``--set``.
+        keys: Keys of the run where there is no file.
+        has_samples: Samples are given from Python, instead of ``data.path``.
         resume: Go on from the newest complete checkpoint.
         out: Folder that runs go to.
         name: Name of the run.
@@ -32,6 +34,8 @@ class ClassifyOptions:
     nproc: int | None = None
     emulate_slow: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    keys: Mapping[str, Any] | None = None
+    has_samples: bool = False
     resume: bool = False
     out: Path | None = None
     name: str | None = None

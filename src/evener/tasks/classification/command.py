@@ -1,10 +1,15 @@
-"""What ``evener classify`` runs in each rank, and how it classifies a file."""
+"""``evener classify`` and ``evener.classify``: a text classifier on the whole team.
+
+What they need comes in when they are called: a public name is cheap to import.
+"""
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from evener.errors import ConfigError
 from evener.run.config.classify_presets import (
@@ -17,6 +22,9 @@ from evener.run.config.folders import runs_of
 from evener.run.config.options import ClassifyOptions
 from evener.run.launching.signals import StopSignals
 from evener.run.launching.terminal import say
+
+if TYPE_CHECKING:
+    from evener.tasks.classification.job import ClassifyResult
 
 
 def run_classification(options: ClassifyOptions) -> int:
@@ -32,8 +40,49 @@ def run_classification(options: ClassifyOptions) -> int:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     with StopSignals() as signals:
-        _run(options, signals)
+        _run(options, None, signals)
         return signals.exit_code
+
+
+def classify(
+    config: Mapping[str, Any] | str | Path | None = None,
+    samples: Iterable[Any] | None = None,
+    *,
+    out: str | Path = "runs",
+    resume: bool = False,
+    quiet: bool = False,
+) -> "ClassifyResult":
+    """Trains a text classifier, as ``evener classify`` does; all ranks call it together.
+
+    In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
+    start one per device. Ctrl-C, SIGTERM and SIGUSR1 leave a checkpoint and end the call.
+
+    Args:
+        config: The keys of the run, or a YAML file that holds them; see ``docs/classification.md``.
+        samples: Labelled texts instead of the file of ``data.path``, the same on every rank:
+            instances of ``Sample``, or mappings with text and label under ``data.text_key`` and
+            ``data.label_key``, such as the rows of a Hugging Face ``datasets.Dataset``.
+        out: Folder that runs go to.
+        resume: Go on from the newest complete checkpoint of the run's name.
+        quiet: Print neither the team nor progress.
+
+    Returns:
+        Where the adapter is and how good it is, the same on every rank.
+
+    Raises:
+        UserError: An input is wrong; the message names value, cause and remedy.
+    """
+    is_file = isinstance(config, str | Path)
+    options = ClassifyOptions(
+        config=Path(config) if is_file else None,  # type: ignore[arg-type]
+        keys=None if is_file else config,  # type: ignore[arg-type]
+        has_samples=samples is not None,
+        out=Path(out),
+        resume=resume,
+        quiet=quiet,
+    )
+    with StopSignals() as signals:
+        return _run(options, samples, signals)
 
 
 def predict_file(options: ClassifyOptions) -> int:
@@ -77,7 +126,9 @@ def predict_file(options: ClassifyOptions) -> int:
     return 0
 
 
-def _run(options: ClassifyOptions, signals: StopSignals) -> None:
+def _run(
+    options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
+) -> "ClassifyResult":
     from evener.run.ddp import Ddp
     from evener.run.settings import DdpConfig
     from evener.run.team.environment import DistributedTrainConfig
@@ -100,7 +151,7 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
         model = config.model.model_copy(update={"path": str(base)})
         config = config.model_copy(update={"model": model})
     slow = parse_emulation(options.emulate_slow, environment.world_size)
-    data = load_data(config)
+    data = load_data(config, samples)
     pipeline = ClassifyPipeline.build(
         config.model,
         config,
@@ -129,4 +180,4 @@ def _run(options: ClassifyOptions, signals: StopSignals) -> None:
     )
     with ddp:
         agree_on_data(ddp.assembly.team, data)
-        ClassificationRun(config, options, ddp, pipeline, data, schedule).go()
+        return ClassificationRun(config, options, ddp, pipeline, data, schedule).go()

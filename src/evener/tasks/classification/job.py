@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,39 @@ BEST = f"{BEST_STEM}.safetensors"
 
 RESULTS = ("adapter", "merged", "report.html")
 """What a finished run leaves beside its checkpoints."""
+
+
+#: Longest wait for rank 0 while it compares and saves, in seconds.
+SUMMING_UP_S = 6 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassifyResult:
+    """What ``classify`` has come to; the same on every rank.
+
+    Attributes:
+        run_folder: Events, summary, report, checkpoints.
+        checkpoint: The last one; ``resume=True`` goes on from it.
+        adapter: The best adapter and its head; ``ClassifyPipeline.load(run_folder)`` and peft load
+            it. ``None`` where nothing was evaluated.
+        merged: Base and adapter in one; ``AutoModelForSequenceClassification.from_pretrained``
+            loads it.
+        labels: The classes, by index.
+        accuracy: Part of the held-out samples that the best adapter gets right.
+        macro_f1: Its F1, averaged over the classes.
+        heldout_loss: Its mean cross-entropy per held-out sample in nats, weighted by class.
+        stopped: A signal ended the run early; ``resume=True`` goes on.
+    """
+
+    run_folder: Path
+    checkpoint: Path
+    adapter: Path | None
+    merged: Path | None
+    labels: tuple[str, ...]
+    accuracy: float | None
+    macro_f1: float | None
+    heldout_loss: float | None
+    stopped: bool
 
 
 class ClassificationRun:
@@ -108,8 +141,8 @@ class ClassificationRun:
         self.num_windows = config.max_steps or config.epochs * len(self.loader)
         schedule.total_samples = max(1.0, self.num_windows * len(self.train) / len(self.loader))
 
-    def go(self) -> None:
-        """Does all that is left to do of the run."""
+    def go(self) -> ClassifyResult:
+        """Does all that is left to do of the run; all ranks call it together."""
         if (
             self.resumed is not None
             and self._has_ended
@@ -120,12 +153,12 @@ class ClassificationRun:
                 "epochs, max_steps or eval.patience to train on, or start a new run without "
                 "--resume"
             )
-            return
+            return self._result(self.resumed.path)
         with ExitStack() as stack:
             self.recorder = stack.enter_context(RunRecorder(self.ddp, self.folder))
             self.checkpointer = stack.enter_context(closing(self._make_checkpointer()))
             self._start()
-            self._train()
+            return self._train()
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
 
@@ -177,7 +210,7 @@ class ClassificationRun:
         }
         return ", ".join(f"{e.accuracy:.1%} {how}" for how, e in parts.items() if e is not None)
 
-    def _train(self) -> None:
+    def _train(self) -> ClassifyResult:
         """Trains to the end or to a stop, saves, and says what came of it."""
         while not self._has_ended and not self.ddp.stopping:
             for batch in self.loader.epoch(self.loader.cursor.epoch):
@@ -194,6 +227,23 @@ class ClassificationRun:
         checkpoint = self.checkpointer.finish()
         if self.ddp.is_main_process:
             self._sum_up(checkpoint, self.recorder.tally.elapsed_s, stopped=stopped)
+        return self._result(checkpoint, stopped=stopped)
+
+    def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> ClassifyResult:
+        """All ranks call it together; rank 0 knows the checkpoint, and has saved the adapter."""
+        told = self.team.introduce({"checkpoint": str(checkpoint)}, timeout_s=SUMMING_UP_S)
+        best = self.history.best
+        return ClassifyResult(
+            run_folder=self.folder,
+            checkpoint=Path(told[0]["checkpoint"]),
+            adapter=self.folder / "adapter" if best else None,
+            merged=self.folder / "merged" if best else None,
+            labels=tuple(self.pipeline.labels.names),
+            accuracy=best.accuracy if best else None,
+            macro_f1=best.macro_f1 if best else None,
+            heldout_loss=best.loss if best else None,
+            stopped=stopped,
+        )
 
     def _backward(self, batch: Batch) -> None:
         result = self.pipeline.loss(batch)
@@ -246,7 +296,7 @@ class ClassificationRun:
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 
     def _sum_up(self, checkpoint: Path | None, elapsed_s: float, *, stopped: bool) -> None:
-        """On rank 0, when no other rank is needed any more."""
+        """On rank 0, which no other rank helps; they wait in ``_result``."""
         figures = self._figures(stopped=stopped)
         summary = summarise(
             self.ddp,

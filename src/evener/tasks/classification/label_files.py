@@ -1,15 +1,15 @@
-"""Files of labelled texts: JSON Lines and CSV, one sample a line."""
+"""Labelled texts, checked: from files (JSON Lines and CSV, one sample a line) or from Python."""
 
 import csv
 import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from evener.data.record_files import parse_line
 from evener.errors import DataError
-from evener.tasks.classification.samples import Record, bad_character
+from evener.tasks.classification.samples import Record, Sample, bad_character, whole_label
 
 _CSV = (".csv", ".tsv")
 _LONGEST_FIELD = 2**31 - 1
@@ -48,6 +48,37 @@ def read_labelled(
         raise DataError(f"{path} cannot be read: {error}") from error
     if not records:
         raise DataError(f"{path} holds no samples; give a file with one on each line")
+    return records
+
+
+def given_records(
+    samples: Iterable[Any], *, text_key: str, label_key: str, group_key: str | None = None
+) -> list[Record]:
+    """Checks samples that were given from Python, as those of a file are checked.
+
+    Args:
+        samples: Instances of ``Sample``, or mappings with the keys of the next arguments.
+        text_key: Key of the text.
+        label_key: Key of the label: a name or an index, also a number of NumPy or a tensor.
+        group_key: Key of what texts have in common.
+
+    Raises:
+        DataError: There is none, or one is malformed; names it by its number, from 0.
+    """
+    records = []
+    for number, sample in enumerate(samples):
+        where = f"sample {number}"
+        row: Any = sample
+        if isinstance(sample, Sample):
+            row = {text_key: sample.text, label_key: sample.label}
+        if isinstance(row, Mapping):
+            row = dict(row)
+            label = row.get(label_key)
+            if label is not None and not isinstance(label, str):
+                row[label_key] = whole_label(label, where)
+        records.append(_record(where, row, text_key, label_key, group_key))
+    if not records:
+        raise DataError("there are no samples; give some, each with a text and a label")
     return records
 
 

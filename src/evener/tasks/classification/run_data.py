@@ -1,14 +1,15 @@
 """The data of a classification run: read, checked, split, the same on every rank."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from evener.errors import DataError
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.team.team import Team
-from evener.tasks.classification.label_files import read_labelled
+from evener.tasks.classification.label_files import given_records, read_labelled
 from evener.tasks.classification.samples import LabelSet, Record
 from evener.tasks.classification.splits import split_records
 from evener.tasks.classification.stdlib_functions import stdlib_functions
@@ -41,21 +42,24 @@ class LabelledData:
     description: str
 
 
-def load_data(config: ClassifyRunConfig) -> LabelledData:
+def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -> LabelledData:
     """Reads and splits the data of a run.
+
+    Args:
+        config: Says where it is, unless it is given.
+        samples: See ``given_records``.
 
     Raises:
         DataError: It is missing, malformed, has unknown labels, or lacks a class.
     """
     data = config.data
-    if data.path is None:
+    if data.path is None and samples is None:
         records = stdlib_functions()
         labels = _labels(config, records)
         training, heldout = split_records(records, data.heldout_fraction, config.seed)
         words = "functions of Python's standard library by package, split by file"
     else:
-        records = _read(data.path, config)
-        words = data.path
+        records, words = _read_or_check(config, samples)
         # Before the split: a misspelt label is no small class, nor are 0 and "0" two of them.
         labels = _labels(config, records)
         records = [replace(r, label=labels.names[labels.index(r.label, r.where)]) for r in records]
@@ -87,6 +91,16 @@ def agree_on_data(team: Team, data: LabelledData) -> None:
                 f"rank {rank} sees other samples than rank 0; give every machine the same files"
                 " (and, for the functions of the standard library, the same version of Python)"
             )
+
+
+def _read_or_check(
+    config: ClassifyRunConfig, samples: Iterable[Any] | None
+) -> tuple[list[Record], str]:
+    data = config.data
+    if samples is None:
+        return _read(str(data.path), config), str(data.path)
+    keys = {"text_key": data.text_key, "label_key": data.label_key}
+    return given_records(samples, **keys, group_key=data.group_key), "samples given from Python"
 
 
 def _read(path: str, config: ClassifyRunConfig) -> list[Record]:

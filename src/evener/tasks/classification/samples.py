@@ -27,13 +27,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sample from a file.
+    """A sample as it was given, in a file or from Python.
 
     Attributes:
         text: What is classified.
         label: The class as it stands there.
         group: What it has in common with others; ``None`` where that plays no part.
-        where: File and line, for errors.
+        where: File and line, or its number, for errors.
     """
 
     text: str
@@ -109,7 +109,7 @@ class LabelSet:
             DataError: It is unknown or out of range.
         """
         if not isinstance(label, str):
-            label = _whole(label, where)
+            label = whole_label(label, where)
         if isinstance(label, str) and label in self._index:
             return self._index[label]
         index = _as_index(label)
@@ -184,8 +184,12 @@ class LabelSet:
         return tuple(float(weight) for weight in chosen)
 
 
-def _whole(label: SupportsIndex, where: str) -> int:
-    """The number of a label: Python's, NumPy's, or a tensor of one."""
+def whole_label(label: SupportsIndex, where: str) -> int:
+    """The number of a label: Python's, NumPy's, or a tensor of one.
+
+    Raises:
+        DataError: It is none.
+    """
     try:
         if isinstance(label, bool):
             raise TypeError
