@@ -10,6 +10,7 @@ from typing import Any, Self, final
 
 from evener.comm.base import Call
 from evener.comm.c10d import PrefixStore, ProcessGroupGloo, Work, form_gloo, form_nccl
+from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import never_destroy
 from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
 from evener.comm.notices import NoticeBoard
@@ -31,8 +32,6 @@ _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
 _ORPHAN_S = 10.0  # how long an operation goes on when the script has ended without closing its team
-_TIMEOUT_WORDS = ("imed out", "timeout")
-_LOST_WORDS = ("closed", "reset", "onnection", "Broken pipe", "Read error", "Write error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Engine:
         self._asks_at = started + self._timeout_s / _ASKS if is_long else math.inf
         self._busy = True
         works: list[Work] = []
-        failure: str | None = None
+        failure, cause = "", Cause.TIMED_OUT  # unless the process group says otherwise
         done = 0
         try:
             works.extend(start(self._nccl if nccl else self._gloo) for start in starts)
@@ -150,14 +149,15 @@ class Engine:
                     return
         except RuntimeError as error:
             self._busy = not all(work.is_completed() for work in works)
-            failure = first_line(error)
+            failure, cause = first_line(error), cause_of(error, works)
         except BaseException:  # Ctrl-C, or a signal handler that raises
             works.clear()
             self.release()
             raise
         finally:
             works.clear()
-        raise self._explain(calls[done], calls, failure, time.monotonic() - started)
+        waited_s = time.monotonic() - started
+        raise self._explain(calls[done], calls, failure, cause, waited_s)
 
     def hurry(self, deadline: float) -> None:
         """Let the operation under way, if any, fail at ``deadline`` at the latest."""
@@ -194,20 +194,21 @@ class Engine:
         del self._board, self.meeting, self._store
 
     def _explain(
-        self, call: Call, calls: Sequence[Call], failure: str | None, waited_s: float
+        self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float
     ) -> CollectiveError:
         """Let go of the group and find out what happened, with the help of the notices.
 
         Args:
             call: The call that failed.
             calls: All that were under way with it.
-            failure: What the process group said; ``None`` when the deadline passed.
+            failure: What the process group said.
+            cause: What that means.
             waited_s: Seconds since it was started.
         """
         if self._gloo is None:  # another thread has let it go
             return CollectiveError(closed_message(self._number, call.what))
         note = f"{call.number} {waited_s:.3f} {call.what}"
-        if failure is None or any(word in failure for word in _TIMEOUT_WORDS):
+        if cause is Cause.TIMED_OUT:
             self._board.post(self._number, note)
             self.release()
             return self._explain_timeout(call, calls, waited_s)
@@ -215,7 +216,7 @@ class Engine:
         if self._board.read():  # somebody gave up waiting, which closed the connections
             self._board.post(self._number, note)
             return self._explain_timeout(call, calls, waited_s)
-        if any(word in failure for word in _LOST_WORDS):
+        if cause is Cause.LOST:
             return PeerLostError(lost_message(self._number, call.what, failure))
         return CollectiveError(f"rank {self._number} failed in {call.what!r}: {failure}")
 

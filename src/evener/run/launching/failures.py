@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from evener.comm.causes import is_of_an_exchange
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -17,9 +18,6 @@ from evener.errors import (
 
 #: Set by evener's launcher: the file that this rank's failure goes to.
 ERROR_FILE = "EVENER_ERROR_FILE"
-
-# What torch raises in a rank when another one dies; for scripts that do not use evener's exchange.
-_TORCH_FOLLOW_UPS = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 
 _RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py", "script.py"))
 
@@ -67,9 +65,8 @@ def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
     user_error = isinstance(error, UserError) and not _hides_another(error)
-    collective = isinstance(error, CollectiveError) or type(error).__name__ in _TORCH_FOLLOW_UPS
-    # Gloo has no exception of its own: it raises RuntimeError with its source file in the text.
-    collective = collective or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+    # Also of scripts that do not use evener's exchange.
+    collective = isinstance(error, CollectiveError) or is_of_an_exchange(error)
     return FailureReport(
         rank=rank,
         time=time,

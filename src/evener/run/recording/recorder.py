@@ -119,6 +119,7 @@ class RunRecorder:
                 num_samples=num_samples,
                 total_windows=total_windows,
                 window=ddp.window,
+                backend_reason=ddp.assembly.backend_reason,
                 emulated={str(m.rank): m.emulated for m in ddp.members if m.emulated != 1},
                 **details,
             )

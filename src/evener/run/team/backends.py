@@ -2,7 +2,9 @@
 
 import json
 import platform
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -11,6 +13,7 @@ from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import name_ranks
+from evener.comm.preflight import run_preflight
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
@@ -134,7 +137,7 @@ def connect_team(
 
     Raises:
         ConfigError: See ``decide_backend``; on every rank.
-        LaunchError: The ranks did not find one another.
+        LaunchError: The ranks did not find one another, or the preflight of NCCL hangs.
     """
     check_backend(backend)
     if communicator is not None:
@@ -150,12 +153,34 @@ def connect_team(
             json.dumps(asdict(facts)).encode(), what="how ranks exchange"
         )
         chosen, comm.reason = decide_backend([ExchangeFacts(**json.loads(a)) for a in answers])
+        if chosen == "nccl" and backend == AverageBackend.AUTO:
+            chosen, comm.reason = _try_nccl(comm, environment, device, comm.reason)
         if chosen == "nccl":
             comm.add_nccl()
     except BaseException:
         comm.close()
         raise
     return comm, comm.reason
+
+
+def _try_nccl(
+    comm: Communicator, environment: DistributedTrainConfig, device: torch.device, reason: str
+) -> tuple[str, str]:
+    """NCCL, if it passes its preflight, else Gloo, and why; all ranks call it together."""
+    host, port = environment.coordinator_addr, environment.coordinator_port
+    outcome = run_preflight(comm, host, port, device)
+    took = f"{outcome.seconds:.1f} s"
+    if not outcome.failure:
+        return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"
+    failed = f"NCCL failed its preflight {outcome.failure}"
+    if comm.rank == 0:
+        with suppress(OSError, ValueError):  # nobody reads
+            sys.stderr.write(
+                f"warning: {failed}; so ranks exchange over Gloo, by way of host memory, which is "
+                "slower. If NCCL is known to work here, backend='nccl' skips the preflight\n"
+            )
+            sys.stderr.flush()
+    return "gloo", f"chosen because {failed} (it took {took})"
 
 
 def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:

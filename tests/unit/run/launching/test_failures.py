@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
 from evener.run.launching.child import report_failure, run_child
@@ -12,10 +13,6 @@ def caught(error):
         raise error
     except type(error) as same:
         return same
-
-
-class DistNetworkError(RuntimeError):
-    """As torch names it."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,377 @@
+"""Tries a way to exchange before training relies on it, in throw-away processes, one per rank.
+
+NCCL on new machines may hang, end the process or add up wrong numbers (peer-to-peer copies behind
+an IOMMU, a firewall, mixed drivers), and none of that can be undone in the process that trains. So
+each rank starts a child that loads nothing of the user's, forms the group and exchanges tensors
+whose result is known. The ranks agree on the outcome over the connection that they have.
+
+``python -m evener.comm.preflight`` is the child. It reads a line of JSON from its standard input
+and ends when that closes, which it does when the parent dies, however that happens.
+"""
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import IO, Final
+
+import torch
+
+from evener.comm.base import Communicator
+from evener.comm.messages import name_ranks
+from evener.comm.rendezvous import first_line
+from evener.devices import kind_of
+from evener.errors import CollectiveTimeoutError, LaunchError, PeerLostError
+
+#: What connects the children: a function like ``groups.connect``, as ``MODULE:FUNCTION``.
+CONNECT: Final = "evener.comm.groups:connect"
+#: Bytes of the tensors that are exchanged.
+SIZES: Final = (1 << 10, 1 << 20, 32 << 20)
+
+_LONGEST_S = 120.0  # a process that loads torch and forms an NCCL group takes a tenth of it
+_ROUND_S = 0.2  # how often ranks tell one another how far their children are
+_FOLLOW_UP_S = 2.0  # a child that lost its peer may say so before the peer's end is noticed
+_SHORTEST_PART_BYTES = 1 << 10  # less travels with the announcement, over Gloo
+_MOST_OUTPUT_BYTES = 1 << 16
+
+
+class _State(IntEnum):
+    """How far a child is; the number travels in a row."""
+
+    RUNNING = 0
+    PASSED = 1
+    FAILED = 2
+    LOST_PEER = 3
+    TIMED_OUT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a child is told.
+
+    Attributes:
+        rank: Its rank, that of its parent.
+        world_size: Number of ranks.
+        address: Host of the team's store, through which the children find one another.
+        port: Its port.
+        device: Where tensors lie, such as ``cuda:0``.
+        connect: See ``CONNECT``.
+        timeout_s: Longest wait in one exchange.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    device: str
+    connect: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the ranks agreed on.
+
+    Attributes:
+        seconds: What it has taken.
+        failure: Which ranks failed and how, for people; empty if all passed.
+    """
+
+    seconds: float
+    failure: str
+
+
+def run_preflight(
+    comm: Communicator,
+    address: str,
+    port: int,
+    device: torch.device,
+    *,
+    connect: str = CONNECT,
+) -> Outcome:
+    """Try to exchange over NCCL in child processes; all ranks call it together.
+
+    When it returns or raises, the children and their memory on the device are gone.
+
+    Args:
+        comm: Over which the ranks agree; its deadline limits the children, too.
+        address: Host of the team's store.
+        port: Its port.
+        device: Where this rank computes.
+        connect: What connects the children, see ``CONNECT``.
+
+    Raises:
+        LaunchError: A child did not end in time; on every rank, and names whose.
+    """
+    limit_s = min(comm.timeout_s, _LONGEST_S)
+    job = Job(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        address=address,
+        port=port,
+        device=str(device),
+        connect=connect,
+        timeout_s=limit_s / 2,  # a child that waits can say for whom, before its own time is up
+    )
+    started = time.monotonic()
+    child = _Child(job)
+    try:
+        rows = _watch(comm, child, started, limit_s)
+        stories = comm.all_gather_bytes(child.story.encode(), what="outcome of the NCCL preflight")
+    finally:
+        child.end()
+    told = [story.decode(errors="replace") for story in stories]
+    return Outcome(max(row[2] for row in rows), _judge(rows, told, limit_s))
+
+
+def _watch(
+    comm: Communicator, child: "_Child", started: float, limit_s: float
+) -> list[list[float]]:
+    """Exchange rows of state, step and seconds until they decide; all ranks see the same rows."""
+    lost_at: float | None = None
+    while True:
+        child.look(_ROUND_S)
+        row = [float(child.state), float(child.step), time.monotonic() - started]
+        rows = comm.all_gather_rows(row, what="the NCCL preflight")
+        states = {_State(int(row[0])) for row in rows}
+        waited_s = max(row[2] for row in rows)
+        if states == {_State.PASSED} or _State.FAILED in states or waited_s >= limit_s:
+            return rows
+        if _State.TIMED_OUT in states or _State.LOST_PEER in states:
+            # What really happened may come to light on another rank.
+            lost_at = waited_s if lost_at is None else lost_at
+            if waited_s - lost_at >= _FOLLOW_UP_S:
+                return rows
+
+
+def _judge(rows: list[list[float]], told: list[str], limit_s: float) -> str:
+    """Return what failed, for people; empty if all passed.
+
+    Args:
+        rows: State, step and seconds of each rank's child.
+        told: What each child said last.
+        limit_s: Longest that a child may take.
+
+    Raises:
+        LaunchError: A child hangs.
+    """
+    ranks = {state: [r for r, row in enumerate(rows) if row[0] == state] for state in _State}
+    if failed := ranks[_State.FAILED]:
+        return f"on {name_ranks(failed)}: {told[failed[0]]}"
+    if waiting := ranks[_State.TIMED_OUT]:
+        raise LaunchError(_hang_message(told[waiting[0]]))
+    if alone := ranks[_State.LOST_PEER]:
+        return f"on {name_ranks(alone)}: {told[alone[0]]}"
+    if running := ranks[_State.RUNNING]:
+        least = min(rows[rank][1] for rank in running)
+        behind = [rank for rank in running if rows[rank][1] == least]
+        raise LaunchError(
+            _hang_message(f"{name_ranks(behind)} after {limit_s:.0f} s in {told[behind[0]]!r}")
+        )
+    return ""
+
+
+def _hang_message(where: str) -> str:
+    return (
+        f"the preflight of NCCL hangs ({where}); a firewall between the machines, a driver or the "
+        "wrong NCCL_SOCKET_IFNAME may hold it up (NCCL_DEBUG=INFO tells more). Use backend='gloo' "
+        "to exchange on the hosts, or backend='nccl' to skip the preflight (in a "
+        "DistributedTrainConfig that is its comm_backend)"
+    )
+
+
+class _Child:
+    """The process that tries for this rank, as seen by its parent.
+
+    Attributes:
+        state: How far it is.
+        step: Number of the exchange that it is in.
+        story: Which that is, or how it ended, for people.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.state = _State.RUNNING
+        self.step = 0
+        self.story = "starting a process"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = b""
+        command = [sys.executable, "-P", "-m", "evener.comm.preflight"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        except OSError as error:
+            self.state, self.story = _State.FAILED, f"no process could be started ({error})"
+
+    def look(self, patience_s: float) -> None:
+        """Take in what the child says, and wait up to so many seconds for it."""
+        if self._process is None or self.state is not _State.RUNNING:
+            time.sleep(patience_s)
+            return
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], patience_s)[0]:
+            return
+        chunk = os.read(self._process.stdout.fileno(), _MOST_OUTPUT_BYTES)
+        *lines, self._output = (self._output + chunk).split(b"\n")
+        for line in lines:
+            self._take(line)
+        if len(self._output) > _MOST_OUTPUT_BYTES:
+            self.state, self.story = _State.FAILED, "the process wrote what cannot be read"
+        if not chunk and self.state is _State.RUNNING:
+            code = self._process.wait()
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            self.state, self.story = _State.FAILED, f"the process ended ({how}) in {self.story}"
+
+    def end(self) -> None:
+        """Let nothing of it remain."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def _take(self, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            state, step, story = _State(said["state"]), int(said["step"]), str(said["story"])
+        except (ValueError, KeyError, TypeError):
+            return
+        self.state, self.step, self.story = state, step, story[:1000]
+
+
+# ── in the child ─────────────────────────────────────────────────────────────────────────────────
+
+
+class _WrongNumbersError(Exception):
+    """An exchange gave other numbers than it should."""
+
+
+class _Exchanges:
+    """Exchanges of which each rank knows the result.
+
+    Values depend on the rank and on the place in the tensor, and are whole numbers that float32
+    holds exactly in whatever order they are added.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, timeout_s: float) -> None:
+        self._comm = comm
+        self._device = device
+        self._timeout_s = timeout_s
+        self._factors = [float(rank % 7 + 1) for rank in range(comm.world_size)]
+
+    def all_reduce(self, num_bytes: int, what: str) -> None:
+        """Sum the ranks' values."""
+        values = self._values(num_bytes, self._comm.rank)
+        self._comm.all_reduce(values, what=what, timeout_s=self._timeout_s)
+        self._check(values, _pattern(num_bytes) * sum(self._factors), what)
+
+    def broadcast(self, num_bytes: int, what: str) -> None:
+        """Copy the last rank's values."""
+        last = self._comm.world_size - 1
+        values = self._values(num_bytes, self._comm.rank)
+        self._comm.broadcast(values, last, what=what, timeout_s=self._timeout_s)
+        self._check(values, _pattern(num_bytes) * self._factors[last], what)
+
+    def all_gather(self, num_bytes: int, what: str) -> None:
+        """Gather the ranks' values; together they have so many bytes, or a little more."""
+        part = max(_SHORTEST_PART_BYTES, num_bytes // self._comm.world_size)
+        rows = torch.zeros(self._comm.world_size, part // 4, device=self._device)
+        rows[self._comm.rank] = self._values(part, self._comm.rank)
+        self._comm.all_gather_parts(rows.view(-1), what=what, timeout_s=self._timeout_s)
+        self._check(rows, torch.outer(torch.tensor(self._factors), _pattern(part)), what)
+
+    def _values(self, num_bytes: int, rank: int) -> torch.Tensor:
+        return (_pattern(num_bytes) * self._factors[rank]).to(self._device)
+
+    def _check(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        wrong = int((found.cpu() != expected).sum())
+        if wrong:
+            raise _WrongNumbersError(f"{wrong} of {expected.numel()} numbers are wrong in {what}")
+
+
+def _pattern(num_bytes: int) -> torch.Tensor:
+    return (torch.arange(num_bytes // 4) % 127 + 1).float()
+
+
+def _in_words(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
+
+
+def _try_all(job: Job, tell: Callable[[str], None]) -> None:
+    module, _, function = job.connect.partition(":")
+    connect = getattr(importlib.import_module(module), function)
+    device = torch.device(job.device)
+    tell("selecting its device")
+    kind_of(device).select(device)
+    tell("forming the group")
+    # The parent gives up before: it can tell who is behind, and a child that is alone cannot.
+    place = (job.rank, job.world_size, job.address, job.port)
+    with connect(*place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s) as comm:
+        exchanges = _Exchanges(comm, device, job.timeout_s)
+        for size in SIZES:
+            for exchange in (exchanges.all_reduce, exchanges.broadcast, exchanges.all_gather):
+                what = f"{exchange.__name__} of {_in_words(size)}"
+                tell(what)
+                exchange(size, what)
+        tell("waiting for the other ranks")
+        comm.barrier(what="the end of the preflight", timeout_s=job.timeout_s)
+
+
+def _run_child(job: Job, output: IO[str]) -> None:
+    step, story = 0, ""
+
+    def tell(words: str, state: _State = _State.RUNNING) -> None:
+        nonlocal step, story
+        step, story = step + 1, words
+        output.write(json.dumps({"state": state, "step": step, "story": words}) + "\n")
+        output.flush()
+
+    try:
+        _try_all(job, tell)
+    except CollectiveTimeoutError as error:
+        tell(str(error), _State.TIMED_OUT)
+    except PeerLostError as error:
+        tell(str(error), _State.LOST_PEER)
+    except _WrongNumbersError as error:
+        tell(str(error), _State.FAILED)
+    except Exception as error:  # whatever a driver's library raises is an outcome
+        tell(f"{type(error).__name__} in {story}: {first_line(error)}", _State.FAILED)
+    else:
+        tell("passed", _State.PASSED)
+
+
+def main() -> None:
+    """Be the child: exchange, tell the parent, and wait to be ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
+    # Libraries write to standard output as they like (NCCL_DEBUG); the parent reads what was that.
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = Job(**json.loads(sys.stdin.buffer.readline()))
+    signal.alarm(round(2 * job.timeout_s) + 60)  # by the kernel, if a driver holds all threads
+    watcher = threading.Thread(target=_end_with_parent, daemon=True)
+    watcher.start()
+    with suppress(BrokenPipeError):
+        _run_child(job, output)
+    watcher.join()  # peers may still be reading what this process has sent
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

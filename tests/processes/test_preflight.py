@@ -1,0 +1,110 @@
+"""AUTO tries NCCL in child processes before training relies on it."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from evener.comm.preflight import run_preflight
+from evener.errors import LaunchError
+from evener.run.team import backends
+from helpers.forking import Zygote
+from helpers.launched import Mailbox, wait_until_gone
+from helpers.limits import PATIENCE_S
+from helpers.pretraining import NEEDED, Lab, be_evener
+from helpers.ranks import TESTS, Rank, RankTeam, run_ranks
+
+#: What children need to find the leaves of ``helpers.leaves``.
+ENV = {"PYTHONPATH": str(TESTS)}
+
+
+def try_leaf(rank: Rank, leaf: str, timeout_s: float = PATIENCE_S) -> str:
+    """The failure, or what was raised; empty where all passed."""
+    with rank.connect(timeout_s=timeout_s) as comm:
+        try:
+            outcome = run_preflight(
+                comm, rank.address, rank.port, torch.device("cpu"), connect=f"helpers.leaves:{leaf}"
+            )
+        except LaunchError as error:
+            return f"LaunchError: {error}"
+        finally:
+            assert psutil.Process().children() == []
+        assert outcome.seconds > 0
+        # What the ranks agreed over is as it was.
+        assert len(comm.all_gather_rows([1.0], what="row")) == rank.world_size
+        return outcome.failure
+
+
+def test_a_leaf_that_is_right_passes() -> None:
+    assert run_ranks(try_leaf, 2, "honest", env=ENV) == ["", ""]
+
+
+def test_wrong_numbers_fail_on_every_rank() -> None:
+    first, second = run_ranks(try_leaf, 2, "lies", env=ENV)
+    assert first == second == "on rank 1: 1 of 8388608 numbers are wrong in all_gather of 32 MiB"
+
+
+def test_a_child_that_dies_fails_on_every_rank() -> None:
+    first, second = run_ranks(try_leaf, 2, "dies", env=ENV)
+    assert first == second
+    assert first == "on rank 1: the process ended (SIGKILL) in broadcast of 1 MiB"
+
+
+def test_a_hang_is_an_error_that_names_the_rank_and_both_remedies() -> None:
+    # A slow machine may need all this time to start children: then both are named.
+    first, second = run_ranks(try_leaf, 2, "hangs", 12.0, env=ENV)
+    assert first == second
+    assert first.startswith("LaunchError: the preflight of NCCL hangs (rank")
+    assert "1" in first.partition(")")[0]
+    assert "backend='gloo' to exchange" in first
+    assert "backend='nccl' to skip the preflight" in first
+
+
+def test_children_end_with_their_parent(tmp_path: Path) -> None:
+    mailbox = Mailbox(tmp_path / "mailbox")
+    env = {**ENV, "TEST_MAILBOX": str(mailbox.path)}
+    try:
+        with RankTeam(try_leaf, 2, "waits_for_its_end", env=env) as team:
+            pids = [int(line.split()[1]) for line in mailbox.read(2)]
+            team.send_signal(0, signal.SIGKILL)
+            assert wait_until_gone(pids[0])
+            # The other rank notices, and ends its own.
+            assert wait_until_gone(pids[1])
+            assert type(team.wait()[1].exception).__name__ == "PeerLostError"
+    finally:
+        mailbox.close()
+
+
+def pretrain_on_made_up_gpus(rank: Rank, folder: str) -> int:
+    """A run whose ranks say that each has a GPU; NCCL finds out that they have none."""
+    describe = backends._describe
+
+    def pretend(*args: Any) -> backends.ExchangeFacts:
+        gpu = {"device": f"cuda:{rank.rank}", "vendor": "NVIDIA", "gpu": f"GPU-{rank.rank}"}
+        return replace(describe(*args), **gpu, nccl="2.29")
+
+    backends._describe = pretend
+    return be_evener(rank, folder, ["pretrain", "run.yaml", "--set", "max_steps=2", "--quiet"])
+
+
+def test_auto_falls_back_loudly_and_the_events_tell(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    try:
+        Zygote.get().preload(*NEEDED)
+        with RankTeam(pretrain_on_made_up_gpus, 2, str(tmp_path)) as team:
+            outcomes = team.wait()
+        assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
+        (started,) = lab.path_of().of_type("run_started")
+    finally:
+        lab.close()
+    assert started["backend"] == "gloo"
+    failed = "NCCL failed its preflight on ranks 0 and 1: "
+    assert f"chosen because {failed}" in started["backend_reason"]
+    assert " s)" in started["backend_reason"]
+    # Loudly, and once: though it was told to be quiet.
+    assert f"warning: {failed}" in outcomes[0].output
+    assert "backend='nccl' skips the preflight" in outcomes[0].output
+    assert "warning" not in outcomes[1].output
