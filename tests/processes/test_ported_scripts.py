@@ -1,0 +1,109 @@
+"""Ports of public scripts, started as users start them: defaults, three ranks, one of them slow.
+
+Each must end, and end as on one rank; its counters, which are the user's own code, must have seen
+each sample once. The slow rank is emulated.
+"""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.limits import PATIENCE_S
+from helpers.ranks import Rank, run_ranks
+
+SCRIPTS = Path(__file__).parent / "ported"
+#: Sums of float64 in another order, magnified by some twenty steps of Adam.
+TOLERANCE = 1e-8
+
+Results = list[dict[str, Any]]
+
+
+def run_alone(_: Rank, name: str, folder: str) -> dict[str, Any]:
+    sys.argv = [name, "--out", folder]
+    runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    results: dict[str, Any] = torch.load(Path(folder) / "rank-0.pt")
+    return results
+
+
+def launch_three(name: str, folder: Path) -> Results:
+    """What each rank's script has left, by rank."""
+    launcher = ["-m", "evener", "launch", "--nproc", "3", "--emulate-slow", "2:4"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPTS / f"{name}.py"), "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "emulated 4x slower" in done.stderr
+    assert "Warning" not in done.stderr
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(3)]
+
+
+def compare(name: str, tmp_path: Path, num_samples: int) -> tuple[dict[str, Any], Results]:
+    """Runs a script on one rank and on three; checks samples and parameters."""
+    [alone] = run_ranks(run_alone, 1, name, str(tmp_path))
+    team = launch_three(name, tmp_path)
+    assert alone["samples"] == alone["progress"] == num_samples
+    assert sum(rank["samples"] for rank in team) == num_samples
+    assert [rank["progress"] for rank in team] == [num_samples] * 3
+    for rank in team[1:]:
+        assert torch.equal(rank["parameters"], team[0]["parameters"])
+    return alone, team
+
+
+def difference(alone: dict[str, Any], team: Results) -> float:
+    expected = alone["parameters"]
+    return float((team[0]["parameters"] - expected).norm() / expected.norm())
+
+
+def test_a_gan(tmp_path: Path) -> None:
+    alone, team = compare("gan", tmp_path, 3 * 203)
+    assert difference(alone, team) <= TOLERANCE
+    # `i == 0` is true once an epoch on a rank that had work in it.
+    for rank in team:
+        assert min(rank["samples"], 1) <= rank["first batches"] <= 3
+
+
+def test_a_cnn_with_batch_norm_and_meters(tmp_path: Path) -> None:
+    """Parameters differ from those of one rank: BatchNorm sees the local micro-batch."""
+    alone, team = compare("cnn_meters", tmp_path, 3 * 209)
+    # A parked rank is told nothing of windows; rank 0 is never parked.
+    assert [of_team for of_team, _ in team[0]["counts"]] == [209] * 3
+    for rank in team:
+        assert rank["best_acc1"] == team[0]["best_acc1"]
+        assert torch.equal(rank["statistics"], team[0]["statistics"])
+    for epoch in range(3):
+        assert sum(rank["counts"][epoch][1] for rank in team) == 209
+    assert alone["losses"][2] < alone["losses"][0] / 2
+    assert team[0]["losses"][2] < team[0]["losses"][0] / 2
+    assert alone["best_acc1"] > 0.9
+    assert team[0]["best_acc1"] > 0.9
+
+
+def test_a_gpt_with_accumulation_and_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    alone, team = compare("gpt", tmp_path, 156 + 156 + 2 * 24)
+    assert difference(alone, team) <= TOLERANCE
+    for rank in team:
+        assert rank["steps"] == alone["steps"] == 16
+        assert rank["rates"] == alone["rates"]
+        assert rank["evaluations"] == pytest.approx(alone["evaluations"], rel=TOLERANCE)
+    assert max(alone["rates"]) == alone["rates"][4] == pytest.approx(1e-2)
+
+
+def test_a_classifier_with_f1(tmp_path: Path) -> None:
+    alone, team = compare("classifier_f1", tmp_path, 4 * 301)
+    assert difference(alone, team) <= TOLERANCE
+    for rank in team:
+        assert torch.equal(rank["target"], alone["target"])
+        assert torch.equal(rank["predicted"], alone["predicted"])
+        assert rank["scores"] == alone["scores"]
+    valid = runpy.run_path(str(SCRIPTS / "classifier_f1.py"))["reviews"](101, 2)
+    assert alone["target"].tolist() == [label for _, label in valid]  # in the data set's order
+    assert alone["scores"][-1] > 0.5
