@@ -559,7 +559,7 @@ def on_threads(ends: list[DistributedComm], body: Callable[[DistributedComm], An
 
 @row("`DistributedTrainer`, `DistributedComm`")
 def _(folder: Path) -> None:
-    models = [llama(), llama()]  # here: threads that import one library at once may lock each other
+    models = [llama(), llama()]  # here, as threads cannot import transformers at the same time
 
     def body(comm: DistributedComm) -> tuple[bool, int, bool]:
         trainer = TransformerTrainer(models[comm.rank], max_steps=1)

@@ -15,6 +15,7 @@ from evener.averaging.verification import ReplicaCheck
 from evener.cadence.cadence import CadencePolicy
 from evener.cadence.fixed import FixedShares
 from evener.cadence.guard import make_guard
+from evener.cadence.hints import HintWatch
 from evener.cadence.policies import ApplyPolicy, Policy
 from evener.cadence.sync import SyncPolicy
 from evener.comm.flat import FlatBuffers
@@ -37,6 +38,7 @@ from evener.run.windows.base import Engine, EngineOptions
 from evener.run.windows.emulate import Slowdown, compute_clock, patient_sleep
 from evener.run.windows.habits import Habits
 from evener.run.windows.loss_scale import LossScale
+from evener.run.windows.results import WindowResult
 from evener.run.windows.schedule import Schedule
 
 
@@ -89,9 +91,34 @@ def lay_out(
 
 def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
     """The engine of a policy; all ranks call it together."""
+    engine: Engine
     if policy is ApplyPolicy.SYNC:
-        return _sync(parts)
-    return _local(parts, in_background=policy is ApplyPolicy.ASYNC)
+        engine = _sync(parts)
+    else:
+        engine = _local(parts, in_background=policy is ApplyPolicy.ASYNC)
+    speeds = parts.config.hinted_speeds(parts.team.world_size)
+    if speeds is not None and parts.team.rank == 0:  # which plans, so it knows the speeds
+        _watch_hint(engine, HintWatch(speeds))
+    return engine
+
+
+def _watch_hint(engine: Engine, watch: HintWatch) -> None:
+    """Warns, after the first windows, of ranks whose speed contradicts the hint."""
+    options = engine.options
+
+    def look(result: WindowResult) -> None:
+        worked = [record.samples > 0 for record in result.ranks]
+        for found in watch.observe(worked, engine.policy.solo_speeds(result.size)):
+            options.notice(
+                f"speed_hint gives rank {found.rank} {found.hinted:.0%} of the speed of the ranks "
+                f"that were measured, and it has {found.measured:.0%} ({found.windows} windows); "
+                "the work follows the measurement. In speed_hint a larger number stands for a "
+                "faster rank; DdpConfig().with_speed_hint(slow_rank, ratio) says how slow one is"
+            )
+        if watch.is_done:  # a new list, as this one is being gone through
+            options.on_commit = [function for function in options.on_commit if function is not look]
+
+    options.on_commit.append(look)
 
 
 def _sync(parts: Parts) -> WindowEngine:

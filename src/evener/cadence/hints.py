@@ -1,0 +1,88 @@
+"""Whether measured speeds contradict the user's hint. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+_SOLID_WINDOWS = 5
+"""Windows with work after which a rank's speed is taken for known: one or two are often disturbed,
+and the first hold what a device sets up once."""
+
+_FACTOR = 1.5
+"""Between hinted and measured part of the speed; a smaller one is noise, or a rough hint."""
+
+_FACTOR_OF_SMALL_SHARES = 4.0
+"""The same where a rank is slower still than hinted: of a small share what each micro-batch costs
+by itself is a large part, so that the rank seems slower than it would be with more work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A rank that is measured to be much faster or slower than hinted.
+
+    Attributes:
+        rank: The rank.
+        hinted: Its part of the speed of all ranks that are measured, by the hint.
+        measured: The same by measurement.
+        windows: Windows in which it was measured.
+    """
+
+    rank: int
+    hinted: float
+    measured: float
+    windows: int
+
+
+@final
+class HintWatch:
+    """Compares a hint with what is measured, once for each rank.
+
+    Args:
+        hinted: Speeds by rank, relative to one another.
+    """
+
+    def __init__(self, hinted: Sequence[float]) -> None:
+        self._hinted = tuple(hinted)
+        self._windows = [0 for _ in hinted]
+        self._judged: set[int] = set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every rank has been compared."""
+        return len(self._judged) == len(self._hinted)
+
+    def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[Contradiction]:
+        """Take in a window, and compare the ranks that are measured well enough now.
+
+        Args:
+            worked: By rank, whether it had a share of the window.
+            speeds: By rank, samples per second alone; 0 where that is not known.
+
+        Returns:
+            Ranks whose part of the speed is off by more than a rough hint explains; each at most
+            once.
+        """
+        self._windows = [n + bool(one) for n, one in zip(self._windows, worked, strict=True)]
+        known = [
+            rank
+            for rank, (windows, speed) in enumerate(zip(self._windows, speeds, strict=True))
+            if windows >= _SOLID_WINDOWS and speed > 0
+        ]
+        if len(known) < 2:
+            return []
+        found = []
+        for rank in known:
+            if rank in self._judged:
+                continue
+            self._judged.add(rank)
+            hinted = self._hinted[rank] / sum(self._hinted[r] for r in known)
+            measured = speeds[rank] / sum(speeds[r] for r in known)
+            if _contradicts(hinted, measured, even=1.0 / len(known)):
+                found.append(Contradiction(rank, hinted, measured, self._windows[rank]))
+        return found
+
+
+def _contradicts(hinted: float, measured: float, *, even: float) -> bool:
+    is_further_from_even = (measured < hinted < even) or (measured > hinted > even)
+    factor = _FACTOR_OF_SMALL_SHARES if is_further_from_even else _FACTOR
+    return max(hinted, measured) >= factor * min(hinted, measured)
