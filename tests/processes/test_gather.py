@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from evener import CollectiveMismatchError, Ddp, DdpConfig, UsageError
 from evener.comm.base import Communicator
@@ -53,14 +53,15 @@ def go_through(ddp: Ddp, model: nn.Module, count: int, batch_size: int) -> None:
     assert ddp.weighted_mean(own) * ddp.world_size == pytest.approx(count), "not each sample once"
 
 
-def evaluate_everywhere(rank: Rank) -> list[str]:
-    model, ddp = started(DdpConfig(emulate_slow={1: 9.0} if rank.world_size > 1 else {}))
+def evaluate_everywhere(rank: Rank, policy: str) -> list[str]:
+    slow = {1: 9.0} if rank.world_size > 1 else {}
+    model, ddp = started(DdpConfig(emulate_slow=slow), policy=policy)
     places = []
     with ddp:
 
         @ddp.on_commit
         def _(result: Any) -> None:
-            if result.window in (0, 5):
+            if result.window in (0, 2):
                 go_through(ddp, model, 23, 4)
                 assert ddp.gather(torch.tensor([ddp.rank])).tolist() == list(range(ddp.world_size))
                 places.append(f"window {result.window}")
@@ -84,11 +85,16 @@ def evaluate_everywhere(rank: Rank) -> list[str]:
     return places
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_all_rows_in_the_order_of_the_data_set(world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "policy"), [(1, "sync"), (2, "sync"), (2, "async"), (3, "sync")]
+)
+def test_every_rank_gets_all_rows_in_the_order_of_the_data_set(
+    world_size: int, policy: str
+) -> None:
     """In any place, at equal and at measured speeds, whatever divides, after a ``break``, too."""
-    for places in run_ranks(evaluate_everywhere, world_size):
-        assert len(places) == 2 * len(SIZES) + 2
+    for places in run_ranks(evaluate_everywhere, world_size, policy):
+        assert len(places) == 2 * len(SIZES) + places.count("window 0") + places.count("window 2")
+        assert places.count("window 0") == 1
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32]
@@ -198,6 +204,37 @@ def test_gathering_in_a_training_loop_names_what_to_use_instead(policy: str) -> 
                 ddp.step()
 
     run_team(2, run)
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(lambda: torch.ones(3), None)
+
+
+def test_gathering_in_a_loop_over_a_stream_is_refused_too() -> None:
+    def run(comm: Communicator) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with setup(comm, model, optimizer) as ddp:
+            for x in ddp.loader(Endless(), batch_size=4, max_steps=2):
+                with pytest.raises(UsageError, match=r"ddp\.eval_loader"):
+                    ddp.gather(x)
+                ddp.backward(model(x).mean())
+                ddp.step()
+
+    run_team(2, run)
+
+
+def test_fewer_samples_than_ranks_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(comm: Communicator) -> int:
+        model = nn.Linear(3, 2)
+        with setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01)) as ddp:
+            return sum(
+                len(ddp.gather(ids)) for ids, _ in ddp.eval_loader(numbered(2), batch_size=4)
+            )
+
+    assert run_team(3, run) == [2, 2, 0]
+    assert "the loop's body does not run on the last 1" in capsys.readouterr().err
 
 
 def test_ranks_with_unlike_data_sets_give_both_lengths() -> None:

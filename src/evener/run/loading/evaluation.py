@@ -75,6 +75,7 @@ class EvaluationLoader(LikeDataLoader):
             engine.settle()
         indices = self._order.of(0)
         rounds = self._agree(self._order.fingerprint(indices))
+        self._tell_of_few_samples()
         parts = _parts_of(rounds, engine.team.rank)
         wanted = (self._fetch([indices[p] for p in part]) for part in parts if part)
         fetched = deque(islice(wanted, _AHEAD))
@@ -125,6 +126,16 @@ class EvaluationLoader(LikeDataLoader):
                 )
         batch_sizes = [max(1, int(row[2])) for row in rows]
         return evaluation_rounds(own[0], batch_sizes, rows[0][len(own) :][: team.world_size])
+
+    def _tell_of_few_samples(self) -> None:
+        count, team = self._order.num_samples, self._engine.team
+        ranks = team.world_size - len(team.parked)
+        if 0 < count < ranks:
+            self._engine.options.habits.tell_once(
+                f"an evaluation of {count} sample(s) on {ranks} ranks: the loop's body does not "
+                f"run on the last {ranks - count}, which ddp.gather gives no rows; compute what "
+                "needs them on rank 0 (ddp.is_main_process)"
+            )
 
     def _speeds(self) -> list[float]:
         team = self._engine.team

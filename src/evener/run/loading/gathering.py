@@ -160,7 +160,8 @@ class Gatherer:
     def gather(self, value: T) -> T:
         """See ``Ddp.gather``."""
         engine = self._engine
-        if not self._passes and engine.in_epoch and not engine.committing:
+        in_training = engine.in_epoch or engine.share.in_micro_batch
+        if in_training and not self._passes and not engine.committing:
             raise UsageError(
                 "ddp.gather inside a training loop, which ranks go round a different number of "
                 "times; gather in the loop of ddp.eval_loader, or average a number with "
