@@ -8,6 +8,9 @@ _SOLID_WINDOWS = 5
 """Windows with work after which a rank's speed is taken for known: one or two are often disturbed,
 and the first hold what a device sets up once."""
 
+_LAST_WINDOW = 100
+"""After so many windows a rank that is still not measured is not waited for."""
+
 _FACTOR = 1.5
 """Between hinted and measured part of the speed; a smaller one is noise, or a rough hint."""
 
@@ -43,13 +46,14 @@ class HintWatch:
 
     def __init__(self, hinted: Sequence[float]) -> None:
         self._hinted = tuple(hinted)
+        self._num_observed = 0
         self._windows = [0 for _ in hinted]
         self._judged: set[int] = set()
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank has been compared."""
-        return len(self._judged) == len(self._hinted)
+        """Whether every rank has been compared, or is not waited for."""
+        return len(self._judged) == len(self._hinted) or self._num_observed >= _LAST_WINDOW
 
     def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[Contradiction]:
         """Take in a window, and compare the ranks that are measured well enough now.
@@ -62,6 +66,7 @@ class HintWatch:
             Ranks whose part of the speed is off by more than a rough hint explains; each at most
             once.
         """
+        self._num_observed += 1
         self._windows = [n + bool(one) for n, one in zip(self._windows, worked, strict=True)]
         known = [
             rank

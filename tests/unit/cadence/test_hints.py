@@ -40,3 +40,6 @@ def test_a_rank_without_work_is_compared_when_it_has_had_some():
     assert found.measured == pytest.approx(1 / 3)
     alone = HintWatch((1.0, 1.0))
     assert windows(alone, 20, [True, False], [10.0, 0.0]) == [], "nothing to compare it with"
+    assert not alone.is_done
+    windows(alone, 80, [True, False], [10.0, 0.0])
+    assert alone.is_done

@@ -97,7 +97,7 @@ def make_engine(policy: ApplyPolicy, parts: Parts) -> Engine:
     else:
         engine = _local(parts, in_background=policy is ApplyPolicy.ASYNC)
     speeds = parts.config.hinted_speeds(parts.team.world_size)
-    if speeds is not None and parts.team.rank == 0:  # which plans, so it knows the speeds
+    if speeds is not None and len(speeds) > 1 and parts.team.rank == 0:  # it knows the speeds
         _watch_hint(engine, HintWatch(speeds))
     return engine
 
