@@ -32,12 +32,6 @@ class _Leaf:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def __enter__(self) -> "_Leaf":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._comm.close()
-
     def all_reduce(self, tensor: Tensor, *, what: str, timeout_s: float) -> None:
         self._before(what)
         self._comm.all_reduce(tensor, what=what, timeout_s=timeout_s)

@@ -55,7 +55,7 @@ class _State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PreflightJob:
     """What a child is told.
 
     Attributes:
@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PreflightResult:
     """What the ranks agreed on.
 
     Attributes:
@@ -97,7 +97,7 @@ def run_preflight(
     device: torch.device,
     *,
     connect: str = CONNECT,
-) -> Outcome:
+) -> PreflightResult:
     """Try to exchange over NCCL in child processes; all ranks call it together.
 
     When it returns or raises, the children and their memory on the device are gone.
@@ -113,7 +113,7 @@ def run_preflight(
         LaunchError: A child did not end in time; on every rank, and names whose.
     """
     limit_s = min(comm.timeout_s, _LONGEST_S)
-    job = Job(
+    job = PreflightJob(
         rank=comm.rank,
         world_size=comm.world_size,
         address=address,
@@ -130,7 +130,7 @@ def run_preflight(
     finally:
         child.end()
     told = [story.decode(errors="replace") for story in stories]
-    return Outcome(max(row[2] for row in rows), _judge(rows, told, limit_s))
+    return PreflightResult(max(row[2] for row in rows), _judge(rows, told, limit_s))
 
 
 def _watch(
@@ -198,7 +198,7 @@ class _Child:
         story: Which that is, or how it ended, for people.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PreflightJob) -> None:
         self.state = _State.RUNNING
         self.step = 0
         self.story = "starting a process"
@@ -309,7 +309,8 @@ def _in_words(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
 
 
-def _try_all(job: Job, tell: Callable[[str], None]) -> None:
+def _try_all(job: PreflightJob, tell: Callable[[str], None]) -> Communicator:
+    """Run every exchange; return the connection, to be kept until the outcome has been told."""
     module, _, function = job.connect.partition(":")
     connect = getattr(importlib.import_module(module), function)
     device = torch.device(job.device)
@@ -318,18 +319,21 @@ def _try_all(job: Job, tell: Callable[[str], None]) -> None:
     tell("forming the group")
     # The parent gives up before: it can tell who is behind, and a child that is alone cannot.
     place = (job.rank, job.world_size, job.address, job.port)
-    with connect(*place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s) as comm:
-        exchanges = _Exchanges(comm, device, job.timeout_s)
-        for size in SIZES:
-            for exchange in (exchanges.all_reduce, exchanges.broadcast, exchanges.all_gather):
-                what = f"{exchange.__name__} of {_in_words(size)}"
-                tell(what)
-                exchange(size, what)
-        tell("waiting for the other ranks")
-        comm.barrier(what="the end of the preflight", timeout_s=job.timeout_s)
+    comm: Communicator = connect(
+        *place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s
+    )
+    exchanges = _Exchanges(comm, device, job.timeout_s)
+    for size in SIZES:
+        for exchange in (exchanges.all_reduce, exchanges.broadcast, exchanges.all_gather):
+            what = f"{exchange.__name__} of {_in_words(size)}"
+            tell(what)
+            exchange(size, what)
+    tell("waiting for the other ranks")
+    comm.barrier(what="the end of the preflight", timeout_s=job.timeout_s)
+    return comm
 
 
-def _run_child(job: Job, output: IO[str]) -> None:
+def _run_child(job: PreflightJob, output: IO[str]) -> None:
     step, story = 0, ""
 
     def tell(words: str, state: _State = _State.RUNNING) -> None:
@@ -339,7 +343,8 @@ def _run_child(job: Job, output: IO[str]) -> None:
         output.flush()
 
     try:
-        _try_all(job, tell)
+        # Ending an NCCL group may hang, too; the process is killed, which needs no end of it.
+        kept = _try_all(job, tell)
     except CollectiveTimeoutError as error:
         tell(str(error), _State.TIMED_OUT)
     except PeerLostError as error:
@@ -350,6 +355,7 @@ def _run_child(job: Job, output: IO[str]) -> None:
         tell(f"{type(error).__name__} in {story}: {first_line(error)}", _State.FAILED)
     else:
         tell("passed", _State.PASSED)
+        del kept
 
 
 def main() -> None:
@@ -358,7 +364,7 @@ def main() -> None:
     # Libraries write to standard output as they like (NCCL_DEBUG); the parent reads what was that.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    job = Job(**json.loads(sys.stdin.buffer.readline()))
+    job = PreflightJob(**json.loads(sys.stdin.buffer.readline()))
     signal.alarm(round(2 * job.timeout_s) + 60)  # by the kernel, if a driver holds all threads
     watcher = threading.Thread(target=_end_with_parent, daemon=True)
     watcher.start()
