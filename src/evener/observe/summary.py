@@ -14,8 +14,11 @@ from evener.observe.wording import human_count, human_duration
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Below this part of the run's time, a rank neither saved nor cost anything worth saying.
+# A contribution below this part of the run is within what two equal runs differ by.
 _NEGLIGIBLE = 0.01
+# A rank that does this part of the best other rank's speed alone is as fast as that one.
+_EQUAL = 0.9
+_ALIKE = "as any other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,32 +153,34 @@ def best_speed_without(summary: RunSummary, rank: int) -> float | None:
     return max(max(others), summary.tokens_per_s / total * sum(others))
 
 
-def time_saved_s(summary: RunSummary, rank: int) -> float | None:
-    """Return the seconds by which the run would have taken longer without a rank.
+def contribution(summary: RunSummary, rank: int) -> float | None:
+    """Return what the run would have lacked without a rank, as a part of the run.
 
-    The best team without it does ``best_speed_without`` and would have needed
-    ``elapsed_s * tokens_per_s / best_speed_without`` for the same work; the difference to
-    ``elapsed_s`` is what the rank saved. Negative when it cost time.
+    In the time that the run took, the best team without the rank (``best_speed_without``) would
+    have done ``best_speed_without / tokens_per_s`` of the work. The rest is the rank's
+    contribution. It is at most 1. Contributions do not add up to 1, since the others share out the
+    work of one that is missing.
 
     Returns:
-        ``None`` when speeds are unknown, or nobody else is there to do the work.
+        From 0 to 1, a part of the work; negative for a rank without which the work would have been
+        done sooner: the part of the run's time that it cost, down to -1. ``None`` when speeds are
+        unknown, or nobody else is there to do the work.
     """
-    without = best_speed_without(summary, rank)
-    if without is None or without <= 0 or summary.tokens_per_s is None:
+    without, team = best_speed_without(summary, rank), summary.tokens_per_s
+    if without is None or without <= 0 or team is None or team <= 0:
         return None
-    return summary.elapsed_s * (summary.tokens_per_s / without - 1.0)
+    return 1.0 - without / team if without <= team else team / without - 1.0
 
 
 def closing_table(summary: RunSummary) -> "Table":
     """Return a rich table with a row per rank: device, share, speed alone, wait, contribution."""
     from rich.table import Table
 
-    source = "alone" if summary.solo_source == "measured" else "alone (model)"
     table = Table(title=_headline(summary), title_justify="left", title_style="")
     table.add_column("rank", justify="right")
     table.add_column("device")
     table.add_column("share", justify="right")
-    table.add_column(f"{summary.unit}/s {source}", justify="right")
+    table.add_column(f"{summary.unit}/s alone", justify="right")
     table.add_column("wait", justify="right")
     table.add_column("contribution")
     total = sum(row.weight for row in summary.ranks)
@@ -194,26 +199,18 @@ def closing_table(summary: RunSummary) -> "Table":
 
 
 def verdict(summary: RunSummary) -> list[str]:
-    """Return the last lines for a person: what the team was worth, and where its files are."""
-    if summary.world_size == 1:
-        lines = [_alone(summary)]
-    else:
-        lines = [_team(summary)]
-        lines += [
-            f"rank {rank} was parked: the team is faster without it" for rank in summary.parked
-        ]
+    """Return the last lines for a person: what the table does not say."""
+    lines = []
+    if summary.tokens_per_s is None:
+        lines.append("the run was too short to measure its speed")
+    elif summary.world_size > 1:
+        lines += _team(summary, summary.tokens_per_s)
         equal = summary.equal_split_tokens_per_s
-        if equal is not None and equal > 0 and summary.tokens_per_s is not None:
+        if equal is not None and equal > 0:
             lines.append(
                 f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
                 f"shares by speed did {summary.tokens_per_s / equal:.2f}x that"
             )
-    if summary.emulated:
-        emulated = ", ".join(
-            f"rank {rank} is emulated {factor:g}x slower"
-            for rank, factor in sorted(summary.emulated.items())
-        )
-        lines.append(f"({emulated})")
     if summary.skipped_records:
         lines.append(
             f"left out {summary.skipped_records:,} lines or rows of the data that hold no text; "
@@ -236,51 +233,48 @@ def _headline(summary: RunSummary) -> str:
     return text
 
 
-def _alone(summary: RunSummary) -> str:
-    if summary.tokens_per_s is None:
-        return "rank 0 worked alone; the run was too short to measure its speed"
-    speed = f"{human_count(summary.tokens_per_s)} {summary.unit}/s"
-    return f"rank 0 worked alone and did {speed}; there was nobody to share with"
-
-
-def _team(summary: RunSummary) -> str:
-    known = [
-        (speed, rank) for rank, speed in enumerate(summary.solo_tokens_per_s) if speed is not None
-    ]
-    if summary.tokens_per_s is None:
-        return "the run was too short to say what the team was worth"
-    if len(known) != summary.world_size:
-        speed = f"{human_count(summary.tokens_per_s)} {summary.unit}/s"
-        return f"the team did {speed}; what each rank does alone is not known"
+def _team(summary: RunSummary, speed: float) -> list[str]:
+    solos = {r: solo for r, solo in enumerate(summary.solo_tokens_per_s) if solo is not None}
+    if len(solos) != summary.world_size:
+        return ["what each rank does alone is not known"]
     # Of equals the lowest rank is the one to compare with.
-    best_speed, best = max(known, key=lambda pair: (pair[0], -pair[1]))
-    text = f"the team did {summary.tokens_per_s / best_speed:.2f}x rank {best} alone"
+    best = max(solos, key=lambda rank: (solos[rank], -rank))
+    line = f"the team did {speed / solos[best]:.2f}x rank {best} alone"
     if summary.solo_source != "measured":
-        text += " (predicted by the speed model)"
-    for rank in range(summary.world_size):
-        if rank != best and rank not in summary.parked:
-            text += f"; rank {rank} {_saved(summary, rank)}"
-    return text
-
-
-def _saved(summary: RunSummary, rank: int) -> str:
-    saved_s = time_saved_s(summary, rank)
-    if saved_s is None or abs(saved_s) < _NEGLIGIBLE * summary.elapsed_s:
-        return "made no difference"
-    if saved_s > 0:
-        return f"saved {human_duration(saved_s)}"
-    return f"cost you {human_duration(-saved_s)}: leave it out"
+        line += " (what ranks do alone is predicted by the speed model)"
+    lines = [line]
+    words = {r: _contribution(summary, r) for r in solos if r not in summary.parked}
+    costly = [str(r) for r, told in words.items() if told.startswith("cost") and r != best]
+    if costly:
+        lines.append(f"leave out rank {' or '.join(costly)}: the others are faster by themselves")
+    alike = [str(rank) for rank, told in words.items() if told == _ALIKE]
+    if alike:
+        lines.append(
+            f"the team is no faster with rank {' or '.join(alike)}, which is as fast alone as any "
+            "other: ranks compete for the same cores, or exchanging takes what sharing saves"
+        )
+    return lines
 
 
 def _contribution(summary: RunSummary, rank: int) -> str:
     if rank in summary.parked:
-        return "parked"
-    saved_s = time_saved_s(summary, rank)
-    if saved_s is None:
+        return "parked: faster without it"
+    part = contribution(summary, rank)
+    if part is None:
         return "–"
-    if abs(saved_s) < _NEGLIGIBLE * summary.elapsed_s:
-        return "no difference"
-    return f"{'saved' if saved_s > 0 else 'cost'} {human_duration(abs(saved_s))}"
+    if part >= _NEGLIGIBLE:
+        return f"{part:.0%} of the work"
+    if _is_equal(summary, rank):
+        return _ALIKE
+    return "none" if part > -_NEGLIGIBLE else f"cost {-part:.0%} of the time"
+
+
+def _is_equal(summary: RunSummary, rank: int) -> bool:
+    """Whether a rank alone is about as fast as the fastest other: neither is the useless one."""
+    active = [r for r in range(summary.world_size) if r not in summary.parked]
+    others = [_solo(summary, other) or 0.0 for other in active if other != rank]
+    best, own = max(others, default=0.0), _solo(summary, rank) or 0.0
+    return min(best, own) >= _EQUAL * max(best, own)
 
 
 def _solo(summary: RunSummary, rank: int) -> float | None:

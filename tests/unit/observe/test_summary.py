@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from evener.errors import EvenerError
@@ -14,7 +16,7 @@ from evener.observe.summary import (
     RunSummary,
     best_speed_without,
     closing_table,
-    time_saved_s,
+    contribution,
     verdict,
 )
 from evener.observe.tally import EventTally
@@ -61,86 +63,115 @@ def table_text(summary: RunSummary) -> str:
     return text
 
 
-def test_team_that_is_faster_than_its_best_rank() -> None:
-    # Rank 0 alone would have taken 800 s * 1310 / 1000 = 1048 s.
-    assert verdict(make((1000.0, 400.0), 1310.0)) == [
-        "the team did 1.31x rank 0 alone; rank 1 saved 4 min",
-        "run folder: runs/first",
-    ]
+def contributions(summary: RunSummary) -> list[str]:
+    """The last column of the table."""
+    rows = [line for line in table_text(summary).splitlines() if "cpu:" in line]
+    return [row.rpartition("│")[0].rpartition("│")[2].strip() for row in rows]
+
+
+def test_contributions_are_parts_of_the_work_of_the_run() -> None:
+    # In the time of the run rank 0 alone would have done 1000/1310 of the work, rank 1 400/1310.
+    summary = make((1000.0, 400.0), 1310.0)
+    assert contributions(summary) == ["69% of the work", "24% of the work"]
+    assert verdict(summary) == ["the team did 1.31x rank 0 alone", "run folder: runs/first"]
 
 
 def test_rank_that_costs_time_is_named() -> None:
-    # Rank 0 alone would have taken 800 s * 800 / 1000 = 640 s.
-    assert verdict(make((1000.0, 50.0), 800.0))[0] == (
-        "the team did 0.80x rank 0 alone; rank 1 cost you 3 min: leave it out"
+    # Rank 0 alone would have taken 640 s of the 800 s.
+    summary = make((1000.0, 50.0), 800.0)
+    assert contributions(summary) == ["94% of the work", "cost 20% of the time"]
+    assert verdict(summary)[:2] == [
+        "the team did 0.80x rank 0 alone",
+        "leave out rank 1: the others are faster by themselves",
+    ]
+
+
+def test_slow_rank_that_makes_no_difference() -> None:
+    assert contributions(make((1000.0, 50.0), 1005.0)) == ["95% of the work", "none"]
+
+
+@pytest.mark.parametrize("team", [930.0, 1000.0, 1005.0])
+def test_no_equal_rank_is_called_useless(team: float) -> None:
+    """On cores that ranks share, a team may be as fast as any of its ranks alone."""
+    summary = make((1000.0, 960.0), team)
+    assert not [line for line in verdict(summary) if "leave" in line]
+    assert not {"none", "cost"} & {cell.split()[0] for cell in contributions(summary)}
+    assert verdict(summary)[1].startswith("the team is no faster with rank ")
+    assert "compete for the same cores" in verdict(summary)[1]
+
+
+def test_the_fastest_rank_need_not_be_rank_0_and_is_never_left_out() -> None:
+    assert verdict(make((400.0, 1000.0), 1310.0))[0] == "the team did 1.31x rank 1 alone"
+    assert verdict(make((800.0, 1000.0), 790.0))[1].startswith("leave out rank 0:")
+
+
+@given(
+    st.lists(st.floats(0.01, 1e6), min_size=2, max_size=5),
+    st.floats(0.01, 1e7),
+    st.sets(st.integers(1, 4)),
+)
+def test_no_rank_contributes_more_than_the_run(
+    solos: list[float], team: float, parked: set[int]
+) -> None:
+    summary = make(tuple(solos), team, parked=tuple(r for r in parked if r < len(solos)))
+    for rank in range(len(solos)):
+        part = contribution(summary, rank)
+        assert part is None or -1 <= part <= 1
+    lines = verdict(summary)
+    assert len(lines) == len(set(lines))
+
+
+def test_predicted_speeds_say_so_once() -> None:
+    summary = make((1000.0, 400.0), 1310.0, solo_source="speed model")
+    assert "predicted by the speed model" in verdict(summary)[0]
+    assert "model" not in table_text(summary)
+
+
+def test_each_fact_is_said_once() -> None:
+    summary = make(
+        (1000.0, 600.0, 10.0),
+        1500.0,
+        equal_split_tokens_per_s=786.0,
+        emulated={1: 3.0},
+        parked=(2,),
     )
-
-
-def test_rank_that_makes_no_difference() -> None:
-    assert verdict(make((1000.0, 50.0), 1005.0))[0].endswith("; rank 1 made no difference")
-
-
-def test_the_fastest_rank_need_not_be_rank_0() -> None:
-    assert verdict(make((400.0, 1000.0), 1310.0))[0] == (
-        "the team did 1.31x rank 1 alone; rank 0 saved 4 min"
-    )
-
-
-def test_predicted_speeds_say_so() -> None:
-    line = verdict(make((1000.0, 400.0), 1310.0, solo_source="speed model"))[0]
-    assert line.startswith("the team did 1.31x rank 0 alone (predicted by the speed model); rank 1")
-
-
-def test_equal_split_and_emulated_ranks_are_told() -> None:
-    lines = verdict(
-        make((1000.0, 400.0), 1310.0, equal_split_tokens_per_s=786.0, emulated={1: 3.0})
-    )
-    assert lines[1:] == [
-        "an equal split does 786 tokens/s (measured): shares by speed did 1.67x that",
-        "(rank 1 is emulated 3x slower)",
+    assert verdict(summary) == [
+        "the team did 1.50x rank 0 alone",
+        "an equal split does 786 tokens/s (measured): shares by speed did 1.91x that",
         "run folder: runs/first",
     ]
-
-
-def test_parked_rank_is_no_part_of_the_team() -> None:
-    summary = make((1000.0, 600.0, 10.0), 1500.0, parked=(2,))
-    assert verdict(summary)[:2] == [
-        "the team did 1.50x rank 0 alone; rank 1 saved 7 min",
-        "rank 2 was parked: the team is faster without it",
-    ]
     assert best_speed_without(summary, 1) == 1000.0
-    assert "parked" in table_text(summary)
+    text = table_text(summary) + "\n".join(verdict(summary))
+    for fact in ("emulated 3x slower", "parked: faster without it", "1,500", "786", "1.50x"):
+        assert text.count(fact) == 1, fact
 
 
 def test_best_team_of_several_others() -> None:
     summary = make((1000.0, 1000.0, 500.0), 2000.0)
     assert summary.of_ideal == 0.8
     assert best_speed_without(summary, 2) == 1600.0
-    assert time_saved_s(summary, 2) == pytest.approx(800.0 * 0.25)
+    assert contribution(summary, 2) == pytest.approx(0.2)
     # Where the exchange eats everything, the best of the others works alone.
     slow = make((1000.0, 100.0, 100.0), 600.0)
     assert best_speed_without(slow, 2) == 1000.0
-    assert verdict(slow)[0].count("leave it out") == 2
+    assert verdict(slow)[1].startswith("leave out rank 1 or 2:")
 
 
 @pytest.mark.parametrize(
-    ("solos", "team", "line"),
+    ("solos", "team", "said"),
     [
-        ((1000.0, None), 1310.0, "the team did 1,310 tokens/s; what each rank does alone is not"),
-        ((1000.0, 400.0), None, "the run was too short to say what the team was worth"),
-        ((1000.0,), 990.0, "rank 0 worked alone and did 990 tokens/s; there was nobody to share"),
-        ((1000.0,), None, "rank 0 worked alone; the run was too short to measure its speed"),
+        ((1000.0, None), 1310.0, ["what each rank does alone is not known"]),
+        ((1000.0, 400.0), None, ["the run was too short to measure its speed"]),
+        ((1000.0,), 990.0, []),
+        ((1000.0,), None, ["the run was too short to measure its speed"]),
     ],
 )
 def test_what_is_not_known_is_not_claimed(
-    solos: tuple[float | None, ...], team: float | None, line: str
+    solos: tuple[float | None, ...], team: float | None, said: list[str]
 ) -> None:
     summary = make(solos, team)
-    lines = verdict(summary)
-    assert lines[0].startswith(line)
-    assert lines[-1] == "run folder: runs/first"
-    assert len(lines) == 2
-    assert time_saved_s(summary, 0) is None
+    assert verdict(summary) == [*said, "run folder: runs/first"]
+    assert contribution(summary, 0) is None
     table_text(summary)
 
 
@@ -149,7 +180,7 @@ def test_table_has_a_row_per_rank() -> None:
     title, *_ = text.splitlines()
     assert title.strip() == "500 steps, 1.2M tokens in 13 min, 1,310 tokens/s, held-out loss 2.346"
     (row,) = [line for line in text.splitlines() if "cpu:1" in line]
-    for part in ("cpu:1, emulated 3x slower", "33%", "400", "25%", "saved 4 min"):
+    for part in ("cpu:1, emulated 3x slower", "33%", "400", "25%", "24% of the work"):
         assert part in row
 
 
@@ -196,4 +227,4 @@ def test_summary_from_a_tally() -> None:
         ),
     )
     assert "60%" in table_text(summary)
-    assert verdict(summary)[0] == "the team did 1.25x rank 0 alone; rank 1 saved 3 min"
+    assert verdict(summary)[0] == "the team did 1.25x rank 0 alone"

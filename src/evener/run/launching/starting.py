@@ -8,9 +8,12 @@ program.
 
 import multiprocessing
 import os
+import site
 import subprocess
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +85,6 @@ def how_started() -> Started:
     ipython = sys.modules.get("IPython")
     if ipython is not None and ipython.get_ipython() is not None:
         raise ConfigError(f"a notebook is one process; to use all devices {remedy}")
-    if "PYTEST_CURRENT_TEST" in os.environ:
-        raise ConfigError(f"a test is not started again; to use all devices {remedy}")
     if multiprocessing.parent_process() is not None:
         raise ConfigError(
             "this is a child process, which is not started again; to use all devices call "
@@ -102,7 +103,41 @@ def how_started() -> Started:
     )
     if program[0] != "-m" and not Path(folder, program[0]).is_file():
         raise ConfigError(f"{program[0]} is no Python file; to use all devices {remedy}")
+    if (runner := _runner([frame.filename for frame in traceback.extract_stack()])) is not None:
+        raise ConfigError(
+            f"the script is run by {runner}, which would do everything else again, too; to use all "
+            f"devices {remedy}"
+        )
     return Started(tuple(program), folder)
+
+
+def _runner(files: Sequence[str]) -> str | None:
+    """The installed program that runs a script of the user's, such as a debugger or test runner.
+
+    What was started is then not the script. An installed program that runs its own code, and a
+    console command of a package under development, can be started again.
+
+    Args:
+        files: Of the frames of the stack, outermost first.
+
+    Returns:
+        Its file; ``None`` where there is none.
+    """
+    scripts, own = sysconfig.get_path("scripts"), Path(__file__).parents[2]
+    libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+
+    def is_installed(file: str) -> bool:
+        return any(Path(file).is_relative_to(folder) for folder in libraries)
+
+    frames = [
+        file
+        for file in files
+        if not (file.startswith("<frozen") or Path(file).is_relative_to(own))
+        and Path(file).parent != Path(scripts)  # a console command is its package's first function
+    ]
+    if frames and is_installed(frames[0]) and not is_installed(frames[-1]):
+        return frames[0]
+    return None
 
 
 def program_of(words: Sequence[str]) -> list[str]:

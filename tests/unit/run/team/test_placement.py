@@ -174,15 +174,9 @@ def test_the_folder_that_a_script_was_started_in(script, main_file, folder):
     assert starting_folder([script], "/now", main_file) == folder
 
 
-def test_a_test_is_not_started_again():
-    with pytest.raises(ConfigError, match="a test is not started again"):
-        how_started()
-
-
 def test_without_a_script_one_device_is_used_and_the_way_to_all_is_told(monkeypatch, capsys):
     from evener.run.launching.starting import start_all_ranks
 
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr("sys.orig_argv", ["python", "-c", "pass"])
     start_all_ranks(("cuda:0", "cuda:1"), optional=True, quiet=False)
     said = capsys.readouterr().err
@@ -204,7 +198,6 @@ def test_a_notebook_is_not_started_again(monkeypatch):
 
 
 def test_what_is_no_file_is_not_started_again(monkeypatch, tmp_path):
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr("sys.orig_argv", ["python", str(Path(tmp_path))])
     with pytest.raises(ConfigError, match="is no Python file"):
         how_started()
