@@ -8,12 +8,20 @@ once it is whole, so a killed process or a full disk leaves the previous one in 
 from evener.checkpoint.copies import alias_table, copy_to_cpu
 from evener.checkpoint.optimizer_state import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.reader import Checkpoint, find_newest, open_checkpoint
-from evener.checkpoint.writer import CheckpointWriter, Snapshot, WrittenCheckpoint
+from evener.checkpoint.writer import (
+    CheckpointWriter,
+    SkippedCheckpoint,
+    Snapshot,
+    UnwrittenError,
+    WrittenCheckpoint,
+)
 
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
+    "SkippedCheckpoint",
     "Snapshot",
+    "UnwrittenError",
     "WrittenCheckpoint",
     "alias_table",
     "copy_to_cpu",

@@ -94,7 +94,7 @@ def decode(node: Any, *, tensors: Mapping[str, torch.Tensor] | None = None) -> A
     if not isinstance(node, dict):
         return node
     tag = next(iter(node)) if len(node) == 1 else ""
-    if not tag.startswith("$"):
+    if not (isinstance(tag, str) and tag.startswith("$")):
         return {key: decode(item, tensors=tensors) for key, item in node.items()}
     content = node[tag]
     try:

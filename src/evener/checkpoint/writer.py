@@ -7,6 +7,7 @@ folder is renamed to ``step-N``. A rename is atomic, so a reader sees the old st
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,33 @@ class WrittenCheckpoint:
     write_s: float
 
 
+class UnwrittenError(CheckpointError):
+    """A checkpoint did not reach the disk; its snapshot can be submitted again.
+
+    Attributes:
+        snapshot: The state that was not written; nobody reads it any more.
+    """
+
+    def __init__(self, message: str, snapshot: Snapshot) -> None:
+        super().__init__(message)
+        self.snapshot = snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedCheckpoint:
+    """A checkpoint that was not begun, since a newer one came while it waited.
+
+    Attributes:
+        step: Its step.
+        running: Step of the one that was being written all the time.
+        newer: Step of the one that takes its place.
+    """
+
+    step: int
+    running: int
+    newer: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     snapshot: Snapshot
@@ -108,10 +136,11 @@ class CheckpointWriter:
         self._on_stage = on_stage
         self._changed = threading.Condition()
         self._queued: _Job | None = None
-        self._running = False
+        self._running: int | None = None  # the step that is being written
         self._closed = False
         self._last_path: Path | None = None
-        self._error: CheckpointError | None = None
+        self._errors: deque[CheckpointError] = deque()
+        self._skipped: list[SkippedCheckpoint] = []
         self._written: list[WrittenCheckpoint] = []
         self._finished: Snapshot | None = None
         try:
@@ -125,7 +154,8 @@ class CheckpointWriter:
     def submit(self, snapshot: Snapshot) -> None:
         """Hand over a snapshot and return at once.
 
-        While an earlier one is being written the new one waits; one that still waits is dropped.
+        While an earlier one is being written the new one waits; one that still waits is dropped:
+        the newest state is the one that loses least. ``poll_skipped`` tells which were dropped.
 
         Raises:
             CheckpointError: A file name or a document is not fit for a checkpoint.
@@ -138,23 +168,26 @@ class CheckpointWriter:
                     "submit after close: the checkpoint writer takes no more snapshots"
                 )
             # The memory of a snapshot that was dropped can be used again; of two, keep the newer.
-            self._finished = self._queued.snapshot if self._queued is not None else None
-            self._queued = job
-            if not self._running:
+            dropped = self._queued.snapshot if self._queued is not None else None
+            if dropped is not None and self._running is not None:
+                skipped = SkippedCheckpoint(dropped.step, self._running, snapshot.step)
+                self._skipped.append(skipped)
+            self._finished, self._queued = dropped, job
+            if self._running is None:
                 thread = threading.Thread(target=self._write_queued, name="evener-checkpoint")
                 try:
                     thread.start()
                 except RuntimeError as error:  # no thread to be had: a failed write like any other
-                    self._queued, self._finished = None, snapshot
-                    self._error = self._failure(snapshot.step, error)
+                    self._queued = None
+                    self._errors.append(self._failure(snapshot, error))
                 else:
-                    self._running = True
+                    self._running = snapshot.step
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being written or waiting."""
         with self._changed:
-            return not self._running
+            return self._running is None
 
     @property
     def last_path(self) -> Path | None:
@@ -169,10 +202,16 @@ class CheckpointWriter:
             return finished
 
     def poll_error(self) -> CheckpointError | None:
-        """Return the newest failure that has not been returned yet, and forget it."""
+        """Return the oldest failure that has not been returned yet, and forget it."""
         with self._changed:
-            error, self._error = self._error, None
-            return error
+            return self._errors.popleft() if self._errors else None
+
+    def poll_skipped(self) -> tuple[SkippedCheckpoint, ...]:
+        """Return the checkpoints skipped since the last call, oldest first."""
+        with self._changed:
+            skipped = tuple(self._skipped)
+            self._skipped.clear()
+            return skipped
 
     def poll_written(self) -> tuple[WrittenCheckpoint, ...]:
         """Return the checkpoints finished since the last call, oldest first."""
@@ -188,7 +227,7 @@ class CheckpointWriter:
             ``False`` when the time is up before that.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._running, timeout_s)
+            return self._changed.wait_for(lambda: self._running is None, timeout_s)
 
     def close(self, timeout_s: float = 600.0) -> bool:
         """Take no more snapshots and wait for those handed over; may be called again.
@@ -217,15 +256,15 @@ class CheckpointWriter:
         while True:
             with self._changed:
                 job, self._queued = self._queued, None
+                self._running = None if job is None else job.snapshot.step
                 if job is None:
-                    self._running = False
                     self._changed.notify_all()
                     return
             error = self._try_write(job)
             with self._changed:
                 if error is not None:
-                    self._error = error
-                if self._finished is None:
+                    self._errors.append(error)
+                if self._finished is None and not isinstance(error, UnwrittenError):
                     self._finished = job.snapshot
 
     def _try_write(self, job: _Job) -> CheckpointError | None:
@@ -236,7 +275,7 @@ class CheckpointWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             manifest = self._write(job)
         except Exception as error:  # whatever it was, training goes on
-            return self._failure(step, error)
+            return self._failure(job.snapshot, error)
         num_bytes = sum(record.num_bytes for record in manifest.files.values())
         path = self._folder / step_name(step)
         with self._changed:
@@ -276,13 +315,14 @@ class CheckpointWriter:
             publish(unfinished.path, self._folder / step_name(snapshot.step))
         return manifest
 
-    def _failure(self, step: int, cause: Exception) -> CheckpointError:
+    def _failure(self, snapshot: Snapshot, cause: Exception) -> CheckpointError:
         # Read without the lock: only the writing thread sets it, and it may be the one that asks.
         in_use = self._last_path
-        failure = CheckpointError(
-            f"checkpoint step-{step} could not be written to {self._folder}: {cause}; "
+        failure = UnwrittenError(
+            f"checkpoint step-{snapshot.step} could not be written to {self._folder}: {cause}; "
             + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
-            + "; free disk space there or choose another folder"
+            + "; free disk space there or choose another folder",
+            snapshot,
         )
         failure.__cause__ = cause
         return failure

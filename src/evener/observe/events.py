@@ -274,6 +274,11 @@ def checkpoint_event(
     }
 
 
+def checkpoint_missed_event(*, t: float, window: int, reason: str) -> dict[str, Any]:
+    """The state after ``window`` windows was not written: the attempt failed, or was left out."""
+    return {"t": t, "type": "checkpoint_missed", "window": window, "reason": reason}
+
+
 def worker_lost_event(
     *, t: float, rank: int, member: str, window: int, reason: str
 ) -> dict[str, Any]:

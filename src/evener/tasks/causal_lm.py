@@ -313,10 +313,12 @@ class PretrainingRun:
             self.ddp,
             self.folder / "checkpoints",
             keep_last=self.config.checkpoint.keep_last,
+            retry_s=self.config.checkpoint.retry_s,
             assets={CONFIG: config_json(self.model), **self.text.tokenizer.files()},
             documents={RUN: self.description},
             on_written=lambda written: self.recorder.checkpoint(written),
             on_failure=lambda failure: self._warn(f"warning: {failure}"),
+            on_missed=lambda step, reason: self.recorder.missed_checkpoint(step, reason),
         )
 
     def _check(self, checkpoint: Checkpoint) -> None:

@@ -226,6 +226,9 @@ def test_submit_does_not_wait_and_only_the_newest_waiting_snapshot_is_written(
     assert writer.wait(TIMEOUT_S)
     assert writer.idle
     assert [written.step for written in writer.poll_written()] == [1, 4]
+    skipped = [(one.step, one.running, one.newer) for one in writer.poll_skipped()]
+    assert skipped == [(2, 1, 3), (3, 1, 4)]
+    assert writer.poll_skipped() == ()
     assert names(tmp_path) == ["step-1", "step-4"]
     assert writer.close(TIMEOUT_S)
 

@@ -24,6 +24,7 @@ FIELDS = {
     "window": {"window", "generation", "epoch", "committed", "ranks"},
     "eval": {"window", "name", "loss", "weight", "elapsed_s"},
     "checkpoint": {"window", "path", "num_bytes", "write_s"},
+    "checkpoint_missed": {"window", "reason"},
     "worker_lost": {"rank", "member", "window", "reason"},
     "worker_joined": {"rank", "member", "window", "generation"},
     "healed": {"rank", "member", "window", "donor", "num_bytes", "elapsed_s"},

@@ -68,7 +68,8 @@ class Registry:
             if name not in decoded:
                 raise CheckpointError(
                     f"the checkpoint holds no state of {name!r}, which is registered; it holds "
-                    f"{sorted(states)}: register it after ddp.load, or resume with another one"
+                    f"{sorted(map(str, states))}: register it after ddp.load, or resume with "
+                    "another one"
                 )
         for name, one in self._objects.items():
             state = decoded.pop(name)

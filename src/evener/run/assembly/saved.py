@@ -275,7 +275,9 @@ def _check_states(states: dict[Any, Any], optimizer: Optimizer) -> None:
 
 
 def _check_value(key: Any, value: Any, parameter: Tensor, place: str) -> None:
-    if key in _OF_PARAMETER_SHAPE and value is not None:
+    if value is None and key == "momentum_buffer":
+        return  # SGD without momentum, of some versions of torch
+    if key in _OF_PARAMETER_SHAPE:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else short(value)
             raise ValueError(f"{place} is {what}, not of shape {tuple(parameter.shape)}")
@@ -288,7 +290,7 @@ def _check_value(key: Any, value: Any, parameter: Tensor, place: str) -> None:
 
 def _require_alike(saved: Any, own: Any, place: str) -> None:
     """Check that a value is of the same kind as the one in use, all the way down."""
-    if saved is None or own is None:  # what is not set yet may be anything
+    if own is None:  # what is not set yet may be anything
         return
     if isinstance(own, Mapping):
         good = isinstance(saved, Mapping)

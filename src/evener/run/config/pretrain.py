@@ -161,6 +161,9 @@ class CheckpointConfig(Section):
 
     every: NotNegative = Field(default=200, description="windows; 0: only at the end")
     keep_last: Positive = 3
+    retry_s: Annotated[Number, Field(ge=0)] = Field(
+        default=600.0, description="seconds for which the run's last save is tried again"
+    )
 
 
 class SampleConfig(Section):

@@ -15,6 +15,7 @@ from evener.observe.events import (
     RankRow,
     Sink,
     checkpoint_event,
+    checkpoint_missed_event,
     eval_event,
     plan_event,
     run_finished_event,
@@ -201,6 +202,10 @@ class RunRecorder:
                 write_s=written.write_s,
             )
         )
+
+    def missed_checkpoint(self, step: int, reason: str) -> None:
+        """Records a checkpoint that was not written."""
+        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Records the end of a run that has started."""

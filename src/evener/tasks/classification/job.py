@@ -396,10 +396,12 @@ class ClassificationRun:
             self.ddp,
             self.folder / "checkpoints",
             keep_last=self.config.checkpoint.keep_last,
+            retry_s=self.config.checkpoint.retry_s,
             assets=self.assets,
             documents=self.documents,
             on_written=lambda written: self.recorder.checkpoint(written),
             on_failure=lambda failure: self._warn(f"warning: {failure}"),
+            on_missed=lambda step, reason: self.recorder.missed_checkpoint(step, reason),
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def checkpointer_of(
         keep_last=2,
         assets={"notes.txt": b"hello"},
         documents={"run.json": {"seed": 3}},
+        retry_s=0.0,
         on_written=(written if written is not None else []).append,
         on_failure=on_failure or pytest.fail,
     )
