@@ -256,6 +256,22 @@ def test_ranks_with_unlike_data_sets_give_both_lengths() -> None:
             assert "11 " in line
 
 
+def test_a_sampler_that_draws_otherwise_on_another_rank_is_refused() -> None:
+    def run(comm: Communicator) -> str:
+        model = nn.Linear(3, 2)
+        given = DataLoader(numbered(6), batch_size=2, sampler=[comm.rank, 2, 3])
+        with (
+            setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01)) as ddp,
+            pytest.raises(UsageError) as caught,
+        ):
+            list(ddp.eval_loader(given))
+        return str(caught.value)
+
+    first, second = run_team(2, run)
+    assert "draws other samples on rank 1 than on rank 0" in first
+    assert "draws other samples on rank 0 than on rank 1" in second
+
+
 def test_the_former_name_of_weighted_mean_warns() -> None:
     def run(comm: Communicator) -> None:
         model = nn.Linear(3, 2)

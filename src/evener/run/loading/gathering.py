@@ -32,28 +32,32 @@ class _Offer:
     Attributes:
         round: In which round of the evaluation it is.
         turn: How often it has called ``gather`` in this round before.
+        on_device: Whether its rows lie on an accelerator.
         dtype: Number of the dtype in ``_DTYPES``.
         shape: Of its rows; empty where it brings none, as it has come to the end of the loop.
     """
 
     round: int
     turn: int
+    on_device: bool
     dtype: int
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, place: tuple[int, int], rows: Tensor | None) -> Self:
         if rows is None:
-            return cls(*place, 0, ())
-        return cls(*place, _DTYPES.index(rows.dtype), tuple(rows.shape))
+            return cls(*place, False, 0, ())
+        on_device = rows.device.type != "cpu"
+        return cls(*place, on_device, _DTYPES.index(rows.dtype), tuple(rows.shape))
 
     @classmethod
     def decode(cls, numbers: Sequence[float]) -> Self:
-        round_, turn, dtype, dimensions, *shape = (int(n) for n in numbers)
-        return cls(round_, turn, dtype, tuple(shape[:dimensions]))
+        round_, turn, on_device, dtype, dimensions, *shape = (int(n) for n in numbers)
+        return cls(round_, turn, bool(on_device), dtype, tuple(shape[:dimensions]))
 
     def encode(self) -> list[float]:
-        return [float(n) for n in (self.round, self.turn, self.dtype, len(self.shape), *self.shape)]
+        head = (self.round, self.turn, self.on_device, self.dtype, len(self.shape))
+        return [float(n) for n in (*head, *self.shape)]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -193,7 +197,7 @@ class Gatherer:
                 "or lists, tuples and dicts of them: torch.tensor(value) makes one of numbers, a "
                 "tokenizer one of texts"
             )
-        room = self._engine.team.whole.payload_length - len(_Offer(0, 0, 0, ()).encode())
+        room = self._engine.team.whole.payload_length - len(_Offer(0, 0, False, 0, ()).encode())
         if leaf.layout != torch.strided or leaf.dtype not in _DTYPES or leaf.dim() > room:
             raise UsageError(
                 f"ddp.gather was given a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "
@@ -226,22 +230,28 @@ def _exchange_rows(
         engine: Whose team exchanges.
         offers: What each rank brings.
         place: Where those are that bring rows.
-        own: This rank's rows, on the device for the result; ``None`` takes the CPU.
+        own: This rank's rows, on the device for the result; ``None`` takes the model's.
     """
-    kind = next(offer for offer in offers.values() if offer.place == place)
+    bringing = [offer for offer in offers.values() if offer.place == place]
+    kind = bringing[0]
     counts = [o.shape[0] if o.place == place and o.shape else 0 for o in offers.values()]
     comm = engine.team.comm
+    home = engine.flat.groups[0].data.device
+    device = home if own is None else own.device
+    # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs lie.
+    on_device = all(offer.on_device for offer in bringing) and home.type != "cpu"
     parts = torch.empty(
         (len(counts), max(counts), *kind.shape[1:]),
         dtype=_DTYPES[kind.dtype],
-        device="cpu" if own is None else own.device,
+        device=home if on_device else "cpu",
     )
     if own is not None and len(own):
         parts[comm.rank, : len(own)] = own
     comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
     if min(counts) == max(counts):
-        return parts.flatten(0, 1)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return parts.flatten(0, 1).to(device)
+    rows = [part[:count] for part, count in zip(parts, counts, strict=True)]
+    return torch.cat(rows).to(device)
 
 
 def _refuse(offers: Mapping[int, _Offer]) -> NoReturn:
