@@ -174,9 +174,13 @@ def assemble(
         registry=registry,
         guard=OptimizerGuard(models, optimizers, flat),
     )
-    if not config.quiet and comm.rank == 0:
-        say("\n".join(team_lines(assembly)))
+    _print_team(assembly, config)
     return assembly
+
+
+def _print_team(assembly: Assembly, config: DdpConfig) -> None:
+    if not config.quiet and assembly.comm.rank == 0:
+        say("\n".join(team_lines(assembly)))
 
 
 def team_lines(assembly: Assembly) -> list[str]:
