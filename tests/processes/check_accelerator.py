@@ -274,7 +274,7 @@ def test_a_checkpoint_from_there_is_loaded_on_the_cpu(tmp_path: Path) -> None:
 
 def test_replicas_of_one_process_average_by_hand_there() -> None:
     models = [mlp(seed=0), mlp(seed=0)]
-    wrapped = Ddp.wrap(models, devices=["pretend:0", "cpu"], quiet=True)
+    wrapped = Ddp.wrap(models, devices=[0, "cpu"], quiet=True)
     with wrapped:
         for number, model in enumerate(models):
             x, y = next(iter(data(1)))

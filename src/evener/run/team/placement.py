@@ -85,12 +85,17 @@ def by_number(device: object, counts: Mapping[str, int], devices: object) -> str
     """
     if not isinstance(device, int):
         return str(device)
-    kind = next(iter(counts), "")
-    if isinstance(device, bool) or not kind or not 0 <= device < counts[kind]:
+    if isinstance(device, bool):
         raise ConfigError(
-            f"devices is {devices!r}, where {device!r} stands for a device of the host's "
-            f"accelerator by its number, but torch finds {found_here(counts)} here; give numbers "
-            "from 0 below that, names such as 'cpu', or 'auto'"
+            f"devices is {devices!r}, which holds {device}; give names such as 'cuda:0' or 'cpu', "
+            "or numbers of the host's accelerator"
+        )
+    kind = next(iter(counts), "")
+    if not kind or not 0 <= device < counts[kind]:
+        remedy = "numbers count from 0" if kind else "name devices, such as ['cpu', 'cpu']"
+        raise ConfigError(
+            f"devices is {devices!r}, where {device} is a device of the host's accelerator by its "
+            f"number, but torch finds {found_here(counts)} here; {remedy}"
         )
     return f"{kind}:{device}"
 
