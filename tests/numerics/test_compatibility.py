@@ -96,7 +96,9 @@ def test_a_model_compiled_to_machine_code(monkeypatch: pytest.MonkeyPatch, tmp_p
         return state_of(model)
 
     with config.patch(compile_threads=1):  # no pool of compiling processes
-        assert_trains_alike(script, 2, POINTS)
+        # torch compiles a batch of one sample anew, in the thread of the rank that has it, where
+        # the patch does not hold: no remainder of one.
+        assert_trains_alike(script, 2, POINTS, micro_batch_size=4)
 
 
 # ── recomputation, hooks ─────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,7 @@
 """Plans and reports of CADENCE windows, and the clock that closes them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -88,6 +89,33 @@ def test_the_first_window_is_a_step_each_and_then_the_slowest_does_the_anchor():
     assert second.steps == (30, 10)
     assert second.window_s == pytest.approx(3.0)
     assert cadence.solo_speeds(8) == pytest.approx((80.0, 80.0 / 3))
+
+
+def test_steps_that_hold_the_first_micro_batch_of_a_size_have_no_vote():
+    cadence = policy()
+    warm = [
+        replace(report, warmup_steps=1, warmup_samples=8, warmup_busy_s=report.busy_s)
+        for report in timed(5000.0, 9000.0)
+    ]
+    cadence.observe(warm, 0.0)
+    assert cadence.plan(1, 0, left=10_000, limit=None).steps == (1, 1), "nothing is known yet"
+    cadence.observe(timed(100.0, 300.0), 0.0)
+    assert cadence.plan(2, 0, left=9_998, limit=None).steps == (30, 10)
+    later = timed(100.0, 300.0, steps=[30, 10])
+    slow = replace(later[1], busy_s=20.0, warmup_steps=1, warmup_samples=5, warmup_busy_s=17.3)
+    cadence.observe([later[0], slow], 0.0)
+    assert cadence.elche.ms_per_batch == pytest.approx((100.0, 300.0))
+
+
+@pytest.mark.parametrize("slow_ms", [100.0, 400.0, 1500.0])
+@pytest.mark.parametrize("left", [40, 400])
+def test_every_rank_has_a_step_in_the_first_window_of_an_epoch(slow_ms, left):
+    cadence = policy(3)
+    for steps in ((1, 1, 1), (20, 20, 10)):
+        cadence.observe(timed(100.0, 100.0, slow_ms, steps=list(steps)), 0.0)
+    plan = cadence.plan(2, 1, left=left, limit=None)
+    assert min(plan.steps) >= 1
+    assert min(plan.queues) >= 1
 
 
 def test_a_hint_spares_the_first_short_window():

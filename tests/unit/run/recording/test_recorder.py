@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,18 @@ def test_one_slow_window_or_a_larger_share_makes_no_straggler() -> None:
         assert watch.observe(window_of(0.1)) == []
     for _ in range(4):
         assert watch.observe(window_of(0.1, samples=40)) == []
+
+
+def test_the_first_micro_batch_of_a_size_makes_no_straggler() -> None:
+    watch = StragglerWatch(1)
+    for _ in range(5):
+        watch.observe(window_of(0.1))
+    (record,) = window_of(0.1)
+    for _ in range(4):  # it takes 9 s to set something up, each time for another size
+        warm = replace(record, samples=6, compute_s=9.4, warmup_samples=2, warmup_s=9.0)
+        assert watch.observe([warm]) == []
+        alone = replace(record, samples=2, compute_s=9.0, warmup_samples=2, warmup_s=9.0)
+        assert watch.observe([alone]) == []
 
 
 def test_a_rank_without_work_is_not_judged() -> None:
