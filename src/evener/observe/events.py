@@ -5,10 +5,10 @@ it has them ``rank`` and ``member``. New fields may be added; none changes its m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 from evener.parsing import Fields, short, whole
 
@@ -82,6 +82,47 @@ def _check_window(event: Fields) -> None:
 def _check_loss(fields: Fields) -> None:
     if fields["loss"] is not None:  # what is not finite is written as null
         fields.number("loss")
+
+
+@final
+class Fanout(Sink):
+    """Hands events to several sinks; one that raises is left out from then on.
+
+    Args:
+        on_warning: Told of a sink that has raised.
+    """
+
+    def __init__(self, on_warning: Callable[[str], None]) -> None:
+        self._sinks: list[Sink] = []
+        self._on_warning = on_warning
+
+    def add(self, sink: Sink) -> None:
+        """Hand every further event to this sink, too."""
+        self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        """Hand the event to every sink."""
+        for sink in self._sinks.copy():
+            try:
+                sink.emit(event)
+            except Exception as error:
+                self._sinks.remove(sink)
+                self._fail(sink, error)
+
+    def close(self) -> None:
+        """Close every sink."""
+        while self._sinks:
+            sink = self._sinks.pop()
+            try:
+                sink.close()
+            except Exception as error:
+                self._fail(sink, error)
+
+    def _fail(self, sink: Sink, error: Exception) -> None:
+        self._on_warning(
+            f"the sink {type(sink).__name__} raised {type(error).__name__} ({error}) and gets no "
+            "more events; the run continues"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

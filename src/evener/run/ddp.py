@@ -16,8 +16,10 @@ from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.devices import count_accelerators
 from evener.errors import EvenerError
+from evener.observe.events import Sink
 from evener.run.assembly.assembly import Assembly, assemble
 from evener.run.assembly.models import Models, Schedulers, check_arguments
+from evener.run.assembly.reporting import SinkMaker, check_sinks
 from evener.run.launching.starting import start_all_ranks
 from evener.run.launching.uncaught import explain_with, forget, note
 from evener.run.loading.feeding import DataSide
@@ -52,7 +54,7 @@ class Ddp(DataSide):
 
     def __init__(self, assembly: Assembly) -> None:
         super().__init__(assembly)
-        self._closed = False
+        self._closed = self._failed = False
         explain_with(self._explain)
         self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
@@ -77,6 +79,7 @@ class Ddp(DataSide):
         communicator: Communicator | None = None,
         process_group: Any = None,
         quiet: bool = False,
+        sinks: Sequence[Sink | SinkMaker] = (),
     ) -> Self:
         """Joins the team and makes all ranks start from rank 0's model.
 
@@ -114,18 +117,21 @@ class Ddp(DataSide):
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
             quiet: Do not print the team to stderr; warnings are always printed.
+            sinks: Take the run's events, on rank 0: each is a ``Sink``, or a function without
+                arguments that makes one and is called on rank 0 alone. Closed by ``close``.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
             LaunchError: The ranks did not find one another.
         """
         check_arguments(model, optimizer, scheduler)
+        check_sinks(sinks)
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment
         if place is None and communicator is None:
             place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
-        return cls(
+        team = cls(
             assemble(
                 model,
                 [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
@@ -139,6 +145,13 @@ class Ddp(DataSide):
                 communicator=communicator,
             )
         )
+        team.events.policy = str(policy)
+        try:
+            team.events.report_to(sinks)
+        except BaseException:
+            team.close()
+            raise
+        return team
 
     wrap = staticmethod(wrap)
     #: ``Ddp.builder(model_fn, optim_fn, train_fn)``: evener owns the loop; see ``DdpBuilder``.
@@ -332,7 +345,8 @@ class Ddp(DataSide):
         error = sys.exception()
         if error is not None:
             self._explain(error)
-        waits, self._closed = not (self._closed or self._is_lost(error)), True
+        failed = self._failed or self._is_lost(error)
+        waits, self._closed = not (self._closed or failed), True
         forget(self._explain)
         try:
             if waits:
@@ -340,9 +354,13 @@ class Ddp(DataSide):
                     self._engine.leave()
                 self._engine.hurry(min(CLOSING_S, self.assembly.comm.timeout_s))
                 self._engine.settle()
+        except BaseException as broken:
+            failed, error = True, broken
+            raise
         finally:
             for loader in [*self._loaders, *self._eval_loaders]:
                 loader.close()
+            self.events.end(failed=failed, error=error)
             self.assembly.close()
 
     def __enter__(self) -> Self:
@@ -356,7 +374,7 @@ class Ddp(DataSide):
     ) -> None:
         if error is not None:
             self._explain(error)
-        self._closed = self._closed or error is not None
+            self._failed = True
         self.close()
 
     def _is_lost(self, error: BaseException | None) -> bool:

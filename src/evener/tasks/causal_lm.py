@@ -7,6 +7,7 @@ from typing import Any
 
 from evener.checkpoint import Checkpoint
 from evener.errors import CheckpointError, DataError, EvenerError
+from evener.run.assembly.reporting import find_sinks
 from evener.run.assembly.state import check_state
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions
@@ -71,6 +72,7 @@ class PretrainingRun:
         self.schedule = schedule
         self.new_data = False
         self.resumed: Checkpoint | None = None
+        self.sinks = find_sinks(config.sinks)
 
     def go(self) -> PretrainResult:
         """Does all that is left to do of the run."""
@@ -144,7 +146,9 @@ class PretrainingRun:
 
     def _start(self) -> None:
         tensorboard = self.folder / "tensorboard" if self.config.tensorboard else None
-        self.recorder.show(terminal=not self.options.quiet, tensorboard=tensorboard)
+        self.recorder.show(
+            terminal=not self.options.quiet, tensorboard=tensorboard, sinks=self.sinks
+        )
         self.recorder.start(
             run=self.folder.name,
             policy=self.config.policy,

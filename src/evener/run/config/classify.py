@@ -15,6 +15,7 @@ from evener.run.config.pretrain import (
     OptimizerConfig,
     Positive,
     Section,
+    SinkPaths,
     Whole,
 )
 
@@ -172,6 +173,10 @@ class ClassifyRunConfig(ClassifyConfig):
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
     timeout_s: _AboveZero = 600.0
     tensorboard: bool = False
+    sinks: SinkPaths = Field(
+        default_factory=list,
+        description="import paths of functions that make a Sink, such as tracking:make_sink",
+    )
 
     @model_validator(mode="after")
     def _one_of_each(self) -> "ClassifyRunConfig":

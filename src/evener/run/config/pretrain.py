@@ -3,6 +3,7 @@
 import copy
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -53,6 +54,14 @@ def _speeds(value: object) -> object:
     raise ValueError("give a speed above 0 for each rank, such as [1, 0.33], or by rank: {1: 0.33}")
 
 
+def _import_paths(value: object) -> object:
+    if isinstance(value, list) and all(
+        isinstance(path, str) and re.fullmatch(r"[\w.]+:\w+", path) for path in value
+    ):
+        return value
+    raise ValueError("give a list of import paths, such as [my_package.tracking:make_sink]")
+
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -60,6 +69,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
 SpeedHint = Annotated[list[float] | dict[int, float], BeforeValidator(_speeds)]
+SinkPaths = Annotated[list[str], BeforeValidator(_import_paths)]
 MicroBatchSize = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 
 
@@ -229,6 +239,10 @@ class RunConfig(Section):
         default=False, description="measure each rank alone and an equal split, at the end"
     )
     tensorboard: bool = False
+    sinks: SinkPaths = Field(
+        default_factory=list,
+        description="import paths of functions that make a Sink, such as tracking:make_sink",
+    )
 
     @model_validator(mode="after")
     def _one_model(self) -> "RunConfig":

@@ -1,5 +1,6 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from evener.data.loader import Prefetch, make_fetcher
 from evener.errors import CheckpointError, ConfigError
 from evener.run.assembly.assembly import Assembly
 from evener.run.assembly.registry import Stateful
+from evener.run.assembly.reporting import LoopEvents
 from evener.run.assembly.state import find_state, restore, save_state
 from evener.run.config.options import Allowed
 from evener.run.loading.evaluation import EvaluationLoader
@@ -46,6 +48,7 @@ class DataSide:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self._engine = assembly.engine
+        self.events = LoopEvents(assembly)
         self._loaders: list[TeamLoader | StreamLoader] = []
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)
@@ -133,6 +136,8 @@ class DataSide:
         else:
             intake = _read(dataset, shuffle, seed, batch_size, collate_fn, num_workers)
             loader = self._team_loader(intake, seed, micro_batch_size, prefetch, max_steps)
+        if isinstance(loader, TeamLoader):
+            self.events.num_samples = loader.cursor.num_samples
         self._loaders.append(loader)
         if self._positions is not None:
             self._restore_position(len(self._loaders) - 1)
@@ -244,11 +249,13 @@ class DataSide:
         self._engine.prepare_save()
         self._engine.settle()  # parameters may be a window ahead of the data position
         self._engine.verify()
-        failure = ""
+        failure, started_t = "", time.time()
         if self.assembly.team.rank == 0:
             with self._engine.consensus():
                 failure = save_state(self.assembly, self._position(), Path(path))
         self.assembly.agree_on_failure(failure)
+        if self.assembly.team.rank == 0:
+            self.events.saved(Path(path), started_t)
 
     def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
         """Restores a checkpoint, on any number of ranks; all ranks call it together.
@@ -286,6 +293,7 @@ class DataSide:
         for number in range(len(self._loaders)):
             self._restore_position(number)
         restore(self.assembly, saved)
+        self.events.resumed_from, self.events.first_window = Path(path), self._engine.window
 
     def _team_loader(
         self,

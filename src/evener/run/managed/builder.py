@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from evener.cadence.guard import DivergenceGuard
 from evener.cadence.policies import ApplyPolicy
+from evener.observe.events import Sink
 from evener.run.managed.job import (
     ManagedOptions,
     ModelFn,
@@ -243,6 +244,14 @@ class DdpBuilder:
         With several devices it is called from a thread of its own.
         """
         return self._set("metrics_fn", function)
+
+    def sinks(self, sinks: Sequence[Sink | Callable[[], Sink]]) -> Self:
+        """Take the run's events, in the process that called ``run``; closed with the run.
+
+        Each is a ``Sink``, or a function without arguments that makes one. With several devices
+        they are called from a thread of their own.
+        """
+        return self._set("sinks", sinks)
 
     def quiet(self, quiet: bool = True) -> Self:
         """Does not print the team to standard error; warnings are always printed."""

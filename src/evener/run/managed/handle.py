@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, final
 
 from evener.errors import UsageError, WorkerError
+from evener.run.assembly.reporting import open_sinks
 from evener.run.launching.signals import OneInterrupt
 from evener.run.launching.terminal import say
 from evener.run.managed.job import Job
@@ -84,7 +85,7 @@ class InlineRun(Run):
         try:
             metrics = self._train()
         except Exception as error:
-            self._end()
+            self._end(error)
             self._error = WorkerError(
                 f"rank 0 ({self._job.devices[0]}) failed: {type(error).__name__}: {error}",
                 rank=0,
@@ -109,7 +110,10 @@ class InlineRun(Run):
     def _train(self) -> EpochMetrics | None:
         if self._epochs is None:
             self._rank = ManagedRank(
-                self._job, environment=DistributedTrainConfig(), stop_when=self._stop.is_set
+                self._job,
+                environment=DistributedTrainConfig(),
+                stop_when=self._stop.is_set,
+                sinks=self._job.sinks,
             )
             self._epochs = self._rank.epochs()
         with OneInterrupt(self._stop.set) as interrupt:
@@ -120,10 +124,10 @@ class InlineRun(Run):
             raise KeyboardInterrupt
         return metrics
 
-    def _end(self) -> None:
+    def _end(self, error: Exception | None = None) -> None:
         self._done = True
         if self._rank is not None:
-            self._rank.close()
+            self._rank.close(error)
             self._state = self._rank.state()
         self._rank = self._epochs = None
 
@@ -169,7 +173,8 @@ class WorkersRun(Run):
     is_inline = False
 
     def __init__(self, job: Job) -> None:
-        self._team = WorkerTeam(pack(job.parts()), job.devices, job.metrics_fn)
+        parts, sink = pack(job.parts()), open_sinks(job.sinks)
+        self._team = WorkerTeam(parts, job.devices, job.metrics_fn, sink)
         try:
             self._team.start()
         except BaseException:  # a Ctrl-C: nobody would know of the workers

@@ -18,7 +18,9 @@ from evener.cadence.guard import DivergenceGuard
 from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.devices import count_accelerators
 from evener.errors import CheckpointError, ConfigError
+from evener.observe.events import Sink
 from evener.run.assembly.precision import choose_precision
+from evener.run.assembly.reporting import SinkMaker, check_sinks
 from evener.run.managed.metrics import EpochMetrics
 from evener.run.settings import DdpConfig, whole_number
 from evener.run.team.backends import check_backend, check_policy
@@ -77,6 +79,7 @@ class ManagedOptions(TypedDict, total=False):
     seed: int
     timeout_s: float
     quiet: bool
+    sinks: Sequence[Sink | SinkMaker]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ class Job:
     seed: int = 0
     timeout_s: float = 600.0
     quiet: bool = False
+    sinks: Sequence[Sink | SinkMaker] = ()
+    sends_events: bool = False
 
     def config(self, stop_when: Callable[[], bool]) -> DdpConfig:
         """The options that ``Ddp.setup`` takes in its ``config``."""
@@ -136,8 +141,10 @@ class Job:
         return self.dataset() if _is_maker(self.dataset) else self.dataset
 
     def parts(self) -> dict[str, Any]:
-        """What travels to the workers: all but ``metrics_fn``, which is called here."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "metrics_fn"}
+        """What travels to the workers: all but ``metrics_fn`` and ``sinks``, which stay here."""
+        stays = ("metrics_fn", "sinks")
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in stays}
+        return parts | {"sends_events": bool(self.sinks)}
 
 
 def make_job(
@@ -158,6 +165,7 @@ def make_job(
     _check_complete(given)
     _check_numbers(given)
     _check_folders(given)
+    check_sinks(given.get("sinks", ()))
     policy = check_policy(str(given.get("policy", ApplyPolicy.SYNC)))
     choose_precision(str(given.get("precision", "auto")), torch.device("cpu"))
     _check_place()

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map
 
 from evener.comm.base import Communicator
 from evener.errors import ConfigError, UsageError
+from evener.observe.events import Sink
+from evener.run.assembly.reporting import SinkMaker
 from evener.run.ddp import Ddp
 from evener.run.launching.terminal import say
 from evener.run.loading.team_loop import TeamLoader
@@ -39,6 +41,7 @@ class ManagedRank:
         environment: This rank's place.
         stop_when: Asked after each micro-batch; true stops the team.
         communicator: The ranks to train with, instead of connecting to them.
+        sinks: Take the run's events, on rank 0.
 
     Raises:
         ConfigError: A function returned what it should not.
@@ -51,6 +54,7 @@ class ManagedRank:
         environment: DistributedTrainConfig,
         stop_when: Callable[[], bool],
         communicator: Communicator | None = None,
+        sinks: Sequence[Sink | SinkMaker] = (),
     ) -> None:
         self.job = job
         torch.manual_seed(job.seed)
@@ -68,6 +72,7 @@ class ManagedRank:
             config=job.config(stop_when),
             environment=environment,
             communicator=communicator,
+            sinks=sinks,
         )
         try:
             self.loader = self._make_loader()
@@ -113,10 +118,14 @@ class ManagedRank:
         with self.ddp.assembly.engine.consensus():
             return capture_trained(self.model, self.ddp.progress)
 
-    def close(self) -> None:
-        """Leaves the team; idempotent. ``state`` can still be asked for."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the team; idempotent. ``state`` can still be asked for.
+
+        Args:
+            error: What has ended this rank's part; the others are then not waited for.
+        """
         try:
-            self.ddp.close()
+            self.ddp.__exit__(None if error is None else type(error), error, None)
         finally:
             if self._checkpointer is not None:
                 self._checkpointer.close()

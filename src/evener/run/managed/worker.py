@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import asdict
 
+from evener.observe.events import Event, Sink
 from evener.run.launching.child import prepare_rank
 from evener.run.launching.failures import describe, exit_code_of
 from evener.run.managed.channel import Channel
@@ -83,7 +84,10 @@ class Worker:
         job = Job(**unpack(self._job_fd))
         os.close(self._job_fd)
         self._rank = ManagedRank(
-            job, environment=self._environment, stop_when=self._orders.stop.is_set
+            job,
+            environment=self._environment,
+            stop_when=self._orders.stop.is_set,
+            sinks=[_Forwarded(self._channel)] if job.sends_events else (),
         )
         self._channel.send("ready")
         first = self._rank.ddp.is_main_process
@@ -104,12 +108,25 @@ class Worker:
         steps = -1
         if self._rank is not None:
             steps = self._rank.ddp.progress.steps
-            self._rank.close()  # first of all: the others learn of it by this
+            self._rank.close(error)  # first of all: the others learn of it by this
         self._channel.send("failed", {"report": asdict(report), "steps": steps})
         while (order := self._orders.next()) != "exit":
             if order == "send_state":
                 self._send_state()
         return exit_code_of(error)
+
+
+class _Forwarded(Sink):
+    """Hands events to the process that started this one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def emit(self, event: Event) -> None:
+        self._channel.send("event", event)
+
+    def close(self) -> None:
+        """Does nothing: the channel is still needed."""
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from typing import IO
 
 from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, WorkerError
+from evener.observe.events import Sink
 from evener.run.launching.failures import ERROR_FILE, FailureReport
 from evener.run.launching.launch import kill_group, start_lifeline, tell_lifeline
 from evener.run.launching.output import OutputPump
@@ -48,6 +49,7 @@ class WorkerTeam:
         job: File with the pickled job.
         devices: One for each worker.
         on_metrics: Told of each epoch, on the thread; what it raises stops the run.
+        sink: Takes the run's events, on the thread; closed with the run.
 
     Attributes:
         metrics: Epochs in order; ``None`` after the last one.
@@ -60,7 +62,9 @@ class WorkerTeam:
         job: IO[bytes],
         devices: Sequence[str],
         on_metrics: Callable[[EpochMetrics], object] | None,
+        sink: Sink,
     ) -> None:
+        self._sink = sink
         self.metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
         self.state: TrainedState | None = None
         self.error: BaseException | None = None
@@ -129,6 +133,7 @@ class WorkerTeam:
             self.error = error  # raised where the run is joined
         finally:
             self._end_all()
+            self._sink.close()
             self._started.set()
             self.metrics.put(None)
             self._ended.set()
@@ -205,6 +210,8 @@ class WorkerTeam:
             worker.is_done = True
         elif message.kind == "metrics":
             self._publish(EpochMetrics.from_document(message.document))
+        elif message.kind == "event":
+            self._sink.emit(message.document)
         elif message.kind == "state":
             self.state = unpack_trained(message.document, message.payload)
         elif message.kind == "failed":

@@ -13,6 +13,7 @@ from safetensors.torch import save as save_bytes
 from evener.checkpoint import Checkpoint
 from evener.errors import CheckpointError, EvenerError
 from evener.parsing import Fields
+from evener.run.assembly.reporting import find_sinks
 from evener.run.assembly.state import check_state
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.config.classify_presets import classify_parent
@@ -106,6 +107,7 @@ class ClassificationRun:
         self.history = EvaluationHistory(config.eval)
         self.shares = [1] * ddp.world_size
         self.resumed: Checkpoint | None = None
+        self.sinks = find_sinks(config.sinks)
         #: Into every checkpoint; filled as the run goes.
         self.assets: dict[str, bytes] = {}
         self.documents: dict[str, Any] = {RUN: self._describe(), HISTORY: {}}
@@ -164,7 +166,9 @@ class ClassificationRun:
 
     def _start(self) -> None:
         tensorboard = self.folder / "tensorboard" if self.config.tensorboard else None
-        self.recorder.show(terminal=not self.options.quiet, tensorboard=tensorboard)
+        self.recorder.show(
+            terminal=not self.options.quiet, tensorboard=tensorboard, sinks=self.sinks
+        )
         self.recorder.start(
             run=self.folder.name,
             policy="sync",

@@ -13,7 +13,7 @@ KEYS = (
     "max_steps, epochs, seed, policy, speed_hint, anchor, overhead_target, max_anchor, "
     "max_batch_diff, divergence_guard, divergence_threshold, lr_scale_ratio, backend, devices, "
     "precision, non_finite, verify_every, timeout_s, measure, "
-    "tensorboard"
+    "tensorboard, sinks"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio, max_grad_norm"
 

@@ -9,8 +9,9 @@ from torch import nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
+from evener.run.assembly.reporting import StragglerWatch
 from evener.run.ddp import Ddp
-from evener.run.recording.recorder import RunRecorder, StragglerWatch
+from evener.run.recording.recorder import RunRecorder
 from evener.run.windows.results import Progress, RankRecord, WindowResult
 from helpers.teams import run_team, setup
 

@@ -62,8 +62,8 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     original = habits.Habits.__init__
 
-    def listening(self: Any, flat: Any, optimizers: Any, notice: Any) -> None:
-        original(self, flat, optimizers, said.append)
+    def listening(self: Any, flat: Any, optimizers: Any, notice: Any, **options: Any) -> None:
+        original(self, flat, optimizers, said.append, **options)
 
     monkeypatch.setattr(habits.Habits, "__init__", listening)
     return said
