@@ -41,6 +41,20 @@ def open_for_reading(path: Path, *, follow: bool = True) -> BufferedReader:
     return os.fdopen(open_regular(path, follow=follow), "rb")
 
 
+def require_regular(folder: Path) -> None:
+    """Check that a folder holds regular files and folders only, before a library reads it.
+
+    Libraries open what they find by name, and one would wait for the other end of a FIFO for good.
+
+    Raises:
+        OSError: Something else is in it, or it cannot be read.
+    """
+    for path in folder.iterdir():
+        mode = path.stat().st_mode
+        if not S_ISREG(mode) and not S_ISDIR(mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def read_file(path: Path, *, most_bytes: int = MOST_BYTES, follow: bool = True) -> bytes:
     """Read a regular file.
 

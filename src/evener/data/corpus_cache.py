@@ -30,11 +30,14 @@ from numpy.typing import NDArray
 
 from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects
 from evener.errors import DataError
+from evener.files import open_for_reading, read_json
+from evener.parsing import Fields, short
 
 FORMAT: Final = 2
 """Raised when the same files would give other tokens or another layout."""
 
 _MAX_UINT16_VOCABULARY: Final = 65536
+_DTYPES: Final = ("<u2", "<u4")
 
 UNUSED_DAYS: Final = 30
 """What has not been used for so long is removed when something new is made."""
@@ -115,25 +118,43 @@ def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
     if not folder.exists():
         return None
     try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-        for name, expected in manifest["files"].items():
+        manifest = Fields(read_json(folder / "manifest.json"))
+        if manifest["format"] != FORMAT:
+            raise ValueError("manifest.json is not of this format")
+        _check_counts(manifest)
+        files = manifest.fields("files")
+        for name in files.values:
+            expected = files.fields(name)
             stat = (folder / name).stat()
             if stat.st_size != expected["bytes"]:
                 raise ValueError(f"{name} has {stat.st_size} bytes instead of {expected['bytes']}")
             # Untouched since it was written and hashed; else, as after a copy, it is read.
             if stat.st_mtime_ns != expected["mtime_ns"]:
-                with (folder / name).open("rb") as stream:
+                with open_for_reading(folder / name) as stream:
                     hashed = hashlib.file_digest(stream, _hasher).hexdigest()
                 if hashed != expected["blake2b"]:
                     raise ValueError(f"{name} has another hash than when it was written")
-        if manifest["format"] != FORMAT or not {"tokens.bin", "documents.bin"} <= set(
-            manifest["files"]
-        ):
-            raise ValueError("manifest.json is not of this format")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         note(f"the prepared corpus {folder} is damaged ({error}); it is built again")
         return None
-    return manifest
+    return manifest.values
+
+
+def _check_counts(manifest: Fields) -> None:
+    """Check what the corpus is opened by: numbers that do not belong together would read beyond."""
+    for key in ("num_bytes", "num_rejected", "eos_id"):
+        manifest.whole(key)
+    manifest.text("first_rejected")
+    if manifest["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype is {short(manifest['dtype'])}, not one of {', '.join(_DTYPES)}")
+    files = manifest.fields("files")
+    row, token = 24, np.dtype(manifest["dtype"]).itemsize
+    for name, size in (
+        ("documents.bin", row * manifest.whole("num_documents")),
+        ("tokens.bin", token * manifest.whole("num_tokens")),
+    ):
+        if files.fields(name).whole("bytes") != size:
+            raise ValueError(f"{name} does not have the {size} bytes that its counts make")
 
 
 class Build:
@@ -150,7 +171,7 @@ class Build:
         self._tokenizer = tokenizer
         self._note = note
         self._progress = progress
-        self._dtype = "<u2" if tokenizer.vocab_size <= _MAX_UINT16_VOCABULARY else "<u4"
+        self._dtype = _DTYPES[tokenizer.vocab_size > _MAX_UINT16_VOCABULARY]
 
     def run(self, source: DocumentSource, rejects: Rejects, folder: Path) -> dict[str, Any]:
         """Tokenises ``source`` into ``folder`` and returns the manifest.

@@ -13,6 +13,8 @@ from evener.data.documents import Document, DocumentSource, Note, Progress, Reje
 from evener.data.record_files import holds_records, read_records
 from evener.data.sources import SourceFile, content_hash, find_files
 from evener.data.text_files import read_text
+from evener.files import read_json
+from evener.parsing import Fields, short
 
 _SETTLED_S: Final = 2.0
 """A file modified less than this before it was hashed may change again with the same time."""
@@ -115,14 +117,22 @@ class FileSource(DocumentSource):
         )
 
 
+def _stamp(row: Any) -> list[Any]:
+    if not isinstance(row, list) or len(row) != 4 or not isinstance(row[3], str):
+        raise ValueError(f"{short(row)} is not size, times and hash of a file")
+    return row
+
+
 def _hash_files(files: Sequence[SourceFile], cache_dir: Path, progress: Progress) -> list[str]:
     """Hashes the contents, those that look untouched from the stamps of last time."""
     key = digest([str(file.path.absolute()) for file in files])
     stamps_path = cache_dir / f"stamps-{key}.json"
     # label -> size, modification time, change time, content hash
     try:
-        stamps = {str(k): [*row] for k, row in json.loads(stamps_path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        stamps = {
+            label: _stamp(row) for label, row in Fields(read_json(stamps_path)).values.items()
+        }
+    except (OSError, ValueError):
         stamps = {}
     mark_used(stamps_path)
     started_ns = time.time_ns()

@@ -13,6 +13,7 @@ from evener.data.documents import Document, Rejects, text_of
 from evener.data.sources import RECORD_SUFFIXES, SourceFile, changed, reading
 from evener.data.text_files import BOM
 from evener.errors import ConfigError, DataError
+from evener.parsing import parse_json
 
 _BUFFER_BYTES: Final = 1024 * 1024
 _ROWS_AT_ONCE: Final = 1024
@@ -80,13 +81,11 @@ def parse_line(line: bytes) -> Any:
         ValueError: It is none; says why and where.
     """
     try:
-        return json.loads(line.rstrip(b"\r\n"))
+        return parse_json(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {line[error.start]:#04x} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("not JSON that can be read: too deeply nested") from None
 
 
 @final

@@ -13,6 +13,7 @@ from stat import S_ISREG
 from typing import BinaryIO, Final
 
 from evener.errors import DataError
+from evener.files import open_for_reading
 
 RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 """File endings of files that hold a document per line or row."""
@@ -187,7 +188,7 @@ def content_hash(file: SourceFile) -> str:
 def reading(file: SourceFile) -> Iterator[BinaryIO]:
     """Opens a file; what the system refuses is a ``DataError``."""
     try:
-        with file.path.open("rb") as stream:
+        with open_for_reading(file.path) as stream:
             yield stream
     except OSError as error:
         raise DataError(

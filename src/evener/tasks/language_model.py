@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evener.data.packing import IGNORED
 from evener.devices import float64_device
 from evener.errors import ConfigError
+from evener.files import require_regular
 from evener.run.config.pretrain import ModelConfig
 from evener.tasks.lm_batch import LMBatch
 
@@ -183,6 +184,7 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
             "save_pretrained or a checkpoint of evener"
         )
     try:
+        require_regular(folder)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32
         )

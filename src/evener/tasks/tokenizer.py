@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.errors import ConfigError, DataError
+from evener.files import read_json, require_regular
 
 _DEFINING_FILES: Final = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
@@ -275,6 +276,7 @@ def load_auto_tokenizer(folder: Path) -> Any:
         with _quiet():
             from transformers import AutoTokenizer
 
+            require_regular(folder)
             return AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
@@ -295,7 +297,7 @@ def is_byte_level(folder: Path) -> bool:
     """Whether a folder holds what ``ByteTokenizer.save`` writes."""
     try:
         names = _byte_level_files()
-        return all(json.loads((folder / name).read_bytes()) == names[name] for name in names)
+        return all(read_json(folder / name) == names[name] for name in names)
     except (OSError, ValueError):
         return False
 

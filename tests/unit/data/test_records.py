@@ -148,7 +148,7 @@ BROKEN = {
     "a number": (b'{"text": 3}', "'text' is of type int and no text"),
     "no UTF-8": (b'{"text": "\xff"}', "not UTF-8: 0xff at byte 10"),
     "half a character": (b'{"text": "a\\ud800"}', "half a surrogate pair at character 1"),
-    "too deep": (b"[" * 100_000, "not JSON that can be read: too deeply nested"),
+    "too deep": (b"[" * 100_000, "lists or objects are nested more than 100 deep"),
 }
 
 

@@ -15,6 +15,7 @@ from evener.errors import (
     EvenerError,
     UserError,
 )
+from evener.files import read_json
 
 #: Set by evener's launcher: the file that this rank's failure goes to.
 ERROR_FILE = "EVENER_ERROR_FILE"
@@ -118,6 +119,6 @@ def write_report(path: Path, report: FailureReport) -> None:
 def read_report(path: Path) -> FailureReport | None:
     """The report of a rank, or ``None`` if it left none."""
     try:
-        return FailureReport(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+        return FailureReport(**read_json(path))
+    except (OSError, ValueError, TypeError):  # none, or damaged: the exit status has to do
         return None

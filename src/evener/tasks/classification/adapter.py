@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evener.devices import copied
 from evener.errors import ConfigError, EvenerError
+from evener.files import require_regular
 from evener.run.config.classify import LoraConfig
 from evener.tasks.language_model import in_short, quiet
 
@@ -129,6 +130,7 @@ def load_adapter(
     from peft import PeftModel
 
     try:
+        require_regular(folder)
         with hushed():
             network: nn.Module = PeftModel.from_pretrained(
                 base,

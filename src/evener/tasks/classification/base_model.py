@@ -14,6 +14,7 @@ from torch import nn
 
 from evener.checkpoint import find_newest
 from evener.errors import ConfigError
+from evener.files import require_regular
 from evener.run.config.folders import CHECKPOINTS
 from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.encoding import TextEncoder
@@ -202,6 +203,7 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[nn.Module, frozenset[str
 
     folder = base_folder(path)
     try:
+        require_regular(folder)
         model, found = AutoModelForSequenceClassification.from_pretrained(
             folder,
             local_files_only=True,

@@ -2,6 +2,8 @@
 
 import csv
 import gzip
+import io
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from evener.data.record_files import parse_line
 from evener.errors import DataError
+from evener.files import open_for_reading
 from evener.tasks.classification.samples import Record, Sample, bad_character, whole_label
 
 _CSV = (".csv", ".tsv")
@@ -44,7 +47,7 @@ def read_labelled(
         records = [_record(where, row, text_key, label_key, group_key) for where, row in rows]
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; check the path") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not records:
         raise DataError(f"{path} holds no samples; give a file with one on each line")
@@ -84,7 +87,10 @@ def given_records(
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     packed = path.name.lower().endswith(".gz")
-    with gzip.open(path, "rb") if packed else path.open("rb") as lines:
+    with (
+        open_for_reading(path) as stream,
+        gzip.GzipFile(fileobj=stream) if packed else stream as lines,
+    ):
         for number, line in enumerate(lines, start=1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not content.strip():
@@ -100,7 +106,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
     before = 1
     # Bytes that are no UTF-8 go through as surrogates, and are refused with the line they are in.
-    decoded = path.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+    decoded = io.TextIOWrapper(
+        open_for_reading(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
     with decoded as text, _fields_of_any_length():
         reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:

@@ -1,12 +1,13 @@
 """What evener notes of a saved adapter beyond what peft writes, and whether it fits a base."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigError
+from evener.files import read_json
+from evener.parsing import MOST_WHOLE, short
 from evener.tasks.classification.samples import LabelSet
 
 #: The file beside an adapter.
@@ -45,8 +46,8 @@ def read_document(adapter: Path) -> dict[str, Any]:
     for key, is_right in _KEYS.items():
         if not is_right(whole.get(key)):
             raise ConfigError(
-                f"{path} has {whole.get(key)!r} as its {key!r}, which ClassifyPipeline.save does "
-                "not write; save the classifier again, or take an unchanged copy"
+                f"{path} has {short(whole.get(key))} as its {key!r}, which ClassifyPipeline.save "
+                "does not write; save the classifier again, or take an unchanged copy"
             )
     return whole
 
@@ -134,7 +135,7 @@ def _peft_config(adapter: Path) -> dict[str, Any]:
 def _read_object(path: Path, *, absent: str) -> dict[str, Any]:
     """A JSON object; empty where the file holds something else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
     except FileNotFoundError:
         raise ConfigError(absent) from None
     except (OSError, ValueError) as error:
@@ -143,7 +144,7 @@ def _read_object(path: Path, *, absent: str) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_WHOLE
 
 
 def _are_names(value: object) -> bool:
