@@ -1,21 +1,28 @@
 """Files that were damaged or tampered with: named, within bounded time, and nothing half-read."""
 
+import gzip
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.data.corpus import prepare_corpus
+from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from evener.observe.tally import EventTally
 from evener.run.config.folders import folder_in_use
-from evener.run.config.pretrain import load_run_config
+from evener.run.config.pretrain import ModelConfig, load_run_config
 from evener.run.team.place_file import read_place
+from evener.tasks.classification.label_files import read_labelled
+from evener.tasks.classification.saved import read_document
+from evener.tasks.language_model import build_model
+from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from helpers.event_cases import committed_window, started
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
@@ -70,6 +77,7 @@ def test_an_option_on_the_command_line_is_read_as_a_file_is() -> None:
             load_run_config(None, [f"seed={value}"])
 
 
+@settings(max_examples=50)
 @given(changed({"data": {"path": "x"}, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "seed": 1}))
 def test_any_yaml_gives_a_configuration_or_an_error_that_names_it(
     tmp_path_factory: pytest.TempPathFactory, document: Any
@@ -152,3 +160,102 @@ def test_a_fifo_in_place_of_the_event_file_is_not_waited_for(tmp_path: Path) -> 
     for use in (lambda: read_events(path), lambda: JsonlSink(path), use_folder):
         with pytest.raises(EvenerError, match=r"events\.jsonl cannot be .*"):
             use()
+
+
+# ── data, its cache, and adapters ────────────────────────────────────────────────────────────────
+
+LABELLED = b'{"text": "one", "label": "a"}\n{"text": "two", "label": 1}\n'
+TABLE = b'text,label\r\none,a\r\n"two\nlines",b\r\n'
+ADAPTER = {
+    "labels": ["a", "b"],
+    "seq_len": 8,
+    "end_tokens": 1,
+    "base": {"path": "base", "fingerprint": "f"},
+}
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.jsonl.gz"])
+def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    content = TABLE if name.endswith(".csv") else LABELLED
+    content = gzip.compress(content, mtime=0) if name.endswith(".gz") else content
+
+    @settings(max_examples=40)
+    @given(damaged(content))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+
+    check()
+    path.write_bytes(b'{"text": ' + NESTED + b"}\n")
+    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+    path.unlink()
+    os.mkfifo(path)
+    assert read_or_refuse(path, lambda: read_labelled(path, text_key="text", label_key="label"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"text number {number}\n" * 9)
+        os.utime(folder / f"{number}.txt", (1e9, 1e9))
+    return folder
+
+
+def prepared(corpus: Path) -> list[Any]:
+    """The tokens of a corpus, from its cache where that is sound."""
+    cache = corpus / ".cache"
+    splits = prepare_corpus(FileSource([corpus], cache), ByteTokenizer(), cache).split(8)
+    return [
+        [values.tolist() for values in side[number].values()]
+        for side in (splits.train, splits.heldout)
+        for number in range(len(side))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["corpus-*/manifest.json", "stamps-*.json"])
+def test_whatever_the_cache_holds_the_text_is_prepared_anew_or_refused(
+    kind: str, corpus: Path
+) -> None:
+    expected = prepared(corpus)
+    (path,) = (corpus / ".cache").glob(kind)
+    document, content = json.loads(path.read_bytes()), path.read_bytes()
+
+    @settings(max_examples=30)
+    @given(changed(document).map(lambda d: json.dumps(d).encode()) | damaged(content))
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        read_or_refuse(corpus, lambda: prepared(corpus))  # another number may have been put there
+
+    check()
+    for content in (NESTED, b"[]", b"\xff\xfe"):
+        path.write_bytes(content)
+        assert prepared(corpus) == expected
+    path.unlink()
+    os.mkfifo(path)
+    assert prepared(corpus) == expected
+
+
+@settings(max_examples=50)
+@given(changed(ADAPTER))
+def test_whatever_an_adapter_notes_it_is_read_or_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, document: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "classify.json"
+    path.write_text(json.dumps(document))
+    if not read_or_refuse(path, lambda: read_document(path.parent)):
+        found = read_document(path.parent)
+        assert all(isinstance(name, str) for name in found["labels"])
+        assert 0 <= found["seq_len"] + found["end_tokens"] <= 2**54
+
+
+def test_a_fifo_among_the_files_of_a_model_or_tokenizer_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    os.mkfifo(tmp_path / "tokenizer.json")
+    assert read_or_refuse(tmp_path, lambda: load_tokenizer(str(tmp_path)))
+    model = ModelConfig(path=str(tmp_path))
+    build = lambda: build_model(model, vocab_size=257, seq_len=8, eos_id=256)  # noqa: E731
+    assert read_or_refuse(tmp_path, build)
