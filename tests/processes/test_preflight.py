@@ -25,11 +25,11 @@ ENV = {"PYTHONPATH": str(TESTS)}
 
 def try_leaf(rank: Rank, leaf: str, timeout_s: float = PATIENCE_S) -> str:
     """The failure, or what was raised; empty where all passed."""
-    with rank.connect(timeout_s=timeout_s) as comm:
+    with rank.connect() as comm:
+        place, connect = (rank.address, rank.port), f"helpers.leaves:{leaf}"
+        cpu = torch.device("cpu")
         try:
-            outcome = run_preflight(
-                comm, rank.address, rank.port, torch.device("cpu"), connect=f"helpers.leaves:{leaf}"
-            )
+            outcome = run_preflight(comm, *place, cpu, timeout_s=timeout_s, connect=connect)
         except LaunchError as error:
             return f"LaunchError: {error}"
         finally:
@@ -55,14 +55,25 @@ def test_a_child_that_dies_fails_on_every_rank() -> None:
     assert first == "on rank 1: the process ended (SIGKILL) in broadcast of 1 MiB"
 
 
+REMEDIES = r"Use backend='gloo' to exchange .*, or backend='nccl' to skip the preflight"
+
+
 def test_a_hang_is_an_error_that_names_the_rank_and_both_remedies() -> None:
-    # A slow machine may need all this time to start children: then both are named.
-    first, second = run_ranks(try_leaf, 2, "hangs", 8.0, env=ENV)
+    first, second = run_ranks(try_leaf, 2, "hangs", env=ENV)
     assert first == second
-    assert first.startswith("LaunchError: the preflight of NCCL hangs (rank")
-    assert "1" in first.partition(")")[0]
-    assert "backend='gloo' to exchange" in first
-    assert "backend='nccl' to skip the preflight" in first
+    who = r"\(rank 0 waited \d+\.\d s in 'all_reduce of 1 MiB' for rank 1: "
+    assert re.search(f"LaunchError: the preflight of NCCL hangs {who}.*{REMEDIES}", first), first
+
+
+def test_children_that_say_nothing_are_given_up(tmp_path: Path) -> None:
+    mailbox = Mailbox(tmp_path / "mailbox")
+    env = {**ENV, "TEST_MAILBOX": str(mailbox.path)}
+    try:
+        first, second = run_ranks(try_leaf, 2, "waits_for_its_end", 3.0, env=env)
+    finally:
+        mailbox.close()
+    assert first == second
+    assert re.search(rf"hangs \(ranks? .* after 3 s in '.*'\).*{REMEDIES}", first), first
 
 
 def test_children_end_with_their_parent(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def run_preflight(
     port: int,
     device: torch.device,
     *,
+    timeout_s: float,
     connect: str = CONNECT,
 ) -> PreflightResult:
     """Try to exchange over NCCL in child processes; all ranks call it together.
@@ -103,16 +104,17 @@ def run_preflight(
     When it returns or raises, the children and their memory on the device are gone.
 
     Args:
-        comm: Over which the ranks agree; its deadline limits the children, too.
+        comm: Over which the ranks agree.
         address: Host of the team's store.
         port: Its port.
         device: Where this rank computes.
+        timeout_s: Longest that the children may take; at most two minutes of it are used.
         connect: What connects the children, see ``CONNECT``.
 
     Raises:
         LaunchError: A child did not end in time; on every rank, and names whose.
     """
-    limit_s = min(comm.timeout_s, _LONGEST_S)
+    limit_s = min(timeout_s, _LONGEST_S)
     job = PreflightJob(
         rank=comm.rank,
         world_size=comm.world_size,

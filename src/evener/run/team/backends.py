@@ -168,7 +168,7 @@ def _try_nccl(
 ) -> tuple[str, str]:
     """NCCL, if it passes its preflight, else Gloo, and why; all ranks call it together."""
     host, port = environment.coordinator_addr, environment.coordinator_port
-    outcome = run_preflight(comm, host, port, device)
+    outcome = run_preflight(comm, host, port, device, timeout_s=comm.timeout_s)
     took = f"{outcome.seconds:.1f} s"
     if not outcome.failure:
         return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"
