@@ -243,3 +243,36 @@ def hook_during_and_after(rank: Rank) -> tuple[bool, bool]:
 
 def test_the_hook_for_uncaught_errors_is_put_back() -> None:
     assert run_ranks(hook_during_and_after, 1) == [(False, True)]
+
+
+# ── what belongs to an update ────────────────────────────────────────────────────────────────────
+
+
+def clamp_after_every_update(rank: Rank) -> tuple[list[float], int]:
+    """A share for rank 0 alone; ``verify_every`` finds weights that differ."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @optimizer.register_step_post_hook
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+    ratios = (1, 0)[: rank.world_size]
+    config = DdpConfig(partition_ratios=ratios, verify_every=1)
+    with Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True) as ddp:
+        results = 0
+        for batch in ddp.loader(torch.arange(48.0).view(16, 3), batch_size=4):
+            ddp.backward(model(batch).square().mean())
+            if ddp.step():
+                results += 1
+    return nn.utils.parameters_to_vector(model.parameters()).tolist(), results
+
+
+def test_clamping_after_every_update_reaches_a_rank_without_a_share() -> None:
+    ((alone, _),) = run_ranks(clamp_after_every_update, 1)
+    (first, windows), (second, nothing) = run_ranks(clamp_after_every_update, 2)
+    assert first == second == pytest.approx(alone, rel=1e-6)
+    assert (windows, nothing) == (4, 0)
