@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,6 +99,37 @@ def test_a_death_is_noticed_at_once_although_its_workers_live_on(victim: int) ->
             noticed, message = outcome.value
             print(f"rank {outcome.rank} noticed after {noticed - died:.3f} s: {message}")
             assert noticed - died <= NOTICED_S
+
+
+def lose_a_rank_of_a_group(rank: Rank, address: str) -> float:
+    """Waits in a collective of the user's own group, one rank of which is killed."""
+    dist.init_process_group("gloo", init_method=address, rank=rank.rank, world_size=rank.world_size)
+    own = DataLoader(
+        TensorDataset(torch.arange(8.0)), num_workers=1, multiprocessing_context="fork"
+    )
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = Ddp.setup(model, optimizer, devices="cpu", quiet=True)
+    mine = iter(own)
+    next(mine)  # its workers live until the end
+    dist.barrier()
+    if rank.rank == 1:
+        rank.send(time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"closed|reset"):
+        dist.all_reduce(torch.ones(1))
+    noticed = time.monotonic()
+    with suppress(PeerLostError):
+        ddp.close()
+    dist.destroy_process_group()
+    return noticed
+
+
+def test_a_death_shows_at_once_in_a_process_group_of_the_users_own(tmp_path: Path) -> None:
+    with RankTeam(lose_a_rank_of_a_group, 2, f"file://{tmp_path}/store") as team:
+        died = team.receive(1)
+        outcomes = team.wait()
+    assert outcomes[0].value - died <= NOTICED_S, outcomes[0].story()
 
 
 def fork_meanwhile(rank: Rank, num_forks: int) -> tuple[list[int], int]:

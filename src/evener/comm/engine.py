@@ -180,8 +180,8 @@ class Engine:
         never_destroy(vars(self).copy())
         self._gloo = self._nccl = None
         self._busy = False
-        self._wires.close()
-        self.meeting.wires.close()
+        self._wires.leave_behind()
+        self.meeting.wires.leave_behind()
         if self.meeting.server is not None and self.meeting.host is not None:
             close_server(self.meeting.host[1])
 

@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 
 from evener.comm.addresses import is_loopback
+from evener.comm.forks import leave_behind_in_children
 from evener.comm.rendezvous import listen, own_address
+from evener.comm.wires import Wires
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 
 _BYTES = 256  # enough for a host name and a port
+
+#: Connections of the groups that were found: they may outlive evener's own.
+_wires: list[Wires] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,15 @@ def find_place(group: Any) -> GroupPlace:
     return GroupPlace(rank, world_size, local.index(rank), len(local), address, port, listen_fd)
 
 
+def close_in_children(group: Any) -> None:
+    """Let forked children close the ranks' connections; all ranks of the group call it together.
+
+    A rank's workers would otherwise keep the user's connections open after its death, too.
+    """
+    _wires.append(Wires.between(lambda ends: _gather_long(group, ends)))
+    leave_behind_in_children(_wires[-1])
+
+
 def _reachable_address() -> str:
     """This host as the others can reach it: a number where possible, as names need not be known."""
     name = socket.gethostname()
@@ -103,10 +117,16 @@ def device_of_group(backend: str, kinds: Iterable[str]) -> str:
     return "cpu"
 
 
-def _gather(group: Any, payload: bytes) -> list[bytes]:
-    """Every rank's payload of at most 256 bytes, as tensors: nothing is pickled."""
+def _gather_long(group: Any, payload: bytes) -> list[bytes]:
+    """The same for payloads of any length."""
+    longest = max(int(said) for said in _gather(group, str(len(payload)).encode()))
+    return _gather(group, payload, longest)
+
+
+def _gather(group: Any, payload: bytes, num_bytes: int = _BYTES) -> list[bytes]:
+    """Every rank's payload of at most ``num_bytes``, as tensors: nothing is pickled."""
     device = torch.device(device_of_group(str(dist.get_backend(group)), count_accelerators()))
-    padded = bytearray(payload[:_BYTES].ljust(_BYTES, b"\0"))
+    padded = bytearray(payload[:num_bytes].ljust(num_bytes, b"\0"))
     own = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)

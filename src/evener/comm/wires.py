@@ -1,5 +1,6 @@
 """The sockets of a process group: to be cut under a hung operation, or closed in a forked child."""
 
+import json
 import os
 import socket
 import sys
@@ -8,11 +9,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self, final
 
+from evener.comm.forks import NotInherited
+
 _FOLDER = Path("/proc/self/fd")
 
 
 @final
-class Wires:
+class Wires(NotInherited):
     """Sockets that torch has opened for a group or a store.
 
     Gloo can neither abort an operation nor say which sockets it uses; but on Linux a process can
@@ -38,6 +41,20 @@ class Wires:
                 os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
         wires._inodes = frozenset(own.values())
 
+    @classmethod
+    def between(cls, exchange: Callable[[bytes], list[bytes]]) -> Self:
+        """Takes the connections between processes that somebody else has opened before.
+
+        Args:
+            exchange: Gives every process what each of them says; all call this together.
+        """
+        ends = {inode: _ends(fd) for fd, inode in _sockets().items()}
+        said = exchange(json.dumps([end for end in ends.values() if end]).encode())
+        far = {(there, here) for each in said for here, there in json.loads(each)}
+        wires = cls()
+        wires._inodes = frozenset(inode for inode, end in ends.items() if end in far)
+        return wires
+
     def cut(self) -> None:
         """Ends the connections that are still open, as if the peers had closed theirs."""
         for descriptor, inode in _sockets().items():
@@ -46,7 +63,7 @@ class Wires:
                     connection.shutdown(socket.SHUT_RDWR)
         self._inodes = frozenset()
 
-    def close(self) -> None:
+    def leave_behind(self) -> None:
         """Closes a forked child's copies; the parent and its peers notice nothing."""
         for descriptor, inode in _sockets().items():
             if inode in self._inodes:
@@ -78,6 +95,18 @@ def _sockets() -> dict[int, str]:
             if inode.startswith("socket:"):
                 found[int(entry.name)] = inode
     return found
+
+
+def _ends(descriptor: int) -> tuple[str, str] | None:
+    """Own and far address of a TCP connection."""
+    found: list[str] = []
+
+    def look(end: socket.socket) -> bool:
+        for host, port, *_ in (end.getsockname(), end.getpeername()):
+            found.append(f"{host.removeprefix('::ffff:')} {port}")
+        return True
+
+    return (found[0], found[1]) if _look(descriptor, look) else None
 
 
 def _is_torchs(descriptor: int) -> bool:

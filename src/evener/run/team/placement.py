@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from evener.comm.base import Communicator, SingleCommunicator
-from evener.comm.existing import find_place
+from evener.comm.existing import close_in_children, find_place
 from evener.comm.groups import connect
 from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError
@@ -194,6 +194,7 @@ def place_in(group: Any) -> DistributedTrainConfig:
         LaunchError: Its ranks cannot meet.
     """
     found = find_place(group)
+    close_in_children(group)
     if found.listen_fd is not None:
         _spent_sockets.discard(found.listen_fd)  # a new socket may get the number of an old one
     return DistributedTrainConfig(
