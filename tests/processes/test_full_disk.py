@@ -5,6 +5,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from helpers.pretraining import (
     RunFolder,
     be_evener,
 )
-from helpers.ranks import Rank, RankTeam
+from helpers.ranks import Rank, RankTeam, run_ranks
 
 #: Files of rank 0 cannot grow beyond it: events fit, and an optimizer's state does not.
 FULL_BYTES = 60_000
@@ -151,3 +152,37 @@ def test_every_checkpoint_that_is_skipped_for_a_slow_disk_is_named(lab: Lab) -> 
     assert sorted(written + missed(run.events)) == list(range(2, NUM_WINDOWS + 1, 2))
     said = outcome.output
     assert "warning: checkpoint step-4 is skipped: step-2 was not yet written when" in said
+
+
+def save_twice(rank: Rank, folder: str) -> list[str]:
+    """``ddp.save`` in a loop of the user's: once with room, once without, once with room again."""
+    import torch
+
+    from evener import CheckpointError, Ddp
+
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = []
+    with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
+        for limit in (hard, FULL_BYTES, hard):
+            ddp.backward(model(torch.ones(1, 200)).square().mean())
+            ddp.step()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                ddp.save(folder)
+            except CheckpointError as error:
+                said.append(str(error))
+                ddp.load(folder)
+                said.append(f"window {ddp.window}")
+    return said
+
+
+def test_a_save_in_a_loop_of_ones_own_raises_on_every_rank_and_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(save_twice, 2, str(tmp_path))
+    for failure, loaded in (first, second):
+        assert f"checkpoint step-2 could not be written to {tmp_path}: " in failure
+        assert loaded == "window 1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
