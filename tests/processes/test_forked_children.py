@@ -268,3 +268,31 @@ def test_workers_need_neither_a_guard_nor_data_that_pickles(
     assert said.count("starts") == max(1, num_ranks)
     seen = [index for line in said if line[:4] == "saw " for index in json.loads(line[4:])]
     assert sorted(seen) == list(range(50))
+
+
+STREAMS = """\
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from evener import Ddp
+tell("starts")
+class Mine(IterableDataset):
+    def __iter__(self):
+        for index in range(6):
+            yield index, torch.ones(3), __name__
+model = torch.nn.Linear(3, 1)
+with Ddp.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True) as ddp:
+    own = DataLoader(Mine(), batch_size=4, num_workers=1)
+    for loader in ddp.loader(own), ddp.loader(Mine(), batch_size=4, num_workers=1):
+        for indices, x, names in loader.epoch(0):
+            assert set(names) == {"__main__"}  # forked
+            tell(indices.tolist())
+            ddp.backward(model(x).mean())
+            ddp.step()
+"""
+
+
+def test_workers_of_a_stream_need_no_guard_either(sandbox: Sandbox) -> None:
+    ended = sandbox.start(sys.executable, sandbox.script(STREAMS)).end()
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    whole = ["0 [0, 1, 2, 3]", "0 [4, 5]"]
+    assert sandbox.mailbox.rest() == sorted([*whole, *whole, "0 starts"])
