@@ -26,6 +26,7 @@ PURE_IMPORTS = {
     "math",
     "numbers",
     "operator",
+    "reprlib",
     "statistics",
     "struct",
     "types",
@@ -41,6 +42,7 @@ def is_pure(name: str) -> bool:
         "data.cursor",
         "data.ranges",
         "membership.roster",
+        "parsing",
     }
 
 

@@ -2,11 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import Literal
-
-import psutil
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Literal
 
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
@@ -14,6 +10,9 @@ from evener.run.ddp import Ddp
 from evener.run.launching.terminal import say
 from evener.run.recording.recorder import RunRecorder
 from evener.run.recording.rehearsal import Speeds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def summarise(
@@ -47,6 +46,8 @@ def summarise(
         skipped_records: Records of the data that held no text and were left out.
         first_skipped_record: Where the first of them is, and what is wrong with it.
     """
+    import psutil
+
     tally = recorder.tally
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
     team = tally.speed()
@@ -101,11 +102,13 @@ def show(summary: RunSummary) -> None:
         say(line)
 
 
-def _rendered(table: Table) -> str:
+def _rendered(table: "Table") -> str:
     """The table as text for standard error.
 
     A console that writes by itself would end the process when nobody reads any more.
     """
+    from rich.console import Console
+
     terminal = Console(stderr=True)
     buffer = _Buffer()
     buffer.encoding = terminal.encoding
