@@ -17,7 +17,12 @@ import typer
 import evener
 from evener.errors import ConfigError
 from evener.run.config.options import ClassifyOptions, PretrainOptions
-from evener.run.launching.child import apply_threads, loading_libraries, run_child
+from evener.run.launching.child import (
+    apply_threads,
+    end_in_silence,
+    loading_libraries,
+    run_child,
+)
 from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.host import check_kind, local_devices
@@ -86,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         app(args=arguments, prog_name="evener", obj=arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    finally:
+        if argv is None:
+            end_in_silence()
     return 0
 
 

@@ -53,9 +53,9 @@ def run_pretraining(options: PretrainOptions) -> int:
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
-    with StopSignals() as signals:
-        _run(options, None, signals)
-        return signals.exit_code
+    signals = StopSignals()
+    _run(options, None, signals)
+    return signals.exit_code
 
 
 def pretrain(
@@ -97,8 +97,7 @@ def pretrain(
         allow=tuple(allow),
         quiet=quiet,
     )
-    with StopSignals() as signals:
-        return _run(options, dataset, signals)
+    return _run(options, dataset, StopSignals())
 
 
 def _run(
@@ -150,7 +149,8 @@ def _run(
         ),
         environment=environment,
     )
-    with ddp:
+    # Only now: until here there is nothing to save, and a signal ends the process at once.
+    with signals, ddp:
         run = PretrainingRun(config, options, trainer, vocabulary.tokenizer, records, schedule)
         return run.go()
 

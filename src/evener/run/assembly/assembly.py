@@ -40,6 +40,7 @@ from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, connect_team
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import hardware_summary, memory_in_words
+from evener.run.team.news import LEFT, tell
 from evener.run.team.placement import Devices, choose_device
 from evener.run.team.team import Member, Team, describe_self, member_document, own_versions
 from evener.run.windows.base import Engine
@@ -113,6 +114,7 @@ class Assembly:
         while self.autocast:
             self.autocast.pop().remove()
         self.comm.close()
+        tell(place=LEFT)
 
 
 def assemble(

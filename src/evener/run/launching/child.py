@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
 
 from evener.errors import UserError
-from evener.run.launching.failures import ERROR_FILE, describe, exit_code_of, write_report
+from evener.run.launching.failures import describe, exit_code_of
 from evener.run.launching.uncaught import explain
+from evener.run.team import news
 from evener.run.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.run.team.host import available_cores, threads_per_rank
 
@@ -36,19 +38,58 @@ def run_child(main: Callable[[], int | None]) -> int:
     Returns:
         What the process should exit with.
     """
-    if os.environ.get(LAUNCHED):
-        prepare_rank()
     try:
+        if os.environ.get(LAUNCHED):
+            prepare_rank()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
         return main() or 0
     except SystemExit as stop:
         # Python may take seconds to end, and by then others have told that they lost this rank.
-        if exit_code_of(stop) and os.environ.get(ERROR_FILE):
+        if exit_code_of(stop) and news.has_line():
             report_failure(stop)
         raise
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # the top of a process: whatever it is, somebody has to be told
+        if follows_from_ctrl_c(error):
+            return 128 + signal.SIGINT
         return report_failure(error)
+
+
+def follows_from_ctrl_c(error: BaseException) -> bool:
+    """Return whether a library could not be imported because Ctrl-C came."""
+    if not isinstance(error, ImportError | SystemError):
+        return False
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, KeyboardInterrupt):
+            return True
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            pending += [each.__cause__, each.__context__]
+    return False
+
+
+@contextmanager
+def start_in_silence() -> Iterator[None]:
+    """Let processes that are started inside of it hear SIGINT only when ``run_child`` runs.
+
+    Python would print a traceback where Ctrl-C comes while it still starts up. A blocked signal
+    waits; processes inherit the mask, and ``run_child`` lets it through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_in_silence() -> None:
+    """Let Ctrl-C end this process without a word from now on: it is ending anyway."""
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def report_failure(error: Exception | SystemExit) -> int:
@@ -58,10 +99,9 @@ def report_failure(error: Exception | SystemExit) -> int:
         What the process should exit with.
     """
     explain(error)
-    path = os.environ.get(ERROR_FILE)
-    if path:
+    if news.has_line():
         rank = int(os.environ["RANK"])
-        write_report(Path(path), describe(error, rank=rank, time=time.time()))
+        news.tell(failure=asdict(describe(error, rank=rank, time=time.time())))
     elif isinstance(error, UserError):
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     else:
@@ -92,11 +132,19 @@ def apply_threads(config: DistributedTrainConfig) -> int:
 def prepare_rank() -> None:
     """What a rank's process does first: die with its parent, show crashes, write lines at once."""
     die_with(int(os.environ[PARENT_PID]))
+    news.open_line()
     faulthandler.enable()
+    sys.unraisablehook = _show_unraisable
     if STORE_FD in os.environ:
         # For this process only: whatever it starts must not hold the store's port.
         os.set_inheritable(int(os.environ[STORE_FD]), False)
     write_lines_at_once()
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    # Ctrl-C may come in a callback that cannot raise it; Python would print where that was.
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
 
 
 def write_lines_at_once() -> None:

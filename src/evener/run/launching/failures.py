@@ -1,9 +1,7 @@
-"""How a rank that fails tells its launcher: one JSON file per rank, written before it exits."""
+"""What a rank that fails tells its launcher, before it exits."""
 
-import json
-import os
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -15,10 +13,6 @@ from evener.errors import (
     EvenerError,
     UserError,
 )
-from evener.files import read_json
-
-#: Set by evener's launcher: the file that this rank's failure goes to.
-ERROR_FILE = "EVENER_ERROR_FILE"
 
 _RUNNER_FILES = frozenset(str(Path(__file__).with_name(n)) for n in ("child.py", "script.py"))
 
@@ -107,18 +101,3 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 2 if isinstance(error, ConfigError) else 1
-
-
-def write_report(path: Path, report: FailureReport) -> None:
-    """Writes the report whole or not at all: the launcher may look at any moment."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    partial.replace(path)
-
-
-def read_report(path: Path) -> FailureReport | None:
-    """The report of a rank, or ``None`` if it left none."""
-    try:
-        return FailureReport(**read_json(path))
-    except (OSError, ValueError, TypeError):  # none, or damaged: the exit status has to do
-        return None

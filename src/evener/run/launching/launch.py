@@ -9,24 +9,26 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evener.errors import LaunchError
 from evener.run.launching import lifeline
-from evener.run.launching.failures import read_report
+from evener.run.launching.child import start_in_silence
+from evener.run.launching.failures import FailureReport
 from evener.run.launching.nodes import Node
 from evener.run.launching.numbering import meet
 from evener.run.launching.output import OutputPump
+from evener.run.launching.peers import Peers
 from evener.run.launching.ranks import LocalRanks, bind_store, check_nproc, rank_environment
-from evener.run.launching.signals import SignalQueue
+from evener.run.launching.signals import STOPPING, SignalQueue
 from evener.run.launching.terminal import say
 from evener.run.launching.verdict import Outcome, exit_code, explain
 from evener.run.team.environment import STORE_FD
+from evener.run.team.news import JOINED, JOINING, NEWS_FD, Listener
 
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0
@@ -80,50 +82,78 @@ def launch(
         LaunchError: The port is in use, another host did not come, or a rank could not be started.
     """
     check_nproc(nproc)
-    ranks, store = _find_place(nproc, port, node, store_waits=store_waits)
-    with (
-        store or nullcontext(),
-        tempfile.TemporaryDirectory(prefix="evener-") as folder,
-        SignalQueue() as signals,
-    ):
-        team = _Team(grace_s=grace_s, signals=signals)
+    ranks, store, peers = _find_place(nproc, port, node, store_waits=store_waits)
+    with store or nullcontext(), closing(peers), SignalQueue() as signals:
+        team = _Team(grace_s=grace_s, signals=signals, peers=peers)
         try:
-            team.start(command, ranks, store, Path(folder))
+            team.start(command, ranks, store)
             if store is not None:
                 store.close()  # rank 0's alone now: if it dies, others see that nobody answers
             outcomes = team.watch()
         finally:
             team.end_all()
-        if words := explain(outcomes, team.stop_signal):
+        words = explain(outcomes, team.stop_signal) or team.failure_elsewhere
+        if words:
             say(words, end="")
-        return exit_code(outcomes, team.stop_signal)
+        return exit_code(outcomes, team.stop_signal) or int(bool(team.failure_elsewhere))
 
 
 def _find_place(
     nproc: int, port: int | None, node: Node | None, *, store_waits: bool
-) -> tuple[LocalRanks, socket.socket | None]:
-    """Which ranks this host starts; and, where rank 0 is one of them, the socket of the store."""
+) -> tuple[LocalRanks, socket.socket | None, Peers]:
+    """Which ranks this host starts; where rank 0 is one of them, the store's socket; its peers."""
     if node is not None:
         return meet(node, nproc, store_waits=store_waits)
     store = bind_store(port, listen=store_waits)
     port = store.getsockname()[1]
-    return LocalRanks(count=nproc, world_size=nproc, port=port), store
+    return LocalRanks(count=nproc, world_size=nproc, port=port), store, Peers()
 
 
 @dataclass(slots=True)
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    error_file: Path
+    news: Listener
     signals: set[int] = field(default_factory=set)
+    desertion: str = ""
     outcome: Outcome | None = None
+
+    @property
+    def report(self) -> FailureReport | None:
+        failure = self.news.failure
+        return None if failure is None else FailureReport(**failure)
+
+    @property
+    def is_another_program(self) -> bool:
+        """Whether it has called ``exec``."""
+        if self.outcome is not None or not self.news.has_ended:
+            return False
+        # A process that is ending closes its files, too, but has no memory any more by then.
+        with suppress(OSError):
+            return bool(Path(f"/proc/{self.process.pid}/cmdline").read_bytes())
+        return False
+
+    def end(self, code: int) -> Outcome:
+        """How it ended."""
+        return Outcome(
+            rank=self.number,
+            pid=self.process.pid,
+            code=code,
+            time=time.time(),
+            report=self.report,
+            signals=frozenset(self.signals),
+            desertion=self.desertion,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Team:
     grace_s: float
     signals: SignalQueue
+    peers: Peers
     stop_signal: signal.Signals | None = None
+    failure_elsewhere: str = ""
+    _ended_elsewhere: set[int] = field(default_factory=set)
     _ranks: list[_Rank] = field(default_factory=list)
     _lifeline: subprocess.Popen[bytes] | None = None
     _pump: OutputPump | None = None
@@ -131,20 +161,17 @@ class _Team:
     _settles_at: float | None = None  # likewise; None while no rank says that it lost another
     _killed: bool = False
 
-    def start(
-        self, command: Sequence[str], ranks: LocalRanks, store: socket.socket | None, folder: Path
-    ) -> None:
+    def start(self, command: Sequence[str], ranks: LocalRanks, store: socket.socket | None) -> None:
         """Starts the ranks and what looks after them; raises LaunchError if one cannot start."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._lifeline = start_lifeline()
         for local_rank in range(ranks.count):
             number = ranks.first + local_rank
-            error_file = folder / f"rank-{number}.json"
-            environ = rank_environment(os.environ, ranks, local_rank, error_file=error_file)
+            environ = rank_environment(os.environ, ranks, local_rank)
             store_fd = store.fileno() if store is not None and number == 0 else None
-            process = _spawn(command, environ, local_rank, store_fd)
-            self._ranks.append(_Rank(number, process, error_file))
+            process, news = _spawn(command, environ, local_rank, store_fd)
+            self._ranks.append(_Rank(number, process, Listener(news)))
             self._tell_lifeline("+", process.pid)
         self._pump = OutputPump(
             [
@@ -159,17 +186,28 @@ class _Team:
     def watch(self) -> list[Outcome]:
         """Waits until all ranks have ended, and sees to it that they do end."""
         while alive := [r for r in self._ranks if r.outcome is None]:
-            for signum in self.signals.wait(self._patience_s()):
+            news = [r.news.descriptor for r in self._ranks if not r.news.has_ended]
+            also = [*news, *self.peers.descriptors]
+            for signum in self.signals.wait(self._patience_s(), also):
                 self._on_signal(signum)
+            for message in self.peers.hear():
+                self._on_message(message)
             for rank in alive:
                 self._look_after(rank)
+            for rank in self._ranks:  # after their ends: what they told before is in the pipes
+                rank.news.hear()
+            self._find_deserters()
             if self._deadline is None and self._failed_for_sure():
+                self.peers.tell(failed=[r.number for r in self._ranks])
                 self._ask_to_stop(signal.SIGTERM)
             elif self._deadline is not None and time.monotonic() >= self._deadline:
                 if self._killed:
                     break
                 self._kill(f"had not ended {self.grace_s:g} s after being asked to")
-        return [r.outcome or self._undead(r) for r in self._ranks]
+        return [
+            replace(r.outcome, desertion=r.desertion) if r.outcome else self._undead(r)
+            for r in self._ranks
+        ]
 
     def end_all(self) -> None:
         """Leaves nothing behind; harmless when all has ended already."""
@@ -183,6 +221,8 @@ class _Team:
                 for source in (rank.process.stdout, rank.process.stderr):
                     if source is not None:
                         source.close()
+        for rank in self._ranks:
+            rank.news.close()
         if self._lifeline is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._lifeline.communicate(timeout=_DEATH_S)
@@ -204,17 +244,37 @@ class _Team:
         if signum == signal.SIGCHLD:
             return
         if self._deadline is None:
-            self.stop_signal = signum
-            plural = "s" if len(self._ranks) > 1 else ""
-            _say(
-                f"{signum.name}: asked the rank{plural} to stop, which may take "
-                f"{self.grace_s:g} s; press Ctrl-C to kill them at once"
-            )
-            # The terminal has gone: to the ranks that is a request like any other.
-            self._ask_to_stop(signal.SIGTERM if signum == signal.SIGHUP else signum)
+            self.peers.tell(stop=int(signum))
+            self._stop(signum)
         elif signum == signal.SIGINT and not self._killed:
             self.stop_signal = self.stop_signal or signum
             self._kill("interrupted again")
+
+    def _on_message(self, message: Mapping[str, object]) -> None:
+        """What the launcher of another machine says."""
+        stop, failed, ended = (message.get(name) for name in ("stop", "failed", "ended"))
+        if isinstance(ended, int):
+            self._ended_elsewhere.add(ended)
+        if self._deadline is not None:
+            return
+        if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:
+            self._stop(signal.Signals(stop), " on another machine")
+        elif isinstance(failed, list):
+            self.failure_elsewhere = (
+                f"error: the run failed on another machine, which has {_name(failed)}; its output "
+                "says why\n"
+            )
+            self._ask_to_stop(signal.SIGTERM)
+
+    def _stop(self, signum: signal.Signals, where: str = "") -> None:
+        self.stop_signal = signum
+        plural = "s" if len(self._ranks) > 1 else ""
+        _say(
+            f"{signum.name}{where}: asked the rank{plural} to stop, which may take "
+            f"{self.grace_s:g} s; press Ctrl-C to kill them at once"
+        )
+        # The terminal has gone: to the ranks that is a request like any other.
+        self._ask_to_stop(signal.SIGTERM if signum == signal.SIGHUP else signum)
 
     def _look_after(self, rank: _Rank) -> None:
         code = rank.process.poll()
@@ -222,19 +282,37 @@ class _Team:
             return
         kill_group(rank.process.pid)  # what it has started and not ended
         self._tell_lifeline("-", rank.process.pid)
-        rank.outcome = Outcome(
-            rank=rank.number,
-            pid=rank.process.pid,
-            code=code,
-            time=time.time(),
-            report=read_report(rank.error_file),
-            signals=frozenset(rank.signals),
-        )
+        rank.news.hear()
+        rank.outcome = rank.end(code)
+        if code == 0:
+            self.peers.tell(ended=rank.number)
+
+    def _find_deserters(self) -> None:
+        """Finds ranks that others wait for, and that cannot come any more."""
+        waiting = [r.number for r in self._ranks if not r.outcome and r.news.place == JOINING]
+        for rank in self._ranks:
+            if rank.desertion or rank.signals:
+                continue
+            if rank.is_another_program and (waiting or rank.news.place in (JOINING, JOINED)):
+                rank.desertion = (
+                    "has become another program (exec), while the other ranks count on it; start "
+                    "that program beside the rank, as by subprocess.run, or after ddp.close()"
+                )
+            elif waiting and rank.outcome is not None and not rank.outcome.failed:
+                rank.desertion = f"ended with exit code 0{_waited(waiting)}"
+        if waiting and self._ended_elsewhere and self._deadline is None:
+            gone = _name(sorted(self._ended_elsewhere))
+            self.failure_elsewhere = (
+                f"error: {gone} on another machine ended with exit code 0{_waited(waiting)}\n"
+            )
+            self._ask_to_stop(signal.SIGTERM)
 
     def _failed_for_sure(self) -> bool:
         follow_ups = 0
         for rank in self._ranks:
-            report = rank.outcome.report if rank.outcome else read_report(rank.error_file)
+            report = rank.report
+            if rank.desertion:
+                return True
             if report is not None and report.follow_up:
                 follow_ups += 1
             elif report is not None or (rank.outcome is not None and rank.outcome.failed):
@@ -248,7 +326,7 @@ class _Team:
         self._deadline = time.monotonic() + self.grace_s
         for rank in self._ranks:
             # One that has written its report is on its way out already.
-            if rank.outcome is None and not rank.error_file.exists():
+            if rank.outcome is None and rank.news.failure is None:
                 rank.process.send_signal(signum)
                 if rank.process.returncode is None:  # otherwise it had ended by itself
                     rank.signals.add(signum)
@@ -267,14 +345,7 @@ class _Team:
             f"rank {rank.number} (pid {rank.process.pid}) does not end even when killed: it hangs "
             "in the kernel, in a device driver or a network file system"
         )
-        return Outcome(
-            rank=rank.number,
-            pid=rank.process.pid,
-            code=-signal.SIGKILL,
-            time=time.time(),
-            report=read_report(rank.error_file),
-            signals=frozenset(rank.signals),
-        )
+        return rank.end(-signal.SIGKILL)
 
     def _tell_lifeline(self, sign: str, pid: int) -> None:
         if self._lifeline is not None:
@@ -300,24 +371,42 @@ def tell_lifeline(process: subprocess.Popen[bytes], sign: str, pid: int) -> None
 
 def _spawn(
     command: Sequence[str], environ: Mapping[str, str], local_rank: int, store_fd: int | None
-) -> subprocess.Popen[bytes]:
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a rank; with it, where its news can be read."""
     first = local_rank == 0
-    handed = [] if store_fd is None else [store_fd]
+    news, pen = os.pipe()
+    handed = {NEWS_FD: pen} if store_fd is None else {NEWS_FD: pen, STORE_FD: store_fd}
     try:
-        return subprocess.Popen(
-            command,
-            env={**environ, STORE_FD: str(store_fd)} if handed else environ,
-            stdin=None if first else subprocess.DEVNULL,
-            stdout=None if first else subprocess.PIPE,
-            stderr=None if first else subprocess.PIPE,
-            pass_fds=handed,
-            start_new_session=True,
-        )
+        with start_in_silence():
+            process = subprocess.Popen(
+                command,
+                env={**environ, **{name: str(number) for name, number in handed.items()}},
+                stdin=None if first else subprocess.DEVNULL,
+                stdout=None if first else subprocess.PIPE,
+                stderr=None if first else subprocess.PIPE,
+                pass_fds=list(handed.values()),
+                start_new_session=True,
+            )
+        return process, news
     except OSError as error:
+        os.close(news)
         raise LaunchError(
             f"rank {environ['RANK']} could not be started ({command[0]}: {error.strerror}); check "
             "that the program exists and that the machine has memory and processes left"
         ) from error
+    finally:
+        os.close(pen)
+
+
+def _name(ranks: Sequence[object]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _waited(waiting: Sequence[int]) -> str:
+    return (
+        f" while {_name(waiting)} waited for it in Ddp.setup; let every rank go through the whole "
+        "script, and call Ddp.setup as often as the others"
+    )
 
 
 def kill_group(group: int) -> None:

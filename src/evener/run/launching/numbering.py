@@ -20,6 +20,7 @@ from typing import Any
 from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
 from evener.errors import LaunchError
 from evener.run.launching.nodes import Node
+from evener.run.launching.peers import Peers
 from evener.run.launching.ranks import MAX_NPROC, LocalRanks
 from evener.run.launching.terminal import say
 from evener.version import __version__
@@ -37,7 +38,9 @@ _LONGEST_PAUSE_S = 1.0
 _CONNECT_S = 5.0
 
 
-def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, socket.socket | None]:
+def meet(
+    node: Node, nproc: int, *, store_waits: bool
+) -> tuple[LocalRanks, socket.socket | None, Peers]:
     """Waits for the launchers of all nodes, and learns which ranks are this one's.
 
     Call it before any rank starts; Ctrl-C ends it.
@@ -48,14 +51,16 @@ def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, sock
         store_waits: Whether the socket shall go on listening; see ``launch``.
 
     Returns:
-        The ranks of this node, and on node 0 the socket on which rank 0 opens the store.
+        The ranks of this node; on node 0 the socket on which rank 0 opens the store; and the
+        connections to other launchers.
 
     Raises:
         LaunchError: A node did not come or was started otherwise, node 0 cannot be reached, or its
             port is in use.
     """
     if node.number > 0:
-        return _join(node, nproc), None
+        ranks, connection = _join(node, nproc)
+        return ranks, None, Peers([connection])
     listener = _listen(node, listen=True)
     if listens_everywhere(listener):
         say(
@@ -63,7 +68,7 @@ def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, sock
             "node 0 listens on all of them"
         )
     try:
-        ranks = _Host(node, nproc, listener).gather()
+        ranks, peers = _Host(node, nproc, listener).gather()
         if not store_waits:  # a torch script opens the port itself
             listener.close()
             listener = _listen(node, listen=False)
@@ -71,7 +76,7 @@ def meet(node: Node, nproc: int, *, store_waits: bool) -> tuple[LocalRanks, sock
         listener.close()
         raise
     listener.setblocking(True)
-    return ranks, listener
+    return ranks, listener, peers
 
 
 def number_ranks(node: Node, counts: Mapping[int, int]) -> list[LocalRanks]:
@@ -203,7 +208,7 @@ class _Host:
     _refusals: list[str] = field(default_factory=list)
     _is_reached: bool = False
 
-    def gather(self) -> LocalRanks:
+    def gather(self) -> tuple[LocalRanks, Peers]:
         """Waits until all are here, and tells each which ranks are its own."""
         token = secrets.token_hex(8)
         self.listener.setblocking(False)
@@ -215,7 +220,9 @@ class _Host:
             for connection, hello in self._nodes.items():
                 place = places[hello.node]
                 self._tell(connection, first_rank=place.first, world_size=place.world_size)
-            return places[0]
+            peers = Peers([*self._nodes])
+            self._nodes.clear()  # they stay open
+            return places[0], peers
         except LaunchError as error:
             for connection in self._nodes:
                 self._tell(connection, error=str(error))
@@ -355,7 +362,7 @@ class _ClosedError(Exception):
     """What listens at the address closed the connection before it had answered."""
 
 
-def _join(node: Node, nproc: int) -> LocalRanks:
+def _join(node: Node, nproc: int) -> tuple[LocalRanks, socket.socket]:
     deadline = time.monotonic() + node.timeout_s
     pause_s, said = _FIRST_PAUSE_S, False
     closed_at: float | None = None
@@ -363,8 +370,12 @@ def _join(node: Node, nproc: int) -> LocalRanks:
         left_s = deadline - time.monotonic()
         try:
             address = (node.host, node.port)
-            with socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s))) as connection:
-                return _ask(node, nproc, connection, deadline)
+            connection = socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s)))
+            try:
+                return _ask(node, nproc, connection, deadline), connection
+            except BaseException:
+                connection.close()
+                raise
         except _ClosedError:
             # Node 0 does that to the oldest of many connections which have not said who they are.
             closed_at = closed_at or time.monotonic()

@@ -4,13 +4,12 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from evener.errors import ConfigError, LaunchError
 from evener.run.launching.child import PARENT_PID
-from evener.run.launching.failures import ERROR_FILE
 from evener.run.team.environment import LAUNCHED, STORE_FD
 from evener.run.team.host import threads_per_rank
+from evener.run.team.news import NEWS_FD
 
 #: More ranks than this on one host are taken for a typing error.
 MAX_NPROC = 256
@@ -19,7 +18,15 @@ _LOOPBACK = "127.0.0.1"
 # What another launcher may have left in our environment, and would mislead the ranks.
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 _FOREIGN = frozenset(
-    {STORE_FD, "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
+    {
+        NEWS_FD,
+        STORE_FD,
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+    }
 )
 
 
@@ -55,16 +62,13 @@ def check_nproc(nproc: int) -> None:
         )
 
 
-def rank_environment(
-    base: Mapping[str, str], ranks: LocalRanks, local_rank: int, *, error_file: Path
-) -> dict[str, str]:
+def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int) -> dict[str, str]:
     """The environment of one rank: torchrun's variables, and evener's own.
 
     Args:
         base: Environment of the launcher.
         ranks: The ranks of this host.
         local_rank: Which of them.
-        error_file: Where the rank writes what made it fail.
     """
     environ = {
         name: value
@@ -83,7 +87,6 @@ def rank_environment(
         "MASTER_PORT": str(ranks.port),
         LAUNCHED: "1",
         PARENT_PID: str(os.getpid()),
-        ERROR_FILE: str(error_file),
     }
 
 

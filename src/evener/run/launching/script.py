@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from evener.errors import LaunchError
-from evener.run.launching.child import run_child, write_lines_at_once
+from evener.run.launching.child import end_in_silence, run_child, write_lines_at_once
 
 
 def run_program(argv: Sequence[str]) -> None:
@@ -66,4 +66,8 @@ if __name__ == "__main__":
     # On its way out Python would look through all of torch for garbage, for up to three seconds.
     atexit.register(gc.freeze)
     write_lines_at_once()  # also where torchrun or SLURM has started this rank
-    sys.exit(run_child(lambda: run_program(sys.argv[1:])))
+    try:
+        code = run_child(lambda: run_program(sys.argv[1:]))
+    finally:
+        end_in_silence()
+    sys.exit(code)

@@ -4,7 +4,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -139,13 +139,14 @@ class SignalQueue:
         os.close(self._reader)
         os.close(self._writer)
 
-    def wait(self, timeout_s: float) -> list[signal.Signals]:
+    def wait(self, timeout_s: float, also: Sequence[int] = ()) -> list[signal.Signals]:
         """Signals that have arrived, oldest first.
 
         Args:
             timeout_s: Longest wait for the first one.
+            also: Descriptors that end the wait, too, when there is something to be read.
         """
-        select.select([self._reader], [], [], timeout_s)
+        select.select([self._reader, *also], [], [], timeout_s)
         try:
             return [signal.Signals(number) for number in os.read(self._reader, 4096)]
         except BlockingIOError:

@@ -8,6 +8,7 @@ program.
 
 import multiprocessing
 import os
+import signal
 import site
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evener.errors import ConfigError
-from evener.run.launching.child import run_child
+from evener.run.launching.child import end_in_silence, run_child
 from evener.run.launching.launch import launch
 
 # Options of the interpreter that are followed by an argument, in the same word or in the next.
@@ -69,6 +70,8 @@ def start_all_ranks(
         if not quiet:
             _say(f"using {devices[0]} of {names}: {error}")
         return
+    # The launcher that this process becomes lets Ctrl-C through when it can take it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     if not quiet:
         shown = Path(started.program[0]).name if started.program[0] != "-m" else started.program[1]
         _say(f"{shown} was started plainly: running it once for each of {names}")
@@ -223,4 +226,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    end_in_silence()
+    sys.exit(code)

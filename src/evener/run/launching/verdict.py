@@ -30,6 +30,7 @@ class Outcome:
         time: Unix seconds at which the launcher saw the end.
         report: What the rank wrote about its failure, if it did.
         signals: Signals that the launcher had sent to it.
+        desertion: How it has left others waiting for it, in words; empty if it has not.
     """
 
     rank: int
@@ -38,10 +39,13 @@ class Outcome:
     time: float
     report: FailureReport | None
     signals: frozenset[int]
+    desertion: str = ""
 
     @property
     def failed(self) -> bool:
         """Whether it ended badly, and not merely as it was told to."""
+        if self.desertion:
+            return True
         if self.report is not None and not self.report.is_exit:
             return True
         if self.code < 0:
@@ -117,6 +121,8 @@ def _shown_failure(outcomes: Sequence[Outcome], stop_signal: int | None) -> Outc
 def silent_end(outcome: Outcome) -> str:
     """Words for the end of a rank that left no report."""
     who = f"rank {outcome.rank} (pid {outcome.pid})"
+    if outcome.desertion:
+        return f"{who} {outcome.desertion}"
     if outcome.code >= 0:
         return f"{who} ended with exit code {outcome.code}; its output above may say why"
     name = _signal_name(-outcome.code)

@@ -15,7 +15,7 @@ from typing import IO
 from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, WorkerError
 from evener.observe.events import Sink
-from evener.run.launching.failures import ERROR_FILE, FailureReport
+from evener.run.launching.failures import FailureReport
 from evener.run.launching.launch import kill_group, start_lifeline, tell_lifeline
 from evener.run.launching.output import OutputPump
 from evener.run.launching.ranks import LocalRanks, bind_store, rank_environment
@@ -146,8 +146,7 @@ class WorkerTeam:
             ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
             self._lifeline = start_lifeline()
             for rank, device in enumerate(self._devices):
-                environ = rank_environment(os.environ, ranks, rank, error_file=Path(os.devnull))
-                del environ[ERROR_FILE]  # failures come over the channel
+                environ = rank_environment(os.environ, ranks, rank)
                 # What is importable here has to be importable there.
                 environ["PYTHONPATH"] = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
                 store_fd = store.fileno() if rank == 0 else None

@@ -15,6 +15,7 @@ from evener.run.team.environment import (
     DistributedRole,
     DistributedTrainConfig,
 )
+from evener.run.team.news import JOINED, JOINING, tell
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | int | torch.device]
@@ -218,7 +219,11 @@ def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) ->
     listen_fd = None if environment.store_fd in _spent_sockets else environment.store_fd
     if listen_fd is not None:
         _spent_sockets.add(listen_fd)
-    return connect(
+    # Another team than the launcher's does not need all of its ranks.
+    is_launchers = environment.launched_by == "evener"
+    if is_launchers:
+        tell(place=JOINING)
+    comm = connect(
         environment.rank,
         environment.world_size,
         environment.coordinator_addr,
@@ -228,3 +233,6 @@ def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) ->
         backend=backend,
         timeout_s=timeout_s,
     )
+    if is_launchers:
+        tell(place=JOINED)
+    return comm

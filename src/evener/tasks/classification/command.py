@@ -39,9 +39,9 @@ def run_classification(options: ClassifyOptions) -> int:
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
-    with StopSignals() as signals:
-        _run(options, None, signals)
-        return signals.exit_code
+    signals = StopSignals()
+    _run(options, None, signals)
+    return signals.exit_code
 
 
 def classify(
@@ -81,8 +81,7 @@ def classify(
         resume=resume,
         quiet=quiet,
     )
-    with StopSignals() as signals:
-        return _run(options, samples, signals)
+    return _run(options, samples, StopSignals())
 
 
 def predict_file(options: ClassifyOptions) -> int:
@@ -178,6 +177,7 @@ def _run(
         ),
         environment=environment,
     )
-    with ddp:
+    # Only now: until here there is nothing to save, and a signal ends the process at once.
+    with signals, ddp:
         agree_on_data(ddp.assembly.team, data)
         return ClassificationRun(config, options, ddp, pipeline, data, schedule).go()

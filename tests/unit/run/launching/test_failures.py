@@ -1,11 +1,14 @@
+import os
 import sys
+from dataclasses import asdict
 
 import pytest
 from torch.distributed import DistNetworkError
 
 from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
 from evener.run.launching.child import report_failure, run_child
-from evener.run.launching.failures import describe, read_report, write_report
+from evener.run.launching.failures import FailureReport, describe
+from evener.run.team import news
 
 
 def caught(error):
@@ -36,24 +39,39 @@ def test_what_kind_of_failure_it_is(error, user_error, follow_up, code):
     assert report.traceback.startswith("Traceback")
 
 
-def test_a_report_survives_the_file(tmp_path):
-    path = tmp_path / "rank-1.json"
-    assert read_report(path) is None
-    report = describe(caught(ValueError("ünï\ncode \udcff")), rank=1, time=2.5)
-    write_report(path, report)
-    assert read_report(path) == report
-    assert [p.name for p in tmp_path.iterdir()] == ["rank-1.json"]
-
-
-def test_a_rank_tells_its_launcher_and_not_the_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("EVENER_ERROR_FILE", str(tmp_path / "rank-1.json"))
+@pytest.fixture
+def launcher(monkeypatch):
+    """What a launcher hears of this process, as its rank 1."""
+    reader, writer = os.pipe()
+    monkeypatch.setenv(news.NEWS_FD, str(writer))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(news, "_line", [])
+    news.open_line()
+    listener = news.Listener(reader)
+    yield listener
+    listener.close()
+    os.close(writer)
+
+
+def test_news_arrive_whole(launcher):
+    report = describe(caught(ValueError("ünï\ncode \udcff" + "x" * 1000)), rank=1, time=2.5)
+    launcher.hear()
+    assert (launcher.place, launcher.failure) == ("", None)
+    news.tell(place=news.JOINING)
+    news.tell(failure=asdict(report))
+    launcher.hear()
+    assert FailureReport(**launcher.failure) == report
+    assert (launcher.place, launcher.has_ended) == (news.JOINING, False)
+
+
+def test_a_rank_tells_its_launcher_and_not_the_terminal(launcher, capsys):
 
     def fail():
         raise ConfigError("lr is -1")
 
     assert run_child(fail) == 2
-    assert read_report(tmp_path / "rank-1.json").message == "lr is -1"
+    launcher.hear()
+    assert launcher.failure["message"] == "lr is -1"
     assert capsys.readouterr() == ("", "")
 
 
@@ -89,13 +107,10 @@ def test_system_exit_passes():
 
 
 @pytest.mark.parametrize(("given", "code"), [(7, 7), ("no more data", 1), (0, None), (None, None)])
-def test_the_launcher_knows_of_system_exit_before_python_has_ended(
-    tmp_path, monkeypatch, given, code
-):
-    monkeypatch.setenv("EVENER_ERROR_FILE", str(tmp_path / "rank-1.json"))
-    monkeypatch.setenv("RANK", "1")
+def test_the_launcher_knows_of_system_exit_before_python_has_ended(launcher, given, code):
     with pytest.raises(SystemExit):
         run_child(lambda: sys.exit(given))
-    report = read_report(tmp_path / "rank-1.json")
+    launcher.hear()
+    report = None if launcher.failure is None else FailureReport(**launcher.failure)
     assert (report.exit_code if report else None) == code
     assert report is None or (report.is_exit and not report.follow_up)

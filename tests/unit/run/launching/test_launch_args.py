@@ -1,6 +1,5 @@
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from evener.run.team.host import threads_per_rank
 def environment_of(rank, base=None):
     base = {} if base is None else base
     ranks = LocalRanks(count=3, world_size=3, port=1234)
-    return rank_environment(base, ranks, rank, error_file=Path("/t/rank.json"))
+    return rank_environment(base, ranks, rank)
 
 
 @pytest.mark.parametrize("nproc", [0, -1, MAX_NPROC + 1])

@@ -76,7 +76,7 @@ def test_options_that_do_not_fit_are_named(given, named):
 
 def test_a_rank_on_the_second_machine_knows_its_place():
     ranks = LocalRanks(first=2, count=1, world_size=3, host="10.0.0.1", port=29_500)
-    environ = rank_environment({}, ranks, 0, error_file="/t/rank.json")
+    environ = rank_environment({}, ranks, 0)
     config = DistributedTrainConfig.from_env(environ)
     assert (config.rank, config.world_size) == (2, 3)
     assert (config.local_rank, config.local_world_size) == (0, 1)
@@ -97,7 +97,8 @@ def run_nodes(*nodes, counts=(2, 1, 3), store_waits=True):
 
     def body(place):
         try:
-            ranks, store = meet(nodes[place], counts[place], store_waits=store_waits)
+            ranks, store, peers = meet(nodes[place], counts[place], store_waits=store_waits)
+            peers.close()
             results[place] = ranks
             if store is not None:
                 results[place] = (ranks, store)
@@ -234,7 +235,8 @@ def test_strangers_are_sent_away_and_disturb_nobody(junk):
     with first_node(port) as results:
         with visit(port, junk) as stranger:
             assert not junk or has_been_sent_away(stranger)
-        ranks, store = meet(node(1, port, nnodes=2), 1, store_waits=True)
+        ranks, store, peers = meet(node(1, port, nnodes=2), 1, store_waits=True)
+        peers.close()
         assert store is None
         assert (ranks.first, ranks.world_size) == (2, 3)
     results[0][1].close()
@@ -255,7 +257,7 @@ def test_another_version_is_refused_and_the_right_one_taken(capsys):
         with visit(port, hello(evener="0.0.1\x1b[2J")) as other:
             answer = json.loads(other.makefile().readline())
         assert f"node 0 runs evener {__version__}, node 1 runs 0.0.1?[2J" in answer["error"]
-        meet(node(1, port, nnodes=2), 1, store_waits=True)
+        meet(node(1, port, nnodes=2), 1, store_waits=True)[2].close()
     assert answer["error"] in capsys.readouterr().err
     results[0][1].close()
 
@@ -271,7 +273,8 @@ def test_a_connection_that_is_closed_unheard_is_tried_again():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        ranks, _ = meet(node(1, server.getsockname()[1]), 1, store_waits=True)
+        ranks, _, peers = meet(node(1, server.getsockname()[1]), 1, store_waits=True)
+        peers.close()
         thread.join(PATIENCE_S)
     assert (ranks.first, ranks.world_size) == (2, 3)
 

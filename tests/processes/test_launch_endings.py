@@ -1,0 +1,202 @@
+"""Ends at awkward moments: ranks that leave others waiting, signals while all is still starting."""
+
+import random
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+
+from helpers.launched import Sandbox, wait_until_gone
+from helpers.ports import free_port
+from helpers.pretraining import Lab
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    sandbox.environ.pop("PYTEST_CURRENT_TEST", None)
+    yield sandbox
+    sandbox.close()
+
+
+# ── ranks that leave others waiting ──────────────────────────────────────────────────────────────
+
+SETUP = """\
+import torch
+from evener import Ddp
+model = torch.nn.Linear(3, 1)
+def setup():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Ddp.setup(model, optimizer, devices="cpu", quiet=True)
+"""
+
+TRAIN = """\
+with setup() as ddp:
+    for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
+        ddp.backward(model(x).mean())
+        ddp.step()
+        if RANK == 1:
+            os.execvp("sleep", ["sleep", "3600"])
+"""
+
+ENDS = {
+    "exits before": "if RANK == 1: sys.exit(0)\n" + SETUP + "setup()\n",
+    "execs before": "if RANK == 1: os.execvp('sleep', ['sleep', '3600'])\n" + SETUP + "setup()\n",
+    "exits inside": SETUP
+    + "if RANK == 1: model.train = lambda *_: os._exit(0)\nsetup().weighted_mean(1)\n",
+    "execs while training": SETUP + TRAIN,
+}
+
+SAID = {
+    "exits before": "ended with exit code 0 while rank 0 waited for it in Ddp.setup",
+    "execs before": "has become another program (exec), while the other ranks count on it",
+    "exits inside": "has ended with exit code 0 while others were at work",
+    "execs while training": "has become another program (exec), while the other ranks count on it",
+}
+
+
+def test_a_rank_that_leaves_others_waiting_ends_the_team_and_is_named(sandbox):
+    """A rendezvous would wait for five minutes: longer than this test."""
+    running = {}
+    for way, script in ENDS.items():
+        path = sandbox.script(script, name=f"{way.replace(' ', '_')}.py")
+        running[way] = sandbox.evener("launch", "--nproc", 2, path)
+    for way, each in running.items():
+        ended = each.end()
+        assert ended.code == 1, way
+        assert "rank 1 " in ended.err, way
+        assert SAID[way] in ended.err, (way, ended.err)
+
+
+def test_a_program_that_follows_training_is_no_failure(sandbox):
+    script = sandbox.script(
+        SETUP + "with setup() as ddp:\n    ddp.weighted_mean(1.0)\nos.execvp('true', ['true'])\n"
+    )
+    ended = sandbox.evener("launch", "--nproc", 2, script).end()
+    assert (ended.code, ended.err) == (0, "")
+
+
+# ── several machines ─────────────────────────────────────────────────────────────────────────────
+
+
+def on_two_machines(sandbox, script):
+    port = free_port()
+    nodes = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--port", port)
+    return [
+        sandbox.evener("launch", "--nproc", 1, *nodes, "--node-rank", node, script)
+        for node in range(2)
+    ]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_ctrl_c_on_one_machine_reaches_all_of_them(sandbox, node):
+    script = (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\ntell('on')\nwait_forever()\n"
+    )
+    running = on_two_machines(sandbox, sandbox.script(script))
+    assert sandbox.mailbox.read(2) == ["0 on", "1 on"]
+    running[node].press_ctrl_c()
+    for number, each in enumerate(running):
+        ended = each.end()
+        assert ended.code == 130
+        assert "Traceback" not in ended.err
+        assert ("SIGINT on another machine" in ended.err) == (number != node)
+
+
+def test_a_failure_on_one_machine_ends_the_others_at_once(sandbox):
+    """Those that wait in setup would do so for five minutes."""
+    body = "if RANK == 1: {}\n" + SETUP + "tell('in setup')\nsetup()\n"
+    exits = sandbox.script(body.format("sys.exit(0)"), name="exits.py")
+    fails = sandbox.script(body.format("pass_gate(); raise ValueError('boom')"), name="fails.py")
+    first, second = on_two_machines(sandbox, exits)
+    other_first, other_second = on_two_machines(sandbox, fails)
+    assert sandbox.mailbox.read(2) == ["0 in setup"] * 2
+    sandbox.open_gate(1)
+    ended = first.end()
+    assert (ended.code, second.end().code) == (1, 0)
+    assert "rank 1 on another machine ended with exit code 0 while rank 0 waited" in ended.err
+    ended = other_first.end()
+    assert (ended.code, other_second.end().code) == (1, 1)
+    assert "the run failed on another machine, which has rank 1" in ended.err
+
+
+# ── signals while all is still starting ──────────────────────────────────────────────────────────
+
+
+def test_a_signal_takes_effect_while_ranks_import_their_libraries(tmp_path):
+    lab = Lab(tmp_path)
+    try:
+        lab.install("")
+        (lab.folder / "site" / "transformers.py").write_text(
+            "import os, signal\n"
+            "with open(os.environ['TEST_MAILBOX'], 'w') as mailbox:\n"
+            "    mailbox.write(f'{os.getpid()}\\n')\n"
+            "while True:\n    signal.pause()\n"
+        )
+        running = lab.command("run.yaml", "--nproc", 2)
+        pids = [int(line) for line in lab.sandbox.mailbox.read(2)]
+        started_s = time.monotonic()
+        running.signal(signal.SIGTERM)
+        assert all(wait_until_gone(pid) for pid in pids)
+        assert time.monotonic() - started_s < 1.0
+        ended = running.end()
+        assert ended.code == 143
+        assert "killed" not in ended.err
+        assert "Traceback" not in ended.err
+    finally:
+        lab.close()
+
+
+PLAIN = """\
+if "RANK" not in os.environ:
+    from evener.run.launching.starting import start_all_ranks
+    start_all_ranks(["cpu", "cpu"], optional=False, quiet=False)
+import argparse, ctypes, decimal, email, http.client, unittest
+with open(os.environ["TEST_MAILBOX"], "w") as mailbox:
+    time.sleep(0.2)
+"""
+
+MOMENTS = 50
+AT_ONCE = 5
+
+
+def test_ctrl_c_at_any_moment_prints_no_traceback(sandbox):
+    """From evener's first line on, through two ranks' start, work and end."""
+    draw = random.Random(9)
+    script = sandbox.script(PLAIN)
+    pressed = 0
+    for _ in range(MOMENTS // AT_ONCE):
+        running = [sandbox.start(sys.executable, script) for _ in range(AT_ONCE)]
+        begun = []
+        for each in running:
+            assert b"was started plainly" in each.process.stderr.readline()
+            begun.append((time.monotonic() + draw.uniform(0.0, 1.2), each))
+        for moment_s, each in sorted(begun, key=lambda pair: pair[0]):
+            time.sleep(max(0.0, moment_s - time.monotonic()))
+            if each.process.poll() is None:
+                pressed += 1
+                each.press_ctrl_c()
+        for each in running:
+            ended = each.end()
+            assert ended.code in (130, -signal.SIGINT, 0), ended.err
+            assert "Traceback" not in ended.err
+            assert "KeyboardInterrupt" not in ended.err
+    assert pressed
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────
+
+
+def test_a_launcher_that_is_killed_leaves_no_file(sandbox, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    sandbox.environ["TMPDIR"] = str(temporary)
+    running = sandbox.evener("launch", "--nproc", 2, sandbox.script("tell('on')\nwait_forever()\n"))
+    sandbox.mailbox.read(2)
+    family = [child.pid for child in psutil.Process(running.process.pid).children()]
+    assert len(family) == 3
+    running.signal(signal.SIGKILL)
+    assert all(wait_until_gone(pid) for pid in family)
+    assert list(temporary.iterdir()) == []
