@@ -8,7 +8,6 @@ program.
 
 import multiprocessing
 import os
-import signal
 import site
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evener.errors import ConfigError
-from evener.run.launching.child import end_in_silence, run_child
+from evener.run.launching.child import end_in_silence, run_child, start_in_silence
 from evener.run.launching.launch import launch
 
 # Options of the interpreter that are followed by an argument, in the same word or in the next.
@@ -71,11 +70,12 @@ def start_all_ranks(
             _say(f"using {devices[0]} of {names}: {error}")
         return
     # The launcher that this process becomes lets Ctrl-C through when it can take it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    if not quiet:
-        shown = Path(started.program[0]).name if started.program[0] != "-m" else started.program[1]
-        _say(f"{shown} was started plainly: running it once for each of {names}")
-    _become_launcher(started, len(devices), os.environ if environ is None else environ)
+    with start_in_silence():
+        if not quiet:
+            program = started.program
+            shown = Path(program[0]).name if program[0] != "-m" else program[1]
+            _say(f"{shown} was started plainly: running it once for each of {names}")
+        _become_launcher(started, len(devices), os.environ if environ is None else environ)
 
 
 def how_started() -> Started:
