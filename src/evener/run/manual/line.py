@@ -9,6 +9,7 @@ from evener.comm.base import Communicator
 from evener.errors import ConfigError
 from evener.run.team.backends import check_backend, connect_team
 from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.news import LEFT, tell
 
 #: When a script averages whose policy is its own.
 HAND = "by hand"
@@ -93,3 +94,4 @@ class Line:
         if not users:
             del self._lines[self._environment]
             self.comm.close()
+            tell(place=LEFT)
