@@ -46,5 +46,5 @@ def test_no_other_thread_seeds_while_a_sampler_draws():
         def __len__(self):
             return 3
 
-    assert Drawn(Watched(), seed=0).of(0) == [0, 1, 2]
+    assert list(Drawn(Watched(), seed=0).of(0)) == [0, 1, 2]
     assert free == [False]

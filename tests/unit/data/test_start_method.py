@@ -57,7 +57,7 @@ def choose(
         monkeypatch.delattr(main, "__file__", raising=False)
     else:
         script.write_text(text)
-        monkeypatch.setattr(main, "__file__", str(script))
+        monkeypatch.setattr(main, "__file__", str(script), raising=False)
     exec(compile(text, str(script), "exec"), vars(main))
     return str(chosen[0].get_start_method())
 

@@ -89,7 +89,10 @@ def test_ctrl_c_tells_what_has_been_measured(tmp_path):
     assert written["recommended"] == "sync/gloo"
 
 
-WINDOW = {"type": "window", "t": 2.0, "ranks": [{"weight": 4.0, "loss": 1.5}]}
+TIMES = {"compute_s": 1.0, "wait_s": 0.0, "sync_s": 0.0}
+RANK = {"rank": 0, "member": "m", "samples": 4, "weight": 4.0, "loss": 1.5, **TIMES}
+PLACE = {"window": 0, "epoch": 0, "committed": [[0, 4]]}
+WINDOW = {"type": "window", "t": 2.0, **PLACE, "ranks": [RANK]}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,7 @@ def test_what_came_of_a_trial(tmp_path, code, log, events, expected):
     trials = Pretrain(options(tmp_path), tmp_path)
     run = tmp_path / "trials" / "sync-gloo-1"
     (run / "checkpoints" / "step-1").mkdir(parents=True)
-    started = {"type": "run_started", "t": 1.0, "unit": "tokens"}
+    started = {"type": "run_started", "t": 1.0, "unit": "tokens", "members": ["m"]}
     lines = [json.dumps(event) for event in (started, *events)]
     (run / "events.jsonl").write_text("\n".join(lines) + "\n")
     path = tmp_path / "log"

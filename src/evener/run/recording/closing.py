@@ -2,7 +2,7 @@
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
@@ -46,8 +46,6 @@ def summarise(
         skipped_records: Records of the data that held no text and were left out.
         first_skipped_record: Where the first of them is, and what is wrong with it.
     """
-    import psutil
-
     tally = recorder.tally
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
     team = tally.speed()
@@ -86,13 +84,15 @@ def summarise(
         ranks=tuple(ranks),
         parked=recorder.parked,
         emulated={m.rank: m.emulated for m in ddp.members if m.emulated != 1},
-        machine={
-            "host": ddp.members[0].host,
-            "cores": psutil.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
+        machine={"host": ddp.members[0].host, **_own_machine()},
         versions=dict(ddp.members[0].versions),
     )
+
+
+def _own_machine() -> dict[str, Any]:
+    import psutil
+
+    return {"cores": psutil.cpu_count(), "memory_bytes": psutil.virtual_memory().total}
 
 
 def show(summary: RunSummary) -> None:
