@@ -1,7 +1,7 @@
 """What a user's own loop meets on several ranks: names without a value, errors, closing."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from evener import CollectiveError, CollectiveMismatchError, Ddp, DdpConfig
+from evener import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveMismatchError,
+    Ddp,
+    DdpConfig,
+    Sink,
+    UsageError,
+)
 from helpers.launched import Ended, Sandbox
 from helpers.ranks import Outcome, Rank, run_ranks, run_ranks_to_end
 
@@ -161,12 +169,13 @@ def test_different_collectives_name_file_and_line_of_every_rank(sandbox: Sandbox
 # ── closing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def begin(rank: Rank, **options: Any) -> tuple[Ddp, nn.Module]:
+def begin(rank: Rank, *, sinks: Sequence[Sink] = (), **options: Any) -> tuple[Ddp, nn.Module]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = DdpConfig(partition_ratios=(1,) * rank.world_size, **options)
-    return Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True), model
+    ddp = Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True, sinks=sinks)
+    return ddp, model
 
 
 def train(ddp: Ddp, model: nn.Module, each: Callable[[int], None] = lambda number: None) -> None:
@@ -177,25 +186,68 @@ def train(ddp: Ddp, model: nn.Module, each: Callable[[int], None] = lambda numbe
         each(number)
 
 
-def close_while_another_error_is_handled(rank: Rank) -> int:
-    committed: list[int] = []
+def close_while_another_error_is_handled(rank: Rank, other: Exception, how: str) -> list[str]:
+    """Trains two windows while ``other`` is handled, or handles it when it closes."""
+    told: list[str] = []
+
+    class Told(Sink):
+        def emit(self, event: Mapping[str, Any]) -> None:
+            if event["type"] in ("window", "run_finished"):
+                told.append(event.get("reason", event["type"]))
+
+        def close(self) -> None:
+            pass
+
+    def two_windows(ddp: Ddp, model: nn.Module) -> None:
+        for batch in ddp.loader(torch.arange(48.0).view(16, 3), batch_size=4).epoch(0):
+            ddp.backward(model(batch).mean())
+            ddp.step()
+            if ddp.window == 2:
+                break
+
+    def whole_run() -> None:
+        ddp, model = begin(rank, sinks=[Told()])
+        with ddp:
+            two_windows(ddp, model)
+
+    if how == "a run in the handler":  # such as: nothing to resume from, so start anew
+        try:
+            raise other
+        except type(other):
+            whole_run()
+    else:
+        ddp, model = begin(rank, sinks=[Told()])
+        two_windows(ddp, model)
+        try:
+            raise other
+        except type(other):
+            ddp.close()
+    return told
+
+
+@pytest.mark.parametrize("how", ["a run in the handler", "close in the handler"])
+@pytest.mark.parametrize("other", [KeyError("a key"), CheckpointError("no checkpoint")])
+def test_closing_in_a_handler_of_something_else_commits_what_was_applied(
+    other: Exception, how: str
+) -> None:
+    whole = ["window", "window", "completed"]
+    assert run_ranks(close_while_another_error_is_handled, 2, other, how) == [whole, []]
+
+
+def gather_a_text_and_close(rank: Rank) -> None:
     ddp, model = begin(rank)
-    ddp.on_commit(lambda result: committed.append(result.window))
-    data = torch.arange(48.0).view(16, 3)
-    for batch in ddp.loader(data, batch_size=4).epoch(0):
-        ddp.backward(model(batch).mean())
-        ddp.step()
-        if ddp.window == 2:
-            break
+    train(ddp, model)
     try:
-        {}["a key that is not there"]
-    except KeyError:
+        ddp.gather("a text" if rank.rank else torch.ones(1))  # type: ignore[type-var]
+    finally:
         ddp.close()
-    return len(committed)
 
 
-def test_closing_in_a_handler_of_something_else_commits_what_was_applied() -> None:
-    assert run_ranks(close_while_another_error_is_handled, 2) == [2, 2]
+def test_closing_after_a_refusal_on_one_rank_hides_nothing() -> None:
+    healthy, refused = run_ranks_to_end(gather_a_text_and_close, 2)
+    assert isinstance(refused.exception, UsageError)
+    assert refused.exception.__context__ is None
+    assert isinstance(healthy.exception, CollectiveError)
 
 
 def fail_and_close(rank: Rank) -> None:

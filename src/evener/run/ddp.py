@@ -29,7 +29,7 @@ from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.notices import warn_of_former_name
 from evener.run.team.placement import Devices, devices_of_host, place_in
-from evener.run.team.places import raised_at
+from evener.run.team.places import methods_passed, raised_at
 from evener.run.team.team import Meeting, Member
 from evener.run.windows.memory import explain as explain_memory
 from evener.run.windows.results import Progress, WindowResult
@@ -54,7 +54,7 @@ class Ddp(DataSide):
 
     def __init__(self, assembly: Assembly) -> None:
         super().__init__(assembly)
-        self._closed = self._failed = False
+        self._closed = False
         explain_with(self._explain)
         self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
@@ -343,9 +343,22 @@ class Ddp(DataSide):
             ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
         """
         error = sys.exception()
+        self._close(error, failed=self._is_lost(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(error, failed=error is not None or self._is_lost(None))
+
+    def _close(self, error: BaseException | None, *, failed: bool) -> None:
         if error is not None:
             self._explain(error)
-        failed = self._failed or self._is_lost(error)
         waits, self._closed = not (self._closed or failed), True
         forget(self._explain)
         try:
@@ -363,20 +376,6 @@ class Ddp(DataSide):
             self.events.end(failed=failed, error=error)
             self.assembly.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._explain(error)
-            self._failed = True
-        self.close()
-
     def _is_lost(self, error: BaseException | None) -> bool:
         """Return whether the other ranks need not be waited for.
 
@@ -386,13 +385,23 @@ class Ddp(DataSide):
         engine = self._engine
         if engine.team.comm.has_ended or engine.team.whole.comm.has_ended:
             return True
-        if engine.team.whole.is_at_odds or isinstance(error, EvenerError):
+        if engine.team.whole.is_at_odds:
             return True
         if error is None:
             return False
+        if isinstance(error, EvenerError) and self._has_raised(error):
+            return True
         if engine.left:
             return any(loader.loop.holds(error) for loader in self._loaders)
         return engine.share.in_micro_batch
+
+    def _has_raised(self, error: BaseException) -> bool:
+        """Return whether an error has come out of a method of this team, its loaders or trainer."""
+        parts = (self, *self._loaders, *self._eval_loaders)
+        return any(
+            owner in parts or getattr(owner, "_ddp", None) is self
+            for owner in methods_passed(error)
+        )
 
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""

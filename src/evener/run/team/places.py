@@ -2,6 +2,7 @@
 
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -43,3 +44,11 @@ def raised_at(error: BaseException) -> str:
             place = f"{file}:{entry.tb_lineno}"
         entry = entry.tb_next
     return place
+
+
+def methods_passed(error: BaseException) -> Iterator[object]:
+    """Yield the objects whose methods an exception has passed through."""
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry.tb_frame.f_locals.get("self")
+        entry = entry.tb_next
