@@ -48,9 +48,13 @@ def _is_flat_enough(value: Any) -> bool:
     return not any(isinstance(one, dict | list) for one in level)
 
 
+_REPR: Final = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
 def short(value: object) -> str:
     """Return a value as text for a message, whatever its size."""
-    text = reprlib.repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -256,6 +256,35 @@ def test_a_damaged_checkpoint_is_skipped_by_name_and_the_one_before_is_used(
     assert why in said
 
 
+#: What stands in the place of step-6, which is moved elsewhere -> the step that is then loaded.
+NO_FOLDERS: dict[str, tuple[Callable[[Path, Path], object], int]] = {
+    "a link to it": (Path.symlink_to, 6),
+    "a link to nothing": (lambda place, _: place.symlink_to(place.with_name("gone")), 4),
+    "a link to itself": (lambda place, _: place.symlink_to(place), 4),
+    "a file": (lambda place, _: place.touch(), 4),
+    "a FIFO": (lambda place, _: os.mkfifo(place), 4),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FOLDERS)
+def test_what_stands_in_the_place_of_a_checkpoint_is_replaced_by_the_next_save(
+    kind: str, folder: Path
+) -> None:
+    place, (make, step) = folder / "step-6", NO_FOLDERS[kind]
+    elsewhere = place.rename(folder.parent / "elsewhere")
+    make(place, elsewhere)
+    with team() as (ddp, train):
+        ddp.load(folder)
+        assert ddp.window == step
+        train()
+        ddp.save(folder)
+    assert names_of(folder) == ["step-4", "step-6"]
+    assert not place.is_symlink()
+    with team() as (ddp, _):
+        ddp.load(place)
+    assert names_of(elsewhere) == names_of(place)  # what a link led to is somebody else's
+
+
 #: What does not belong to the model or optimizer of this script is refused, and not passed over.
 MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another shape": (retype("model", "0.weight", lambda t: t[:2]), "has shape"),

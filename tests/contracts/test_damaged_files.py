@@ -44,6 +44,10 @@ YAML_TRAPS = {
     "dashes": ("- " * 4000, "nested more than 32 deep"),
     "itself": ("a: &a [*a]", "refers to the value that it is a part of"),
     "a number of 5,000 digits": ("a: " + "1" * 5000, "digits"),
+    "a number of sixties": ("seed: 1" + ":1" * 100_000, "digits"),
+    "a fraction of sixties": ("seed: 1" + ":1" * 100_000 + ".5", "digits"),
+    "a number in hexadecimal": ("seed: 0x" + "f" * 5000, "digits"),
+    "a long text for a number": ("world_size: " + "x" * 250_000, "'xxx"),
     "a date that is none": ("seed: 2001-99-99", "month"),
     "a key that is a list": ("? [1]\n: 2", "a key is a list"),
     "a bad tag": ("a: !!bool x", "a value cannot be read"),
@@ -109,6 +113,14 @@ BAD_LINES = {
     "true for a number": b'{"t": true, "type": "window"}',
     "null": b"null",
 }
+
+
+def test_an_event_of_a_far_epoch_is_named_and_nothing_is_counted_up_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = [*EVENTS[:2], committed_window(1, epoch=2**52)]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    problems = check_exactly_once(read_events(path), 10)
+    assert f"epochs 1 to {2**52 - 1} are never committed" in problems
 
 
 def read_all(path: Path) -> None:

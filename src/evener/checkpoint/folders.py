@@ -75,13 +75,17 @@ def publish(unfinished: Path, final: Path) -> None:
     ``find_newest``.
     """
     replaced: Path | None = None
-    if final.exists():
+    if os.path.lexists(final):  # a link that leads nowhere is in the way, too
         replaced = final.with_name(f"{final.name}.replaced-{_unique()}")
         final.rename(replaced)
     unfinished.rename(final)
     flush(final.parent)
-    if replaced is not None:
+    if replaced is None:
+        return
+    if replaced.is_dir() and not replaced.is_symlink():
         shutil.rmtree(replaced, ignore_errors=True)  # what is left, the next writer tidies
+    else:
+        replaced.unlink(missing_ok=True)
 
 
 def tidy(folder: Path) -> None:

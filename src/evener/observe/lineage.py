@@ -69,10 +69,12 @@ def check_exactly_once(
     by_epoch = _ranges_by_epoch(effective)
     if whole_epochs is None:
         whole_epochs = max(by_epoch, default=0)
-    for epoch in sorted({*by_epoch, *range(whole_epochs)}):
-        ranges = sorted(by_epoch.get(epoch, []))
-        problems += _range_problems(epoch, ranges, num_samples, whole=epoch < whole_epochs)
-    return problems
+    expected = 0
+    for epoch, ranges in sorted(by_epoch.items()):
+        problems += _epoch_problems(expected, min(epoch, whole_epochs))
+        problems += _range_problems(epoch, sorted(ranges), num_samples, whole=epoch < whole_epochs)
+        expected = epoch + 1
+    return problems + _epoch_problems(expected, whole_epochs)
 
 
 def _ranges_by_epoch(events: Iterable[Event]) -> dict[int, list[tuple[int, int, int]]]:
@@ -97,6 +99,12 @@ def _window_problems(numbers: Sequence[int]) -> list[str]:
             problems.append(f"windows {expected} to {number - 1} are missing")
         expected = max(expected, number + 1)
     return problems
+
+
+def _epoch_problems(expected: int, epoch: int) -> list[str]:
+    if epoch <= expected:
+        return []
+    return [f"epochs {expected} to {epoch - 1} are never committed"]
 
 
 def _range_problems(

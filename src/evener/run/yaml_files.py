@@ -23,6 +23,11 @@ MOST_VALUES: Final = 10_000
 MOST_DEPTH: Final = 32
 """Sections and lists within one another."""
 
+MOST_DIGITS: Final = 100
+"""Characters of a number; conversions of long ones take seconds, and fail when they are shown."""
+
+_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads ``3e-4`` as text, where people mean the number; keys may be given once."""
@@ -48,6 +53,8 @@ class _Loader(yaml.SafeLoader):
                 raise _refused("an alias refers to the value that it is a part of", mark)
             self._num_values += self._sizes[id(node)]
         self._sizes[id(node)] = self._num_values - before
+        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+            raise _refused(f"a number has more than {MOST_DIGITS} digits", mark)
         if self._num_values > MOST_VALUES:
             raise _refused(f"there are more than {MOST_VALUES} values, aliases expanded", mark)
         return node

@@ -78,7 +78,7 @@ def test_gaps_count_in_whole_epochs_only() -> None:
     ]
     assert check_exactly_once(events, 10, whole_epochs=0) == []
     assert len(check_exactly_once(events, 10, whole_epochs=2)) == 5
-    assert check_exactly_once([], 10, whole_epochs=1) == ["epoch 0: [0, 10) is never committed"]
+    assert check_exactly_once([], 10, whole_epochs=1) == ["epochs 0 to 0 are never committed"]
 
 
 @pytest.mark.parametrize("bad", [(-1, 3), (3, 3), (5, 4), (8, 11)])

@@ -22,6 +22,7 @@ from pydantic import (
 from evener.cadence.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD
 from evener.cadence.guard import THRESHOLD
 from evener.errors import ConfigError
+from evener.parsing import short
 from evener.run.yaml_files import parse_yaml, read_yaml
 
 
@@ -299,15 +300,15 @@ def _override(document: dict[str, Any], override: str) -> str:
         value = parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(
-            f"--set {key}: the value {text!r} is not YAML; put text with special characters in "
-            "quotes"
+            f"--set {key}: the value {short(text)} is not YAML; put text with special characters "
+            "in quotes"
         ) from None
     place = document
     for section in sections:
         inner = place.setdefault(section, {})
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"--set {override!r}: {section!r} is {inner!r}, a value and no section; leave "
+                f"--set {override!r}: {section!r} is {short(inner)}, a value and no section; leave "
                 f"{last!r} out"
             )
         place = inner
@@ -349,7 +350,7 @@ def _explain(
         key, value = ".".join(place), problem["input"]
         if problem["type"] == "extra_forbidden":
             fields = list(_section_at(schema, place[:-1]).model_fields)
-            text = f"unknown key {key!r} (value {value!r})"
+            text = f"unknown key {key!r} (value {short(value)})"
             if close := difflib.get_close_matches(place[-1], fields, n=1):
                 text += f", did you mean {close[0]!r}?"
             allowed[".".join(place[:-1])] = ", ".join(fields)
@@ -382,7 +383,7 @@ def _remedy(problem: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    return "empty" if value is None else repr(value)
+    return "empty" if value is None else short(value)
 
 
 def _section_at(section: type[BaseModel], place: Sequence[str]) -> type[BaseModel]:

@@ -181,6 +181,8 @@ class ManagedRank:
         self._scalars.commit(own.micro_batches, applied=not result.skipped)
         job, window = self.job, result.progress.window
         if job.checkpoint_every is None or window % job.checkpoint_every:
+            if self._checkpointer is not None:
+                self._checkpointer.report()
             return
         if self._checkpointer is not None:
             self._checkpointer.save(self.loader.cursor.state_dict())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigError
+from evener.parsing import short
 from evener.run.yaml_files import read_yaml
 
 _NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
@@ -27,11 +28,12 @@ def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
             close = difflib.get_close_matches(str(key), _KEYS, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"{where}: unknown key {key!r} (value {value!r}){hint}; allowed: {', '.join(_KEYS)}"
+                f"{where}: unknown key {key!r} (value {short(value)}){hint}; allowed: "
+                f"{', '.join(_KEYS)}"
             )
         kind, words = (int, "a whole number") if key in _NUMBERS else (str, "text")
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ConfigError(f"{where}: {key} is {value!r}; give {words}")
+            raise ConfigError(f"{where}: {key} is {short(value)}; give {words}")
     for key in _NUMBERS:
         if key in changes and type(changes[key]) is not int:
             raise ConfigError(f"{key} is {changes[key]!r}; give a whole number")
