@@ -53,7 +53,11 @@ class _Loader(yaml.SafeLoader):
                 raise _refused("an alias refers to the value that it is a part of", mark)
             self._num_values += self._sizes[id(node)]
         self._sizes[id(node)] = self._num_values - before
-        if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+        if (
+            isinstance(node, yaml.ScalarNode)
+            and node.tag in _NUMBERS
+            and len(node.value) > MOST_DIGITS
+        ):
             raise _refused(f"a number has more than {MOST_DIGITS} digits", mark)
         if self._num_values > MOST_VALUES:
             raise _refused(f"there are more than {MOST_VALUES} values, aliases expanded", mark)

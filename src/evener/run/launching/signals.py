@@ -15,8 +15,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignals:
     """Notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them, for as long as it is entered.
 
-    The loop finishes its window, writes a checkpoint and ends with ``exit_code``. Handlers are put
-    back on leaving. Outside the main thread, where Python allows no handlers, it does nothing.
+    The loop finishes its window, writes a checkpoint and ends with ``exit_code``; a third Ctrl-C
+    breaks that off. Handlers are put back on leaving. Outside the
+    main thread, where Python allows no handlers, it does nothing.
 
     Attributes:
         requested: The first such signal that arrived; ``None`` while none has.
@@ -24,6 +25,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self._num_interrupts = 0
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -52,10 +54,13 @@ class StopSignals:
         self._previous.clear()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        # Only the first counts: under torchrun a Ctrl-C comes twice, from terminal and agent. Who
-        # cannot wait presses Ctrl-C again, and the launcher kills.
+        # Under torchrun one Ctrl-C comes twice, from terminal and agent. Without any launcher only
+        # the user can end a process that waits, as one does for room on a full disk.
+        self._num_interrupts += signum == signal.SIGINT
         if self.requested is None:
             self.requested = signal.Signals(signum)
+        elif self._num_interrupts > 2:
+            signal.default_int_handler(signum, frame)
 
 
 class OneInterrupt:

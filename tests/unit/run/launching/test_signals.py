@@ -30,6 +30,16 @@ def test_the_first_request_counts():
         assert signals.requested is signal.SIGUSR1
 
 
+def test_who_presses_ctrl_c_thrice_waits_for_nothing():
+    with StopSignals() as signals:
+        for _ in range(2):  # one Ctrl-C, under torchrun
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.requested is signal.SIGINT
+
+
 def test_handlers_are_put_back_after_an_error():
     before = handlers()
     with pytest.raises(KeyError), StopSignals():
