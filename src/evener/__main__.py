@@ -1,7 +1,20 @@
-"""``python -m evener`` is the command ``evener``."""
+"""``python -m evener`` and the command ``evener``."""
 
+import signal
 import sys
 
-from evener.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs the command line; Ctrl-C waits until it has been imported and can take it.
+
+    Returns:
+        As ``evener.cli.main``.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # `run_child` lets it through
+    from evener.cli import main as run_command_line
+
+    return run_command_line()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """Ends at awkward moments: ranks that leave others waiting, signals while all is still starting."""
 
+import os
 import random
 import signal
 import sys
@@ -8,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from helpers.launched import Sandbox, wait_until_gone
+from helpers.launched import SRC, Sandbox, wait_until_gone
 from helpers.ports import free_port
 from helpers.pretraining import Lab
 
@@ -147,6 +148,24 @@ def test_a_signal_takes_effect_while_ranks_import_their_libraries(tmp_path):
         assert "Traceback" not in ended.err
     finally:
         lab.close()
+
+
+INTERRUPTING = """\
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGINT)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["typer"]
+import typer
+"""
+
+
+def test_ctrl_c_while_the_command_line_is_imported_prints_nothing(sandbox):
+    folder = sandbox.folder / "interrupting"
+    folder.mkdir()
+    (folder / "typer.py").write_text(INTERRUPTING)
+    sandbox.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{SRC}"
+    ended = sandbox.evener("launch", "--nproc", 2, sandbox.script("wait_forever()\n")).end()
+    assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
 PLAIN = """\
