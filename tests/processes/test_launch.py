@@ -115,20 +115,26 @@ def test_the_launcher_never_imports_torch(sandbox):
 # ── output ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_each_rank_s_lines_come_at_once_through_a_pipe(sandbox, nproc):
-    script = sandbox.script("print('here'); print('there'); signal.pause()\n")
+def test_each_rank_s_lines_come_at_once_and_whole_through_a_pipe(sandbox, nproc, unbuffered):
+    sandbox.environ["PYTHONUNBUFFERED"] = unbuffered
+    script = sandbox.script(
+        "print('here', end=' '); os.write(1, b'before\\n')\n"
+        "print(RANK); print('there'); signal.pause()\n"
+    )
     running = sandbox.evener("launch", "--nproc", nproc, script)
-    lines = sorted(running.process.stdout.readline() for _ in range(2 * nproc))
-    marks = [b"", b"[rank 1] "][:nproc]
-    assert lines == sorted(mark + word for mark in marks for word in (b"here\n", b"there\n"))
+    lines = [running.process.stdout.readline().decode() for _ in range(3 * nproc)]
+    for rank, mark in [(0, ""), (1, "[rank 1] ")][:nproc]:
+        own = [line for line in lines if line.startswith("[rank 1] ") is bool(mark)]
+        assert own == [f"{mark}before\n", f"{mark}here {rank}\n", f"{mark}there\n"]
     running.process.send_signal(signal.SIGTERM)
     running.end()
 
 
 def test_lines_come_at_once_where_torchrun_has_started_the_rank(sandbox):
     sandbox.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0"}
-    sandbox.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    sandbox.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""}
     sandbox.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     script = sandbox.script("print('here'); signal.pause()\n")
     running = sandbox.evener("launch", script)

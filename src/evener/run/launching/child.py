@@ -148,10 +148,14 @@ def _show_unraisable(unraisable: Any) -> None:
 
 
 def write_lines_at_once() -> None:
-    """Writes each line when it ends: through a pipe they would come late and all at once."""
+    """Writes each line when it ends, and as a whole.
+
+    Through a pipe lines would come late and all at once; with PYTHONUNBUFFERED, which writes every
+    argument of ``print`` by itself, those of other ranks would come in between.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 @contextmanager
