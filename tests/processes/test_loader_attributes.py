@@ -39,6 +39,8 @@ def read(rank: Rank) -> None:
         some = DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler(range(5)))
         loader = ddp.loader(some)
         assert (loader.dataset, len(loader)) == (DATA, 3)
+        rows = [ddp.gather(batch) for (batch,) in ddp.eval_loader(some)]
+        assert torch.cat(rows).flatten().tolist() == list(range(5))
         stream = Stream()
         loader = ddp.loader(stream, batch_size=6)
         assert loader.dataset is stream

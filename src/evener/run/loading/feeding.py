@@ -377,7 +377,9 @@ def _read(
 def _batch_size(intake: Intake) -> int:
     size = intake.batch_size
     if size is None:
-        raise ConfigError("batch_size is not given; pass the samples of one optimizer step")
+        raise ConfigError(
+            "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
+        )
     return size
 
 

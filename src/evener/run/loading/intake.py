@@ -198,7 +198,7 @@ def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> 
         order = InOrder(num_samples) if shuffle is False else Shuffled(num_samples, seed)
     elif isinstance(sampler, SubsetRandomSampler):
         samples = Subset(samples, list(sampler.indices))
-        order = Shuffled(len(sampler), seed)
+        order = InOrder(len(sampler)) if shuffle is False else Shuffled(len(sampler), seed)
     else:
         order = Drawn(sampler, seed)
         remarks.append(
