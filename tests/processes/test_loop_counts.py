@@ -70,3 +70,30 @@ def test_a_loop_sees_each_sample_once_an_epoch(world_size: int, policy: str) -> 
         assert len({r["firsts"][1] for r in found}) == 1, "an epoch begins at one window"
         # A counter reads what one process would have counted.
         assert rank["tracked"] == sum(r["forwards"] for r in found)
+
+
+def train_small_batches(rank: Rank) -> list[list[int]]:
+    """Sizes of the micro-batches, by size of the batch."""
+    from evener import Ddp
+
+    found = []
+    for batch_size in (2, 3, 5):
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        data = torch.randn(4 * batch_size, 2)
+        found.append([])
+        with Ddp.setup(model, optimizer, quiet=True) as ddp:
+            for x in ddp.loader(data, batch_size=batch_size):
+                found[-1].append(len(x))
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_small_batches_reach_batch_statistics_in_more_than_one_sample(world_size: int) -> None:
+    """As on one rank: BatchNorm refuses a single sample."""
+    found = run_ranks(train_small_batches, world_size)
+    for number, batch_size in enumerate((2, 3, 5)):
+        assert sum(sum(rank[number]) for rank in found) == 4 * batch_size
+        assert all(size > 1 for rank in found for size in rank[number])

@@ -29,6 +29,11 @@ from evener.run.team.team import Meeting
 T = TypeVar("T")
 
 
+_LEAST_FOR_STATISTICS = 3
+"""Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
+into micro-batches of up to so many without one of a single sample."""
+
+
 class LoaderOptions(TypedDict, total=False):
     """Keywords of ``Ddp.loader``."""
 
@@ -103,9 +108,9 @@ class DataSide:
             collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
             num_workers: 0 loads in this process, more in that many worker processes.
             micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
-                rank's whole part of a window, ``"auto"`` the equal share of the batch (all of it in
-                CADENCE and ASYNC, and with several models and optimizers, which may take turns; see
-                ``step``).
+                rank's whole part of a window, ``"auto"`` the equal share of the batch, but at
+                least three samples with batch statistics (all of the batch in CADENCE and ASYNC,
+                and with several models and optimizers, which may take turns; see ``step``).
             prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
                 numbers. ``"auto"`` loads inline, or ahead with worker processes.
             max_steps: End the run after this many optimizer steps (of all ranks together).
@@ -315,6 +320,8 @@ class DataSide:
             micro_batch_size = "share"
         splits = 1 if isinstance(self._engine, LocalEngine) else assembly.team.world_size
         micro = -(-min(size, num_samples) // splits)
+        if self._engine.options.avoid_ones:
+            micro = max(micro, min(size, _LEAST_FOR_STATISTICS))
         if micro_batch_size == "share":
             micro = size
         elif not isinstance(micro_batch_size, str):
