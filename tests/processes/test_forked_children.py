@@ -249,8 +249,6 @@ def main():
     ("start", "num_ranks"),
     [
         ("main()\n", 0),  # plainly
-        ("main()\n", 1),
-        ("main()\n", 2),
         ("main()\n", 3),
         ("if __name__ == '__main__':\n    main()\n", 2),
     ],

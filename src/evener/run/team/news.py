@@ -23,11 +23,18 @@ _line: list[int] = []
 
 
 def open_line() -> None:
-    """Takes the pipe over for this process alone, whatever this process starts."""
+    """Takes the pipe over for this process alone, whatever this process starts or forks."""
     given = os.environ.pop(NEWS_FD, None)
     if given is not None:
         os.set_inheritable(int(given), False)
         _line.append(int(given))
+        # A forked child speaks for itself, and its copy would hide that the rank has ended.
+        os.register_at_fork(after_in_child=_close_line)
+
+
+def _close_line() -> None:
+    while _line:  # a child's own children have none
+        os.close(_line.pop())
 
 
 def has_line() -> bool:
