@@ -461,6 +461,8 @@ class _Answers:
         try:
             return self.next(min(deadline, time.monotonic() + _SILENCE_S))
         except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
             host, port = self.connection.getpeername()[:2]
             say(
                 f"evener: {host} port {port} accepted the connection of node {node.number} "

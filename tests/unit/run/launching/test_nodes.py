@@ -300,3 +300,10 @@ def test_something_else_at_the_address():
         (said,) = run_nodes(place)
         thread.join(PATIENCE_S)
     assert "answered something else when node 1 asked for its ranks" in said
+
+
+def test_who_gives_up_early_does_not_tell_of_a_long_wait(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (said,) = run_nodes(node(1, server.getsockname()[1], timeout_s=0.2))
+    assert said.startswith("node 1 waited 0 s at 127.0.0.1")
+    assert capsys.readouterr().err == ""
