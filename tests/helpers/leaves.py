@@ -74,7 +74,7 @@ def honest(*place: Any, **options: Any) -> Any:
 
 
 def lies(*place: Any, **options: Any) -> Any:
-    return _Leaf(_over_gloo(*place, **options), {}, wrong="all_gather of 32 MiB")
+    return _Leaf(_over_gloo(*place, **options), {}, wrong="all_gather of 1 KiB")
 
 
 def dies(*place: Any, **options: Any) -> Any:

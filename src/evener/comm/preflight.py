@@ -12,7 +12,6 @@ and ends when that closes, which it does when the parent dies, however that happ
 import importlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from multiprocessing.connection import wait
 from typing import IO, Final
 
 import torch
@@ -222,7 +222,8 @@ class _Child:
             time.sleep(patience_s)
             return
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], patience_s)[0]:
+        # Not select(), which refuses descriptors from 1024 on.
+        if not wait([self._process.stdout.fileno()], patience_s):
             return
         chunk = os.read(self._process.stdout.fileno(), _MOST_OUTPUT_BYTES)
         *lines, self._output = (self._output + chunk).split(b"\n")
