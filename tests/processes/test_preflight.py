@@ -31,7 +31,7 @@ def open_many_files(stack: ExitStack) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for _ in range(1100):
-        stack.enter_context(open(os.devnull))
+        stack.enter_context(Path(os.devnull).open())
 
 
 def try_leaf(rank: Rank, leaf: str, timeout_s: float = PATIENCE_S) -> str:
