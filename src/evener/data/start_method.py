@@ -93,6 +93,11 @@ def _spawning_fails(parts: Sequence[object], num_workers: int) -> ConfigError | 
         return None
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
+    if path == "<stdin>":
+        return ConfigError(
+            f"num_workers={num_workers} starts processes that import the script, which was read "
+            "from standard input; save it as a file or use num_workers=0"
+        )
     line = None if path is None else _unguarded_line(vars(main), Path(path))
     if line is not None:
         return ConfigError(

@@ -110,3 +110,13 @@ def test_a_class_of_an_interactive_session_reaches_its_workers_by_a_fork(
     assert choose(monkeypatch, None, PLAIN, [cell()], "linux") == "fork"
     with pytest.raises(DataError, match=r"Cell is not defined in a script or module"):
         choose(monkeypatch, None, PLAIN, [cell()], "darwin")
+
+
+def test_a_script_from_standard_input_reaches_its_workers_by_a_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Path("<stdin>")
+    assert choose(monkeypatch, script, GUARDED, ARRAYS, "linux") == "fork"
+    with pytest.raises(ConfigError, match=r"standard input; save it as a file or use num_workers"):
+        choose(monkeypatch, script, GUARDED, ARRAYS, "darwin")
