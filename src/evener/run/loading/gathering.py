@@ -80,9 +80,14 @@ class _Offer:
 
 @final
 class EvaluationPass:
-    """One rank's way through an evaluation's loop, and the rows that it has missed on it."""
+    """One rank's way through an evaluation's loop, and the rows that it has missed on it.
+
+    Attributes:
+        in_training: Whether that loop was begun inside a training loop.
+    """
 
     def __init__(self, engine: Engine, rounds: Sequence[Round]) -> None:
+        self.in_training = _is_training(engine)
         self._engine = engine
         self._rounds = rounds
         self._round = self._turn = 0
@@ -164,8 +169,9 @@ class Gatherer:
     def gather(self, value: T) -> T:
         """See ``Ddp.gather``."""
         engine = self._engine
-        in_training = engine.in_epoch or engine.share.in_micro_batch
-        if in_training and not self._passes and not engine.committing:
+        # An iterator that a script holds on to keeps its pass open after the evaluation.
+        evaluates = bool(self._passes) and self._passes[-1].in_training
+        if _is_training(engine) and not evaluates and not engine.committing:
             raise UsageError(
                 "ddp.gather inside a training loop, which ranks go round a different number of "
                 "times; gather in the loop of ddp.eval_loader, or average a number with "
@@ -206,6 +212,10 @@ class Gatherer:
             )
         rows = leaf.detach()
         return rows.reshape(1) if rows.dim() == 0 else rows
+
+
+def _is_training(engine: Engine) -> bool:
+    return engine.in_epoch or engine.share.in_micro_batch
 
 
 def _exchange_offers(engine: Engine, own: _Offer) -> dict[int, _Offer]:
