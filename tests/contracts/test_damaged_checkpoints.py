@@ -366,7 +366,7 @@ def names_of(checkpoint: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.iterdir())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_whatever_the_documents_hold_a_load_ends_well(
     pristine: Path, target: Path, data: st.DataObject
@@ -382,7 +382,7 @@ def test_whatever_the_documents_hold_a_load_ends_well(
     outcome(target)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.data())
 def test_whatever_bytes_are_in_a_checkpoint_a_load_ends_well(
     pristine: Path, target: Path, data: st.DataObject

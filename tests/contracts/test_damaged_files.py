@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +211,15 @@ def test_whatever_is_in_a_labelled_file_it_is_read_or_refused_by_name(
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(4):
         (folder / f"{number}.txt").write_text(f"text number {number}\n" * 9)
-        os.utime(folder / f"{number}.txt", (1e9, 1e9))
-    return folder
+    now_ns = time.time_ns
+    with pytest.MonkeyPatch.context() as patch:
+        # A file that has changed within seconds may change again unseen, and is not remembered.
+        patch.setattr(time, "time_ns", lambda: now_ns() + 3600 * 10**9)
+        yield folder
 
 
 def prepared(corpus: Path) -> list[Any]:
@@ -236,7 +241,7 @@ def test_whatever_the_cache_holds_the_text_is_prepared_anew_or_refused(
     (path,) = (corpus / ".cache").glob(kind)
     document, content = json.loads(path.read_bytes()), path.read_bytes()
 
-    @settings(max_examples=30)
+    @settings(max_examples=20)
     @given(changed(document).map(lambda d: json.dumps(d).encode()) | damaged(content))
     def check(data: bytes) -> None:
         path.write_bytes(data)

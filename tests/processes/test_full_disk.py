@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_to_the_end_is_an_error_on_every_rank_and_harms_noth
     lab.run("run.yaml", "--name", "full", "--set", "max_steps=4")
     assert [path.name for path in run.checkpoints] == ["step-2", "step-4"]
     before = len(run.events)
-    arguments = ("--name", "full", "--resume", "--set", "checkpoint.retry_s=1.5")
+    arguments = ("--name", "full", "--resume", "--set", "checkpoint.retry_s=0.2")
     with start(lab, *arguments) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
     for outcome in outcomes:
@@ -112,7 +112,7 @@ def test_a_disk_that_is_full_to_the_end_is_an_error_on_every_rank_and_harms_noth
     said = outcomes[0].output
     assert f"step-{NUM_WINDOWS} could not be written" in said
     assert "step-4 stays in use" in said or "nothing was replaced" in said
-    assert "it was tried for 1.5 s (checkpoint.retry_s)" in said
+    assert "it was tried for 0.2 s (checkpoint.retry_s)" in said
     assert missed(run.events[before:]).count(NUM_WINDOWS) >= 2
     assert [path.name for path in run.checkpoints] == ["step-2", "step-4"]
 
