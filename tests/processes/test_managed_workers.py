@@ -188,6 +188,24 @@ def test_a_worker_that_leaves_without_a_report_is_an_error_and_its_last_words_ar
     assert "[rank 1] last words" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("leave", "said"),
+    [
+        (lambda: sys.exit(0), r"rank 1 \(cpu, pid \d+\) failed: SystemExit: 0; also ended: rank 0"),
+        (lambda: os.execvp("sleep", ["sleep", "3600"]), "rank 1 .* has become another program"),
+    ],
+)
+def test_a_worker_that_leaves_is_named_and_not_those_that_lost_it(leave, said):
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if os.environ["RANK"] == "1":
+            leave()
+        return train_step(model, batch)
+
+    with pytest.raises(WorkerError, match=said) as caught:
+        describe_job(**TWO, train_fn=train).run().join()
+    assert caught.value.rank == 1
+
+
 # ── scripts, as users write them ─────────────────────────────────────────────────────────────────
 
 SCRIPT = """

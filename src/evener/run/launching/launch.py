@@ -33,6 +33,12 @@ from evener.run.team.news import JOINED, JOINING, NEWS_FD, Listener
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0
 
+#: What is said of a rank that has called ``exec``.
+ANOTHER_PROGRAM = (
+    "has become another program (exec), while the other ranks count on it; start that program "
+    "beside the rank, as by subprocess.run"
+)
+
 # Ends of ranks wake the launcher; this is only how often it looks for reports of ranks that have
 # failed but hang on their way out.
 _LOOK_S = 0.5
@@ -126,12 +132,7 @@ class _Rank:
     @property
     def is_another_program(self) -> bool:
         """Whether it has called ``exec``."""
-        if self.outcome is not None or not self.news.has_ended:
-            return False
-        # A process that is ending closes its files, too, but has no memory any more by then.
-        with suppress(OSError):
-            return bool(Path(f"/proc/{self.process.pid}/cmdline").read_bytes())
-        return False
+        return self.outcome is None and self.news.has_ended and still_runs(self.process.pid)
 
     def end(self, code: int) -> Outcome:
         """How it ended."""
@@ -294,10 +295,7 @@ class _Team:
             if rank.desertion or rank.signals:
                 continue
             if rank.is_another_program and (waiting or rank.news.place in (JOINING, JOINED)):
-                rank.desertion = (
-                    "has become another program (exec), while the other ranks count on it; start "
-                    "that program beside the rank, as by subprocess.run, or after ddp.close()"
-                )
+                rank.desertion = f"{ANOTHER_PROGRAM}, or after ddp.close()"
             elif waiting and rank.outcome is not None and not rank.outcome.failed:
                 rank.desertion = f"ended with exit code 0{_waited(waiting)}"
         if waiting and self._ended_elsewhere and self._deadline is None:
@@ -413,6 +411,16 @@ def kill_group(group: int) -> None:
     """Kills a process group, if there is still one."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+
+
+def still_runs(pid: int) -> bool:
+    """Whether a process that has closed its pipe to us runs on, as another program.
+
+    One that is ending closes its files, too, but has no memory any more by then. Needs ``/proc``.
+    """
+    with suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False
 
 
 def _say(text: str) -> None:

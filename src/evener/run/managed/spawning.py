@@ -30,6 +30,7 @@ class Worker:
         report: What it raised.
         steps: Optimizer steps that it had applied when it failed; -1 before it joined.
         signals: Those that it was sent.
+        desertion: How it has left the others waiting for it, in words; empty if it has not.
         outcome: How it ended.
     """
 
@@ -42,6 +43,7 @@ class Worker:
     report: FailureReport | None = None
     steps: int = -1
     signals: set[int] = field(default_factory=set)
+    desertion: str = ""
     outcome: Outcome | None = None
 
     @property

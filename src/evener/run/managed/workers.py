@@ -16,7 +16,13 @@ from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, WorkerError
 from evener.observe.events import Sink
 from evener.run.launching.failures import FailureReport
-from evener.run.launching.launch import kill_group, start_lifeline, tell_lifeline
+from evener.run.launching.launch import (
+    ANOTHER_PROGRAM,
+    kill_group,
+    start_lifeline,
+    still_runs,
+    tell_lifeline,
+)
 from evener.run.launching.output import OutputPump
 from evener.run.launching.ranks import LocalRanks, bind_store, rank_environment
 from evener.run.launching.verdict import Outcome, first_failure, silent_end
@@ -230,6 +236,10 @@ class WorkerTeam:
     def _look_after(self, worker: Worker) -> None:
         code = worker.process.poll()
         if code is None:
+            hung_up = worker.channel.socket.fileno() < 0 and not worker.has_ended_work
+            if hung_up and not worker.desertion and still_runs(worker.process.pid):
+                worker.desertion = ANOTHER_PROGRAM
+                worker.kill()
             return
         kill_group(worker.process.pid)  # what it has started and not ended
         if self._lifeline is not None:
@@ -243,6 +253,7 @@ class WorkerTeam:
             time=time.time(),
             report=worker.report,
             signals=frozenset(worker.signals),
+            desertion=worker.desertion,
         )
 
     # ── when one has failed ──────────────────────────────────────────────────────────────────
@@ -328,9 +339,10 @@ class WorkerTeam:
 
     def _failure(self, outcomes: Sequence[Outcome]) -> WorkerError:
         first = first_failure(outcomes)
-        # One may leave without a word and with exit code 0, which is no failure of a process.
+        # One may leave with exit code 0, by sys.exit or without a word: no failure of a process.
         left = [w.outcome for w in self._workers if w.outcome and w.outcome.code == 0]
-        left = [o for o in left if not o.report and not self._workers[o.rank].is_done]
+        left = [o for o in left if not o.report or o.report.is_exit]
+        left = [o for o in left if not self._workers[o.rank].is_done]
         if left and (first is None or (first.report is not None and first.report.follow_up)):
             first = left[0]
         assert first is not None
