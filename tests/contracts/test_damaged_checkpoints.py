@@ -322,6 +322,11 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_loaded(
         assert ddp.window == 6
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with team() as (ddp, _), pytest.raises(CheckpointError, match="cannot be read"):
+        ddp.load(tmp_path / ("x" * 300))  # as without permission, which root always has
+
+
 def test_what_one_rank_refuses_no_rank_loads(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     shutil.rmtree(other / "step-4")

@@ -131,6 +131,9 @@ def find_newest(
 
     Returns:
         ``None`` when there is no usable checkpoint.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
     """
     for path in _newest_first(folder):
         try:
@@ -148,7 +151,13 @@ def find_newest(
 def _newest_first(folder: Path) -> Iterator[Path]:
     """Yield candidates; one that was moved aside comes after the one which replaces it."""
     ranked: list[tuple[int, bool, str]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint folder {folder} cannot be read: {error}; give one that is readable"
+        ) from error
+    for path in paths:
         step = parse_step_name(path.name)
         replaced_step = parse_replaced_name(path.name)
         if step is not None:
