@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from evener.comm.base import Communicator
 from evener.run.ddp import Ddp
 from evener.run.windows.results import WindowResult
+from helpers.limits import PATIENCE_S
 from helpers.teams import run_team, setup
 
 LOCAL = ("cadence", "async")
@@ -186,20 +187,30 @@ def test_break_in_the_last_window(policy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", LOCAL)
 def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(policy: str, tmp_path: Path) -> None:
-    """Ranks come to it at one window, one of them with its next exchange begun, the other not."""
-    saves = threading.Event()
+    """Ranks come to it at one window, one of them with its next exchange begun, the other not.
+
+    Rank 1 stands still until rank 0 has begun; where rank 1 has begun before, both save at once.
+    """
+    arrived, saves = threading.Event(), threading.Event()
+    has_begun: list[bool] = []
+
+    def is_time(rank: int, walk: Walk) -> bool:
+        if rank == 1:
+            has_begun.append(walk.in_flight)
+            arrived.set()
+            return has_begun[0] or saves.wait(PATIENCE_S)
+        arrived.wait(PATIENCE_S)
+        if walk.in_flight:
+            saves.set()
+        return walk.in_flight or has_begun[0]
 
     def body(comm: Communicator) -> tuple[list[int], list[int], tuple[float, int]]:
         walk = Walk(comm, policy)
         first: list[int] = []
         with walk.ddp as ddp:
             for ids, x in walk.loader.epoch(0):
-                if ddp.window == 3 and not first and (comm.rank or policy == "cadence"):
-                    saves.wait(20 if policy == "async" else 0)
-                    ddp.save(tmp_path)
-                    first = list(walk.seen)
-                elif ddp.window == 3 and not first and walk.in_flight:
-                    saves.set()
+                here = ddp.window == 3 and not first
+                if here and (policy == "cadence" or is_time(comm.rank, walk)):
                     ddp.save(tmp_path)
                     first = list(walk.seen)
                 walk.step(ids, x)
