@@ -113,6 +113,12 @@ def test_startup(tmp_path):
     assert row["times_measured"] == 2
 
 
+def test_ctrl_c(tmp_path):
+    [row] = run(tmp_path, "ctrl_c.py", "--moments", "1", "--within", "0.5")["rows"]
+    assert (row["moments"], row["tracebacks_at_s"]) == (1, [])
+    assert sum(row["exit_codes"].values()) == 1
+
+
 def test_same_result(tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
