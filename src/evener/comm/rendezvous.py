@@ -4,7 +4,9 @@ import errno
 import os
 import secrets
 import socket
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakValueDictionary
@@ -97,7 +99,7 @@ def open_store(
     number, left_s = _await_server(address, port, timeout_s)
     try:
         return _client(number, port, left_s), server
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise LaunchError(
             f"{address}:{port} takes connections but does not answer as the store of a team "
             f"({first_line(error)}): is another program using the port, or has rank 0 ended?"
@@ -145,7 +147,20 @@ def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
 
 def _client(address: str, port: int, timeout_s: float) -> TCPStore:
     timeout = timedelta(seconds=max(1.0, timeout_s))
-    return TCPStore(address, port, wait_for_workers=False, timeout=timeout)
+    answer: Future[TCPStore] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(TCPStore(address, port, wait_for_workers=False, timeout=timeout))
+        except Exception as error:  # raised where it is waited for
+            answer.set_exception(error)
+
+    # A thread, as torch waits without end for a server that says nothing, and hears no Ctrl-C.
+    threading.Thread(target=ask, name="evener-store", daemon=True).start()
+    try:
+        return answer.result(timeout.total_seconds())
+    except TimeoutError:
+        raise TimeoutError(f"silent for {timeout.total_seconds():.0f} s") from None
 
 
 def listen(address: str, port: int) -> socket.socket:

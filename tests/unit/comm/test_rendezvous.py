@@ -1,5 +1,6 @@
 """How ranks find one another, without processes: over an in-memory store."""
 
+import socket
 import threading
 import time
 from typing import Any
@@ -130,3 +131,10 @@ def test_devices_are_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-if")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME is 'no-such-if'.*: name "):
         choose_devices("127.0.0.1", 1)
+
+
+def test_a_server_that_says_nothing_is_given_up_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"127.0.0.1:{port} takes .* \(silent for 1 s\)"):
+            open_store("127.0.0.1", port, hosts=False, listen_fd=None, timeout_s=1.0)
