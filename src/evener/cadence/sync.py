@@ -217,10 +217,16 @@ class SyncPolicy(Policy):
     def rank_to_park(self, batch_size: int) -> int | None:
         """The rank without which a window would be shorter; see ``Policy``.
 
-        It is named only after several windows in a row, so that a noisy one parks nobody.
+        It is named only after several windows in a row, so that a noisy one parks nobody. A rank
+        that is hardly measured counts while it has no work: it brings nothing then, and each
+        exchange costs.
         """
         present = [r for r in range(len(self._members)) if r not in self._parked]
-        if len(present) == 1 or not all(s.is_settled for s in self._speeds):
+        undecided = any(
+            not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
+        )
+        if len(present) == 1 or undecided:
+            self._misfits = []
             return None
         costs = self.costs
         assert costs is not None

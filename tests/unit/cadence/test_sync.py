@@ -389,6 +389,19 @@ def test_a_slow_rank_0_is_named_only_where_no_other_is(speeds, named):
     assert [policy.rank_to_park(32) for _ in range(8)] == [None] * 7 + [named]
 
 
+def test_a_rank_that_never_had_work_is_parked_when_it_has_been_idle_for_long():
+    """By the calibration it is too slow for a sample; each exchange with it costs all the same."""
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.calibrate([16.0, 1.0])
+    named = []
+    for window in range(10):  # the other rank is settled after two
+        plan = policy.plan(window, 0, 7 * window, 7)
+        assert plan.shares == (7, 0)
+        policy.observe([timed(7, 0.07), timed(0, 0.0)], plan, 0.01)
+        named.append(policy.rank_to_park(7))
+    assert named == [None] * 9 + [1]
+
+
 def test_names_of_policies():
     assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
     assert ApplyPolicy("sync") is ApplyPolicy.SYNC

@@ -9,13 +9,15 @@ def parked(rank: int, speeds: Sequence[float], windows: int) -> str:
 
     Args:
         rank: The rank.
-        speeds: Samples per second of each rank alone.
+        speeds: Samples per second of each rank alone; 0 where none was measured.
         windows: When it is tried again.
     """
+    why = f"alone it does {speeds[rank]:.3g} samples/s of the team's {sum(speeds):.3g}"
+    if not speeds[rank]:  # never had a sample
+        why = "by the calibration it is too slow for a single sample of a batch"
     return (
-        f"rank {rank} is parked: alone it does {speeds[rank]:.3g} samples/s of the team's "
-        f"{sum(speeds):.3g}, and the exchange costs more than that brings; it is tried again "
-        f"after {windows} windows or at the end of the epoch"
+        f"rank {rank} is parked: {why}, and the exchange costs more than that brings; it is tried "
+        f"again after {windows} windows or at the end of the epoch"
     )
 
 
