@@ -69,6 +69,21 @@ def test_so_does_the_builder(model: nn.Module, value: Any) -> None:
         builder.batch_size(value).run()
 
 
+def test_a_hint_in_the_form_of_flodl_is_told_its_form_here() -> None:
+    builder = Ddp.builder(lambda device: nn.Linear(1, 1), torch.optim.SGD, lambda model, x: x)
+    with pytest.raises(ConfigError, match=r"give speed_hint\(\{1: 1 / 2.3\}\)"):
+        builder.speed_hint(1, 2.3)
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0], torch.ones(2)])
+def test_a_mean_of_what_is_no_number_is_refused(ddp: Ddp, value: Any) -> None:
+    with pytest.raises(UsageError, match=r"the value to be averaged is .*; give a number or a"):
+        ddp.weighted_mean(value)
+    with pytest.raises(UsageError, match=r"weight is -1; give the number"):
+        ddp.weighted_mean(1.0, weight=-1)
+    assert ddp.weighted_mean(value, weight=0) != ddp.weighted_mean(True)  # not a number, and 1
+
+
 def test_numbers_of_numpy_are_numbers(ddp: Ddp, model: nn.Module) -> None:
     four = np.int64(4)
     config = DdpConfig(

@@ -33,7 +33,7 @@ from evener.run.team.places import methods_passed, raised_at
 from evener.run.team.team import Meeting, Member
 from evener.run.windows.memory import explain as explain_memory
 from evener.run.windows.results import Progress, WindowResult
-from evener.run.windows.share import Share, refuse_number
+from evener.run.windows.share import Share, checked_value, checked_weight, refuse_number
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0
@@ -275,10 +275,13 @@ class Ddp(DataSide):
 
         Returns:
             Σ value · weight / Σ weight in float64, the same on every rank; ``nan`` for no weight.
+
+        Raises:
+            UsageError: The value is not a number, or the weight is not one of at least 0.
         """
-        number = float(value)
-        product = number * weight if weight else 0.0
-        rows = self._meet(Meeting.MEAN, [product, float(weight)])
+        units = checked_weight(weight)
+        product = checked_value(value) * units if units else 0.0
+        rows = self._meet(Meeting.MEAN, [product, units])
         numerator = denominator = 0.0
         for row in rows:
             numerator += row[0]

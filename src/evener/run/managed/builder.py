@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from evener.cadence.guard import DivergenceGuard
 from evener.cadence.policies import ApplyPolicy
+from evener.errors import ConfigError
 from evener.observe.events import Sink
 from evener.run.managed.job import (
     ManagedOptions,
@@ -131,11 +132,24 @@ class DdpBuilder:
         """Fixed shares of the devices, relative to one another; replaces planning."""
         return self._set("partition_ratios", ratios)
 
-    def speed_hint(self, speeds: Sequence[float] | Mapping[int, float]) -> Self:
+    def speed_hint(
+        self, speeds: Sequence[float] | Mapping[int, float], ratio: float | None = None
+    ) -> Self:
         """Speeds of the devices, relative to one another; replaces the calibration at the start.
 
-        One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
+        Args:
+            speeds: One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
+            ratio: Only so that floDl's ``speed_hint(slow_rank, ratio)`` is told its form here.
+
+        Raises:
+            ConfigError: A ratio was given.
         """
+        if ratio is not None:
+            raise ConfigError(
+                f"speed_hint({speeds!r}, {ratio!r}) is floDl's form; give "
+                f"speed_hint({{{speeds!r}: 1 / {ratio!r}}}), the speed of the slow rank against "
+                "the others, which are 1"
+            )
         return self._set("speed_hint", speeds)
 
     def timeout_s(self, seconds: float) -> Self:

@@ -168,7 +168,7 @@ class Share:
                 "ddp.backward(loss) was called outside a micro-batch; iterate over "
                 "loader.epoch(n) and call it once per batch"
             )
-        units = float(micro.samples) if weight is None else _units(weight)
+        units = float(micro.samples) if weight is None else checked_weight(weight)
         if (None in self._sums) != (part is None) and self._sums:
             raise UsageError(
                 "ddp.backward was called with and without optimizer= in one window; name the "
@@ -273,18 +273,40 @@ class Share:
         self.compute_s += elapsed_s + self._slowdown.after(slow_start)
 
 
-def _units(weight: object) -> float:
-    """A weight as a number; one of NumPy's, or a tensor with one element, will do."""
-    units = math.nan
-    if isinstance(weight, SupportsFloat) and not isinstance(weight, bool):
-        with suppress(TypeError, ValueError, RuntimeError):  # a tensor of several elements
-            units = float(weight)
-    if not (math.isfinite(units) and units >= 0):
+def checked_weight(weight: object) -> float:
+    """Return a weight as a number; one of NumPy's, or a tensor with one element, will do.
+
+    Raises:
+        UsageError: It is not a finite number of at least 0.
+    """
+    units = None if isinstance(weight, bool) else _as_number(weight)
+    if units is None or not (math.isfinite(units) and units >= 0):
         raise UsageError(
             f"weight is {weight!r}; give the number (>= 0) of samples or tokens that the loss is "
             "the mean of"
         )
     return units
+
+
+def checked_value(value: object) -> float:
+    """Return a rank's own mean as a number; it may be infinite or not a number.
+
+    Raises:
+        UsageError: It is something else, such as text or a tensor with several elements.
+    """
+    number = _as_number(value)
+    if number is None:
+        raise UsageError(
+            f"the value to be averaged is {value!r}; give a number or a tensor with one element"
+        )
+    return number
+
+
+def _as_number(value: object) -> float | None:
+    if isinstance(value, SupportsFloat):
+        with suppress(TypeError, ValueError, RuntimeError):  # a tensor of several elements
+            return float(value)
+    return None
 
 
 def refuse_number(loss: object) -> None:
