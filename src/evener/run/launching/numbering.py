@@ -328,7 +328,14 @@ class _Host:
             self._drop(connection)
         elif hello is None:
             self._drop(connection)
-        elif wrong := check_hello(self.node, hello, self._counts):
+        else:
+            self._answer(connection, hello)
+
+    def _answer(self, connection: socket.socket, hello: _Hello) -> None:
+        # One that went and comes again may be heard before the end of its first connection is.
+        for known in [known for known in self._nodes if _has_stirred(known)]:
+            self._drop(known)
+        if wrong := check_hello(self.node, hello, self._counts):
             self._refuse(connection, wrong)
         else:
             del self._strangers[connection]
@@ -353,6 +360,17 @@ class _Host:
         self._nodes.pop(connection, None)
         self._strangers.pop(connection, None)
         connection.close()
+
+
+def _has_stirred(connection: socket.socket) -> bool:
+    """Return whether a launcher that has nothing more to say has closed or said something."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # ── the other nodes ──────────────────────────────────────────────────────────────────────────────
