@@ -124,9 +124,10 @@ def test_a_local_step_in_smaller_micro_batches_is_the_same_step(
 
 def test_the_planner_learns_what_a_share_costs_in_small_micro_batches() -> None:
     def body(comm: Communicator) -> tuple[Any, int]:
-        rank = Rank(comm, 2 if comm.rank else PLENTY, "forward")
+        # Halves of the first share: 8, which does not fit, then 4, then 2.
+        rank = Rank(comm, 2 if comm.rank else PLENTY, "forward", speed_hint=(1.0, 1.0))
         with rank.ddp:
-            rank.train(1)  # timed at two sizes first, where memory runs out already
+            rank.train(1)
             return rank.ddp.assembly.policy.micro_batch_sizes, rank.loader.micro_batch_size
 
     assert run_team(2, body) == [((8, 2), 8), ((8, 2), 2)]
