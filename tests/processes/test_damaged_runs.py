@@ -56,10 +56,10 @@ def test_pretraining_resumes_from_the_newest_checkpoint_that_is_sound(
     lab = Lab(tmp_path)
     lab.run("run.yaml", "--set", "checkpoint.keep_last=99")
     run = lab.path_of()
-    checkpoints = run.checkpoints[::-1]
+    # On a slow disk a checkpoint may have been skipped; one is left sound in any case.
+    *checkpoints, sound = run.checkpoints[: -len(PRETRAINING) - 2 : -1]
     for (damage, _), checkpoint in zip(PRETRAINING, checkpoints, strict=False):
         damage(checkpoint)
-    sound = checkpoints[len(PRETRAINING)]
     with (run.path / "events.jsonl").open("ab") as events:
         events.write(b'{"t": 1.0, "type": "window", "window": ' + NESTED + b"}\n\xff\xfe\0\n")
         events.write(b'{"t": 1.0, "type": "run_resumed", "window": "3"}\n{"t": 1.0, "ty')
