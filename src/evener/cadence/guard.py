@@ -122,7 +122,7 @@ def ask_guard(guard: DivergenceGuard, divergence: float) -> Verdict:
     """The guard's verdict on a window, checked: the guard may be the user's.
 
     Raises:
-        ConfigError: What it returned is no verdict.
+        ConfigError: It returned something that is not a verdict.
     """
     answer: object = guard.report(divergence)
     try:
