@@ -68,14 +68,15 @@ def stem_of(number: int) -> str:
     return "optimizer" if number == 0 else f"optimizer-{number}"
 
 
-def read_saved(checkpoint: Checkpoint) -> SavedState:
+def read_saved(checkpoint: Checkpoint, model: nn.Module) -> SavedState:
     """Read all that a checkpoint holds of a team.
 
     Raises:
-        CheckpointError: A value is missing or of the wrong kind; names file and value.
+        CheckpointError: A value is missing or of the wrong kind, or the weights cannot be those of
+            any training of this model; names file and value.
     """
     try:
-        return _read(checkpoint)
+        saved = _read(checkpoint)
     except ValueError as error:
         raise CheckpointError(
             f"{checkpoint.path / STATE} is damaged: {error}; resume from an older checkpoint"
@@ -84,6 +85,8 @@ def read_saved(checkpoint: Checkpoint) -> SavedState:
         if str(checkpoint.path) in str(error):  # it names one of the other files
             raise
         raise CheckpointError(f"{checkpoint.path / STATE}: {error}") from error
+    _check_weights(saved, model)
+    return saved
 
 
 def _read(checkpoint: Checkpoint) -> SavedState:
@@ -145,15 +148,8 @@ def _names_tensors(state: Any) -> bool:
     return isinstance(state, list) and any(_names_tensors(value) for value in state)
 
 
-# ── does it belong to this run? ──────────────────────────────────────────────────────────────────
-
-
-def check_weights(saved: SavedState, model: nn.Module) -> None:
-    """Refuse weights that cannot be those of any training of this model.
-
-    Raises:
-        CheckpointError: Whole numbers where this model has fractions, or the other way round.
-    """
+def _check_weights(saved: SavedState, model: nn.Module) -> None:
+    """Refuse whole numbers where the model has fractions, and the other way round."""
     for name, own in model.state_dict().items():
         other = saved.model.get(name)
         if other is None or other.shape != own.shape:
@@ -172,6 +168,9 @@ def _kind(tensor: Tensor) -> str:
     return "float" if tensor.is_floating_point() else "whole"
 
 
+# ── does it belong to this run? ──────────────────────────────────────────────────────────────────
+
+
 def check_fit(saved: SavedState, assembly: Assembly) -> None:
     """Compare a saved state with a rank's parts, which stay as they are.
 
@@ -179,7 +178,6 @@ def check_fit(saved: SavedState, assembly: Assembly) -> None:
         CheckpointError: It is of another model, other optimizers or schedulers, or another policy.
     """
     _check_model(saved, assembly.model)
-    check_weights(saved, assembly.model)
     if len(saved.optimizers) != len(assembly.optimizers):
         raise CheckpointError(
             f"{saved.path} holds {len(saved.optimizers)} optimizers, this run has "

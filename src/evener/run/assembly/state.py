@@ -21,7 +21,6 @@ from evener.run.assembly.saved import (
     STATE,
     SavedState,
     check_fit,
-    check_weights,
     read_saved,
     stem_of,
 )
@@ -156,9 +155,7 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
             say(f"warning: skipped checkpoint {place}: {reason}")
 
     def check(checkpoint: Checkpoint) -> None:
-        saved = read_saved(checkpoint)
-        check_weights(saved, assembly.model)
-        read.append(saved)
+        read.append(read_saved(checkpoint, assembly.model))
 
     if find_newest(path, skip, check) is None:
         if skipped:
@@ -176,4 +173,4 @@ def check_state(assembly: Assembly, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: It is damaged, or of another model, optimizer or policy.
     """
-    check_fit(read_saved(checkpoint), assembly)
+    check_fit(read_saved(checkpoint, assembly.model), assembly)
