@@ -63,7 +63,7 @@ def train(rank: Rank, folder: str) -> tuple[list[dict[str, Any]], int, list[str]
             for batch in loader.epoch(epoch):
                 ddp.backward(model(batch).square().mean())
                 ddp.step()
-            ddp.save(f"{folder}/{epoch}")
+            ddp.save(folder)
     assert len(made) == (rank.rank == 0)
     assert [sink.events for sink in made] == [given.events] * len(made)
     return given.events, given.closed, given.kinds
@@ -83,9 +83,10 @@ def test_a_sink_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert windows[0]["loss"] == pytest.approx(
         sum(row["loss"] * row["weight"] for row in windows[0]["ranks"]) / 4
     )
-    checkpoint = next(e for e in events if e["type"] == "checkpoint")
-    assert (checkpoint["window"], checkpoint["path"]) == (2, str(tmp_path / "0"))
-    assert checkpoint["num_bytes"] > 0
+    for event in (e for e in events if e["type"] == "checkpoint"):
+        step = tmp_path / f"step-{event['window']}"
+        size = sum(p.stat().st_size for p in step.iterdir() if p.name != "manifest.json")
+        assert (event["path"], event["num_bytes"]) == (str(step), size)
     assert (events[-1]["reason"], events[-1]["window"]) == ("completed", 4)
     assert [e["t"] for e in events] == sorted(e["t"] for e in events)
 
@@ -111,6 +112,8 @@ def test_a_sink_is_told_of_a_run_that_resumes_and_of_one_that_fails(tmp_path: Pa
             fail(sink, tmp_path / "state", resume=resume)
         assert sink.kinds[: len(kinds)] == kinds
         assert sink.events[0]["window"] == resume
+        if resume:
+            assert sink.events[0]["path"] == str(tmp_path / "state" / "step-1")
         assert sink.events[-1]["reason"] == "failed"
         assert sink.events[-1]["message"] == "ZeroDivisionError: in the loop"
         assert sink.closed == 1

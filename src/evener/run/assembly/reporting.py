@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
+from evener.checkpoint import WrittenCheckpoint
 from evener.errors import ConfigError
 from evener.observe.events import (
     Fanout,
@@ -151,6 +152,18 @@ class EventStream:
                 )
             )
 
+    def checkpoint(self, written: WrittenCheckpoint) -> None:
+        """Record a checkpoint that has reached the disk."""
+        self.emit(
+            checkpoint_event(
+                t=time.time(),
+                window=written.step,
+                path=str(written.path),
+                num_bytes=written.num_bytes,
+                write_s=written.write_s,
+            )
+        )
+
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started."""
         if not self.has_started:
@@ -237,22 +250,11 @@ class LoopEvents(EventStream):
         self._start()
         super().window(result)
 
-    def saved(self, path: Path, started_t: float) -> None:
-        """Tell of a checkpoint that has been written."""
-        if not self._has_sinks:
-            return
-        self._start()
-        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        now = time.time()
-        self.emit(
-            checkpoint_event(
-                t=now,
-                window=self._assembly.engine.window,
-                path=str(path),
-                num_bytes=num_bytes,
-                write_s=now - started_t,
-            )
-        )
+    def checkpoint(self, written: WrittenCheckpoint) -> None:
+        """Tell of a checkpoint, and before the first event of the start."""
+        if self._has_sinks:
+            self._start()
+            super().checkpoint(written)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Tell the end of the run, and close all sinks; idempotent."""

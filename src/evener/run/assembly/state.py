@@ -11,11 +11,12 @@ from evener.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     Snapshot,
+    WrittenCheckpoint,
     copy_to_cpu,
     find_newest,
     open_checkpoint,
 )
-from evener.errors import CheckpointError, EvenerError
+from evener.errors import CheckpointError
 from evener.run.assembly.assembly import Assembly
 from evener.run.assembly.saved import (
     STATE,
@@ -115,27 +116,27 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
     assembly.engine.progress = saved.progress
 
 
-def save_state(assembly: Assembly, positions: Sequence[Mapping[str, Any]], path: Path) -> str:
-    """Writes a checkpoint at once.
+def save_state(
+    assembly: Assembly, positions: Sequence[Mapping[str, Any]], path: Path
+) -> WrittenCheckpoint:
+    """Write a checkpoint at once.
 
     Args:
         assembly: The rank's parts.
         positions: The data position of each loader.
         path: Where to.
 
-    Returns:
-        What went wrong, or an empty string.
+    Raises:
+        CheckpointError: It could not be written.
     """
-    try:
-        with CheckpointWriter(path, keep_last=None) as writer:
-            first, *further = positions or [{}]
-            writer.submit(capture(assembly, first, further=further))
-            if not writer.wait(timeout_s=600.0):
-                return f"{path} was not written within 600 s; check the disk"
-            error = writer.poll_error()
-        return "" if error is None else str(error)
-    except (EvenerError, OSError) as error:
-        return str(error)
+    with CheckpointWriter(path, keep_last=None) as writer:
+        first, *further = positions or [{}]
+        writer.submit(capture(assembly, first, further=further))
+        if not writer.wait(timeout_s=600.0):
+            raise CheckpointError(f"{path} was not written within 600 s; check the disk")
+        if (error := writer.poll_error()) is not None:
+            raise error
+        return writer.poll_written()[0]
 
 
 def find_state(assembly: Assembly, path: Path) -> SavedState:

@@ -1,6 +1,5 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evener.data.cursor import Cursor
 from evener.data.loader import Prefetch, make_fetcher
-from evener.errors import CheckpointError, ConfigError
+from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.run.assembly.assembly import Assembly
 from evener.run.assembly.registry import Stateful
 from evener.run.assembly.reporting import LoopEvents
@@ -254,13 +253,16 @@ class DataSide:
         self._engine.prepare_save()
         self._engine.settle()  # parameters may be a window ahead of the data position
         self._engine.verify()
-        failure, started_t = "", time.time()
+        failure, written = "", None
         if self.assembly.team.rank == 0:
             with self._engine.consensus():
-                failure = save_state(self.assembly, self._position(), Path(path))
+                try:
+                    written = save_state(self.assembly, self._position(), Path(path))
+                except (EvenerError, OSError) as error:
+                    failure = str(error)
         self.assembly.agree_on_failure(failure)
-        if self.assembly.team.rank == 0:
-            self.events.saved(Path(path), started_t)
+        if written is not None:
+            self.events.checkpoint(written)
 
     def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
         """Restores a checkpoint, on any number of ranks; all ranks call it together.
@@ -298,7 +300,7 @@ class DataSide:
         for number in range(len(self._loaders)):
             self._restore_position(number)
         restore(self.assembly, saved)
-        self.events.resumed_from, self.events.first_window = Path(path), self._engine.window
+        self.events.resumed_from, self.events.first_window = saved.path, self._engine.window
 
     def _team_loader(
         self,

@@ -7,9 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evener.checkpoint import WrittenCheckpoint
 from evener.observe.events import (
-    checkpoint_event,
     checkpoint_missed_event,
     eval_event,
     run_resumed_event,
@@ -102,18 +100,6 @@ class RunRecorder(EventStream):
         """Records a held-out loss."""
         self.emit(
             eval_event(t=time.time(), window=window, loss=loss, weight=weight, elapsed_s=elapsed_s)
-        )
-
-    def checkpoint(self, written: WrittenCheckpoint) -> None:
-        """Records a checkpoint that has reached the disk."""
-        self.emit(
-            checkpoint_event(
-                t=time.time(),
-                window=written.step,
-                path=str(written.path),
-                num_bytes=written.num_bytes,
-                write_s=written.write_s,
-            )
         )
 
     def missed_checkpoint(self, step: int, reason: str) -> None:
