@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,23 @@ def edit(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
     return tamper
 
 
-def state(*place: str, value: Any) -> Callable[[Path], None]:
-    """Puts a value into ``state.json``."""
+def put(name: str, place: Sequence[str], value: Any) -> Callable[[Path], None]:
+    """Puts a value at a place of a JSON document."""
 
     def change(document: Any) -> None:
         for key in place[:-1]:
             document = document[key]
         document[place[-1]] = value
 
-    return edit("state.json", change)
+    return edit(name, change)
+
+
+def state(*place: str, value: Any) -> Callable[[Path], None]:
+    return put("state.json", place, value)
+
+
+def manifest(*place: str, value: Any) -> Callable[[Path], None]:
+    return put("manifest.json", place, value)
 
 
 def retype(stem: str, name: str, change: Callable[[Tensor], Tensor]) -> Any:
@@ -160,15 +168,6 @@ def move_out(name: str) -> Callable[[Path], None]:
 def huge(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no room
-
-
-def manifest(*place: str, value: Any) -> Callable[[Path], None]:
-    def change(document: Any) -> None:
-        for key in place[:-1]:
-            document = document[key]
-        document[place[-1]] = value
-
-    return edit("manifest.json", change)
 
 
 #: What was done to step-6 -> how the warning goes on.

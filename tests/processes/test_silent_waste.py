@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from evener import Ddp
+from evener import Ddp, DdpConfig
 from helpers.ranks import Rank, RankTeam
 
 DATA = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)))
@@ -22,7 +22,9 @@ def train(rank: Rank, kind: str) -> int:
     torch.manual_seed(0)  # the same on every rank, as scripts do
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Ddp.setup(model, optimizer, devices="cpu", quiet=True) as ddp:
+    # A rank gives a weight only where it has a share: in every window, however fast it is.
+    config = DdpConfig(partition_ratios=(1, 1) if kind == "no weight" else None)
+    with Ddp.setup(model, optimizer, devices="cpu", config=config, quiet=True) as ddp:
         batches: Any = DataLoader(DATA, batch_size=4, shuffle=True)
         if kind == "parts":
             sampler = DistributedSampler(DATA, rank.world_size, rank.rank)

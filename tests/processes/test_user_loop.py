@@ -143,7 +143,7 @@ def test_only_a_name_that_the_body_sets_gets_the_note(name: str) -> None:
 def test_an_error_in_the_loop_names_rank_file_and_line(sandbox: Sandbox) -> None:
     ended = launch(
         sandbox,
-        "ddp = setup()\n"
+        "ddp = setup(partition_ratios=(1, 1))\n"
         "for batch in ddp.loader(DATA, batch_size=4).epoch(0):\n"
         "    weight = -1 if RANK == 1 else 1\n"
         "    ddp.backward(model(batch).mean(), weight=weight)\n"
