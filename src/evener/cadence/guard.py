@@ -119,7 +119,7 @@ def make_guard(
 
 
 def ask_guard(guard: DivergenceGuard, divergence: float) -> Verdict:
-    """The guard's verdict on a window, checked: the guard may be the user's.
+    """Return the guard's verdict on a window, checked: the guard may be the user's.
 
     Raises:
         ConfigError: It returned something that is not a verdict.

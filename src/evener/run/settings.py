@@ -137,17 +137,16 @@ class DdpConfig:
         return tuple(map(float, self.speed_hint))
 
     def check_policy(self, policy: ApplyPolicy) -> None:
-        """Refuses options that were given and have no effect with the policy.
+        """Refuse options that were given and have no effect with the policy.
 
         Raises:
             ConfigError: Names the first one and the remedy.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {f.name: given[f.name] for f in fields(self) if given[f.name] != f.default}
-        for name in LOCAL_OPTIONS:
-            if policy is ApplyPolicy.SYNC and name in given:
+        for option in fields(self) if policy is ApplyPolicy.SYNC else ():
+            value = getattr(self, option.name)
+            if option.name in LOCAL_OPTIONS and value != option.default:
                 raise ConfigError(
-                    f"{name} is {given[name]!r}, but has no effect with policy 'sync', which "
+                    f"{option.name} is {value!r}, but has no effect with policy 'sync', which "
                     "averages gradients in every optimizer step; leave it out, or use policy "
                     "'cadence' or 'async'"
                 )
