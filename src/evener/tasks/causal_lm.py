@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,11 @@ from evener.tasks.resuming import (
     CONFIG,
     RUN,
     Beginning,
-    beginning_of_data,
     check_changes,
     choose_checkpoint,
     describe_run,
+    differences_of_model,
     is_finished,
-    is_of_model,
     read_run,
 )
 from evener.tasks.text_data import collate, prepare_text
@@ -117,7 +117,7 @@ class PretrainingRun:
         )
         self.loader = self._make_loader()
         begun = self._resume(self.resumed) if self.resumed is not None else Beginning()
-        self.description["beginning"] = {"window": begun.window, "weight": begun.weight}
+        self.description["beginning"] = asdict(begun)
         per_epoch = len(self.loader)
         self.num_windows = self.config.max_steps or begun.window + self.config.epochs * per_epoch
         # For the schedule: an epoch's tokens, in proportion.
@@ -333,7 +333,7 @@ class PretrainingRun:
                 load_tokenizer(checkpoint.path)
             except DataError as error:
                 raise CheckpointError(str(error)) from error
-        if is_of_model(checkpoint, config_json(self.model)):
+        if not differences_of_model(checkpoint, config_json(self.model)):
             check_state(self.ddp.assembly, checkpoint)
 
     def _resume(self, checkpoint: Checkpoint) -> Beginning:
@@ -348,8 +348,8 @@ class PretrainingRun:
         self.ddp.load(checkpoint.path, allow=self.options.allow)
         for optimizer in self.ddp.assembly.optimizers:
             apply_settings(optimizer, self.config.optimizer)
-        if not changes.new_data:
-            return beginning_of_data(checkpoint)
+        if changes.beginning is not None:
+            return changes.beginning
         self.new_data = True
         self.loader.cursor.restart()
         self._say("going on with other data, from its first epoch on")

@@ -3,14 +3,14 @@
 What they need comes in when they are called: a public name is cheap to import.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evener.cadence.policies import LOCAL_OPTIONS
 from evener.errors import ConfigError
-from evener.run.config.options import Allowed, PretrainOptions
+from evener.run.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.run.launching.child import loading_libraries
 from evener.run.launching.signals import StopSignals
 from evener.run.launching.terminal import say
@@ -59,7 +59,7 @@ def run_pretraining(options: PretrainOptions) -> int:
 
 
 def pretrain(
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: Keys = None,
     dataset: Iterable[Any] | None = None,
     *,
     out: str | Path = "runs",
@@ -88,10 +88,8 @@ def pretrain(
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
-    is_file = isinstance(config, str | Path)
     options = PretrainOptions(
-        config=Path(config) if is_file else None,  # type: ignore[arg-type]
-        keys=None if is_file else config,  # type: ignore[arg-type]
+        **file_or_keys(config),
         out=Path(out),
         resume=resume,
         allow=tuple(allow),

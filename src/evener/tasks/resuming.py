@@ -52,11 +52,11 @@ class Changes:
 
     Attributes:
         harmless: Settings that may change, such as ``"optimizer.lr 0.001 -> 0.0003"``.
-        new_data: The data is another one, which was allowed: its first epoch begins anew.
+        beginning: Where the data began; ``None`` for other data, which was allowed.
     """
 
     harmless: list[str]
-    new_data: bool
+    beginning: Beginning | None
 
 
 def describe_run(
@@ -187,15 +187,6 @@ def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
     return run.values
 
 
-def is_of_model(checkpoint: Checkpoint, model_config: bytes) -> bool:
-    """Whether a checkpoint is of the present model, by its ``config.json``.
-
-    Raises:
-        CheckpointError: That is damaged.
-    """
-    return not _differences_of_model(checkpoint, model_config)
-
-
 def check_changes(
     checkpoint: Checkpoint,
     now: Mapping[str, Any],
@@ -241,13 +232,15 @@ def check_changes(
         of_data = [text for key, text in changes.items() if key.startswith(_OF_THE_DATA)]
         others = [text for text in harmless if text not in of_data]
         harmless = [*_differences_of_data(saved, now, changes), *others]
-    return Changes(harmless, new_data)
+        return Changes(harmless, None)
+    began = saved.get("beginning")
+    return Changes(harmless, Beginning(began["window"], began["weight"]) if began else Beginning())
 
 
 def _check_model(
     checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any], model_config: bytes
 ) -> None:
-    differences = _differences_of_model(checkpoint, model_config)
+    differences = differences_of_model(checkpoint, model_config)
     if saved["tokenizer"] != now["tokenizer"]:
         differences.append("the tokenizer, and so what the ids mean")
     if differences:
@@ -257,7 +250,12 @@ def _check_model(
         )
 
 
-def _differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[str]:
+def differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[str]:
+    """Return how a checkpoint's model differs from the present one, by its ``config.json``.
+
+    Raises:
+        CheckpointError: That is damaged.
+    """
     try:
         before = _flat(Fields(parse_json(checkpoint.asset(CONFIG))).values)
     except ValueError as error:
@@ -285,12 +283,6 @@ def _differences_of_data(
             f"{_size(now)} now"
         )
     return differences
-
-
-def beginning_of_data(checkpoint: Checkpoint) -> Beginning:
-    """Where the data of the run that wrote a checkpoint began."""
-    beginning = read_run(checkpoint).get("beginning", {})
-    return Beginning(beginning["window"], beginning["weight"]) if beginning else Beginning()
 
 
 def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = ()) -> bool:

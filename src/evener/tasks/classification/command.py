@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from evener.run.config.classify_presets import (
     resolve_classify,
 )
 from evener.run.config.folders import runs_of
-from evener.run.config.options import ClassifyOptions
+from evener.run.config.options import ClassifyOptions, Keys, file_or_keys
 from evener.run.launching.signals import StopSignals
 from evener.run.launching.terminal import say
 
@@ -45,7 +45,7 @@ def run_classification(options: ClassifyOptions) -> int:
 
 
 def classify(
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: Keys = None,
     samples: Iterable[Any] | None = None,
     *,
     out: str | Path = "runs",
@@ -72,10 +72,8 @@ def classify(
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
-    is_file = isinstance(config, str | Path)
     options = ClassifyOptions(
-        config=Path(config) if is_file else None,  # type: ignore[arg-type]
-        keys=None if is_file else config,  # type: ignore[arg-type]
+        **file_or_keys(config),
         has_samples=samples is not None,
         out=Path(out),
         resume=resume,
