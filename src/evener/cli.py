@@ -336,7 +336,7 @@ def _launch_classification(
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
             )
-        parent = presets.classify_parent(options)
+        parent = options.parent
         if presets.find_demo_base(parent) is None:
             check_kind(config.devices)  # else it would be said after that training
             if not options.quiet:

@@ -13,7 +13,6 @@ from evener.run.assembly.state import check_state
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain import RunConfig
-from evener.run.config.pretrain_presets import run_parent
 from evener.run.launching.terminal import say
 from evener.run.loading.team_loop import TeamLoader
 from evener.run.recording.checkpointing import Checkpointer
@@ -76,7 +75,7 @@ class PretrainingRun:
 
     def go(self) -> PretrainResult:
         """Does all that is left to do of the run."""
-        name, parent = str(self.config.name), run_parent(self.options)
+        name, parent = str(self.config.name), self.options.parent
         if self.options.resume:
             self.folder, self.resumed = choose_checkpoint(
                 self.team, parent, name, say=self._warn, check=self._check
@@ -103,7 +102,7 @@ class PretrainingRun:
             tokenizer,
             records=self.records,
             # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
-            cache=run_parent(self.options).absolute() / ".cache",
+            cache=self.options.parent.absolute() / ".cache",
             prepares=self.ddp.assembly.environment.local_rank == 0,
             quiet=self.options.quiet,
         )

@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from evener.errors import ConfigError, DataError
+from evener.errors import ConfigError
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.config.folders import CHECKPOINTS, check_name, check_resumable, runs_of
 from evener.run.config.options import ClassifyOptions
 from evener.run.config.pretrain import load_config
-from evener.run.config.pretrain_presets import DEMO
+from evener.run.config.pretrain_presets import DEMO, check_surroundings
 
 #: Ranks where nothing is said at all: as many as small machines have cores.
 DEFAULT_NPROC = 2
@@ -49,8 +49,7 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
     if options.config is None and options.keys is None and not options.has_samples:
         base = DEFAULT
     config = load_config(ClassifyRunConfig, options.config, options.overrides, base=base)
-    stem = options.config.stem if options.config is not None else "classify"
-    name = config.name or stem if options.name is None else options.name
+    name = options.run_name(config.name, "classify")
     check_name(name)
     if options.has_samples and config.data.path is not None:
         raise ConfigError(
@@ -63,17 +62,13 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"
         )
-    _check_packages(config)
-    if options.predict is None:  # a saved classifier needs nothing else
-        _check_paths(config)
+    _check_packages()
+    # A saved classifier needs no files but its own.
+    places = _places(config) if options.predict is None else {}
+    check_surroundings(places.items(), tensorboard=config.tensorboard)
     if options.resume and holds_runs:
-        check_resumable(classify_parent(options), name)
+        check_resumable(options.parent, name)
     return config.model_copy(update={"name": name})
-
-
-def classify_parent(options: ClassifyOptions) -> Path:
-    """The folder that runs go to."""
-    return options.out or Path("runs")
 
 
 def needs_demo_base(config: ClassifyRunConfig) -> bool:
@@ -111,30 +106,19 @@ def model_override(base: Path | None) -> str:
     return f"model.path={json.dumps(str(base))}"
 
 
-def _check_paths(config: ClassifyRunConfig) -> None:
-    places = {
+def _places(config: ClassifyRunConfig) -> dict[str, str | None]:
+    return {
         "data.path": config.data.path,
         "data.heldout_path": config.data.heldout_path,
         "data.tokenizer": config.data.tokenizer,
         "model.path": config.model.path,
         "model.adapter": config.model.adapter,
     }
-    for key, path in places.items():
-        if path is not None and not Path(path).expanduser().exists():
-            raise DataError(
-                f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
-                f"{Path.cwd()}); evener downloads nothing"
-            )
 
 
-def _check_packages(config: ClassifyRunConfig) -> None:
+def _check_packages() -> None:
     for package in ("transformers", "peft"):
         if find_spec(package) is None:
             raise ConfigError(
                 f"classification needs {package}, which is missing: pip install 'evener[hf]'"
             )
-    if config.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            "tensorboard is true, but the package tensorboard is missing: pip install "
-            "'evener[tensorboard]', or leave the key out"
-        )

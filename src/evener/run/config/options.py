@@ -42,6 +42,16 @@ class TaskOptions:
     port: int | None = None
     quiet: bool = False
 
+    @property
+    def parent(self) -> Path:
+        """The folder that runs go to."""
+        return self.out or Path("runs")
+
+    def run_name(self, key: str | None, default: str) -> str:
+        """Return ``--name``, else the key, else the file's name, else ``default``."""
+        stem = self.config.stem if self.config is not None else default
+        return (key or stem) if self.name is None else self.name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifyOptions(TaskOptions):

@@ -1,6 +1,6 @@
 """Turns what the user typed into a checked configuration; the demo's configuration lives here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,15 @@ def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunC
             f"--allow {options.allow[0]} says what may differ from the checkpoint, but nothing is "
             "resumed; add --resume, or leave it out"
         )
-    stem = options.config.stem if options.config is not None else "pretrain"
-    name = config.name or stem if options.name is None else options.name
+    name = options.run_name(config.name, "pretrain")
     check_name(name)
-    _check_surroundings(config)
+    check_surroundings(_places(config), tensorboard=config.tensorboard)
     if options.resume and holds_runs:
-        check_resumable(run_parent(options), name)
+        check_resumable(options.parent, name)
     return config.model_copy(update={"name": name})
 
 
-def run_parent(options: PretrainOptions) -> Path:
-    """The folder that runs go to."""
-    return options.out or Path("runs")
-
-
-def _check_surroundings(config: RunConfig) -> None:
+def _places(config: RunConfig) -> list[tuple[str, str | None]]:
     places: list[tuple[str, str | None]] = [("data.path", path) for path in config.data.paths]
     if config.data.tokenizer == BPE and Path(BPE).is_dir():
         raise ConfigError(
@@ -85,14 +79,27 @@ def _check_surroundings(config: RunConfig) -> None:
         )
     if config.data.tokenizer != BPE:
         places.append(("data.tokenizer", config.data.tokenizer))
-    places.append(("model.path", config.model.path))
+    return [*places, ("model.path", config.model.path)]
+
+
+def check_surroundings(places: Iterable[tuple[str, str | None]], *, tensorboard: bool) -> None:
+    """Refuse a configuration for which something is missing on this machine.
+
+    Args:
+        places: Keys and the paths that they name.
+        tensorboard: Whether files for TensorBoard are to be written.
+
+    Raises:
+        ConfigError: The package tensorboard is missing.
+        DataError: A path does not exist.
+    """
     for key, path in places:
         if path is not None and not Path(path).expanduser().exists():
             raise DataError(
                 f"{key} is {path!r}, which does not exist: check the path (relative ones start at "
                 f"{Path.cwd()}); evener downloads nothing"
             )
-    if config.tensorboard and find_spec("tensorboard") is None:
+    if tensorboard and find_spec("tensorboard") is None:
         raise ConfigError(
             "tensorboard is true, but the package tensorboard is missing: pip install "
             "'evener[tensorboard]', or leave the key out"

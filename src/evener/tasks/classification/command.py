@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from evener.errors import ConfigError
 from evener.run.config.classify_presets import (
-    classify_parent,
     find_demo_base,
     needs_demo_base,
     resolve_classify,
@@ -98,7 +97,7 @@ def predict_file(options: ClassifyOptions) -> int:
     from evener.tasks.classification.pipeline import ClassifyPipeline
 
     config = resolve_classify(options)
-    parent, name = classify_parent(options), str(config.name)
+    parent, name = options.parent, str(config.name)
     finished = [run for run in runs_of(parent, name) if (run / "adapter").is_dir()]
     if not finished:
         raise ConfigError(
@@ -139,7 +138,7 @@ def _run(
     environment = DistributedTrainConfig.from_env()
     config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)
     if needs_demo_base(config):
-        base = find_demo_base(classify_parent(options))
+        base = find_demo_base(options.parent)
         if base is None:
             raise ConfigError(
                 "the base model is that of the pretraining demo, which has not been run: run "

@@ -16,7 +16,6 @@ from evener.parsing import Fields
 from evener.run.assembly.reporting import find_sinks
 from evener.run.assembly.state import check_state
 from evener.run.config.classify import ClassifyRunConfig
-from evener.run.config.classify_presets import classify_parent
 from evener.run.config.folders import agree_on_folder, release_folder
 from evener.run.config.options import ClassifyOptions
 from evener.run.ddp import Ddp
@@ -114,13 +113,13 @@ class ClassificationRun:
         if options.resume:
             self.folder, self.resumed = choose_checkpoint(
                 self.team,
-                classify_parent(options),
+                options.parent,
                 str(config.name),
                 say=self._warn,
                 check=self._check,
             )
         else:
-            self.folder = agree_on_folder(self.team, classify_parent(options), str(config.name))
+            self.folder = agree_on_folder(self.team, options.parent, str(config.name))
         try:
             encoder = pipeline.encoder
             self.train = EncodedSamples(encoder, data.train.texts, data.train.indices)
