@@ -120,7 +120,9 @@ def test_a_sink_is_told_of_a_run_that_resumes_and_of_one_that_fails(tmp_path: Pa
 
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]])
-def test_a_sink_of_a_managed_run_is_called_in_this_process(devices: list[str]) -> None:
+def test_a_sink_of_a_managed_run_is_called_in_this_process(
+    devices: list[str], tmp_path: Path
+) -> None:
     sink = Kept()
     Ddp.builder(
         lambda device: nn.Linear(3, 1),
@@ -131,10 +133,13 @@ def test_a_sink_of_a_managed_run_is_called_in_this_process(devices: list[str]) -
         num_epochs=1,
         devices=devices,
         quiet=True,
+        checkpoint_dir=tmp_path,
     ).sinks([sink]).run().join()
     assert [k for k in sink.kinds if k != "plan"] == [
-        *["run_started", *["worker_started"] * len(devices), "window", "window", "run_finished"]
+        *("run_started", *["worker_started"] * len(devices)),
+        *("window", "window", "checkpoint", "run_finished"),
     ]
+    assert sink.events[-2]["path"] == str(tmp_path / "step-2")
     assert sink.events[-1]["reason"] == "completed"
     assert sink.closed == 1
 

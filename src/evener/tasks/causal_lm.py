@@ -319,9 +319,7 @@ class PretrainingRun:
             retry_s=self.config.checkpoint.retry_s,
             assets={CONFIG: config_json(self.model), **self.text.tokenizer.files()},
             documents={RUN: self.description},
-            on_written=lambda written: self.recorder.checkpoint(written),
-            on_failure=lambda failure: self._warn(f"warning: {failure}"),
-            on_missed=lambda step, reason: self.recorder.missed_checkpoint(step, reason),
+            events=self.recorder,
         )
 
     def _check(self, checkpoint: Checkpoint) -> None:

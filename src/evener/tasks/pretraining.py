@@ -13,7 +13,7 @@ from evener.errors import ConfigError
 from evener.run.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.run.launching.child import loading_libraries
 from evener.run.launching.signals import StopSignals
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def _local_options(config: "RunConfig", *, is_first: bool) -> dict[str, Any]:
         return {name: getattr(config, name) for name in LOCAL_OPTIONS}
     idle = [name for name in LOCAL_OPTIONS if name in config.model_fields_set]
     if idle and is_first:
-        say(f"warning: {', '.join(idle)}: no effect with policy 'sync'")
+        warn(f"{', '.join(idle)}: no effect with policy 'sync'")
     return {}
 
 

@@ -23,7 +23,7 @@ from evener.run.assembly.models import check_identity
 from evener.run.assembly.precision import HALF
 from evener.run.assembly.registry import Registry
 from evener.run.assembly.transfer import transfer_state
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 from evener.run.local.engine import LocalEngine
 from evener.run.local.replica import Replica
 from evener.run.local.update import LocalUpdate
@@ -185,7 +185,7 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
         )
 
     stop_requested = config.stop_when or _never
-    notice = _never_mind if team.rank else _warn
+    notice = _never_mind if team.rank else warn
     alike = len({(m.device.partition(":")[0], m.device_name) for m in members}) == 1
     return EngineOptions(
         max_grad_norm=config.max_grad_norm,
@@ -206,7 +206,7 @@ def _options(parts: Parts, buffers: BufferAverager) -> EngineOptions:
         after_update=parts.schedule.after_update,
         transfer_state=bring_up_to_date,
         notice=notice,
-        habits=Habits(parts.flat, parts.optimizers, notice, warn=_warn, rank=team.rank),
+        habits=Habits(parts.flat, parts.optimizers, notice, warn=warn, rank=team.rank),
     )
 
 
@@ -230,7 +230,3 @@ def _never() -> bool:
 
 def _never_mind(text: str) -> None:
     pass
-
-
-def _warn(text: str) -> None:
-    say(f"warning: {text}")

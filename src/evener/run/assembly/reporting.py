@@ -17,6 +17,7 @@ from evener.observe.events import (
     RankRow,
     Sink,
     checkpoint_event,
+    checkpoint_missed_event,
     plan_event,
     run_finished_event,
     run_resumed_event,
@@ -26,7 +27,7 @@ from evener.observe.events import (
     worker_started_event,
 )
 from evener.run.assembly.assembly import Assembly
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 from evener.run.windows.results import RankRecord, WindowResult
 
 GENERATION = 0
@@ -47,7 +48,7 @@ class EventStream:
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
         self._active = assembly.team.rank == 0
-        self._sinks = Fanout(_warn)
+        self._sinks = Fanout(warn)
         self._watch = StragglerWatch(assembly.team.world_size)
         self._shares: tuple[int, ...] = ()
         self.has_started = False
@@ -80,7 +81,7 @@ class EventStream:
             run_started_event(
                 t=t,
                 run=run,
-                members=[m.member for m in self._assembly.members],
+                members=[m.member for m in members],
                 policy=policy,
                 backend=self._assembly.comm.backend,
                 unit=unit,
@@ -92,7 +93,7 @@ class EventStream:
                 **details,
             )
         )
-        for m in self._assembly.members:
+        for m in members:
             device = f"{m.device} ({m.device_name})"
             self.emit(
                 worker_started_event(
@@ -164,6 +165,10 @@ class EventStream:
             )
         )
 
+    def missed_checkpoint(self, step: int, reason: str) -> None:
+        """Record a checkpoint that was not written."""
+        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
+
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started."""
         if not self.has_started:
@@ -213,7 +218,8 @@ SinkMaker = Callable[[], Sink]
 class LoopEvents(EventStream):
     """The events of a loop that the user has written.
 
-    The start is told with the first committed window: by then it is known what is trained on.
+    The start is told with the first event, which is that of a window or a checkpoint: by then it is
+    known what is trained on.
 
     Attributes:
         run: Name of the run.
@@ -245,31 +251,27 @@ class LoopEvents(EventStream):
         self.add_sink(open_sinks(sinks))
         self._assembly.engine.options.on_commit.append(self.window)
 
-    def window(self, result: WindowResult) -> None:
-        """Tell of a committed window, and before the first one, of the start."""
-        self._start()
-        super().window(result)
-
-    def checkpoint(self, written: WrittenCheckpoint) -> None:
-        """Tell of a checkpoint, and before the first event of the start."""
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Hand an event to every sink; before the first one, that of the start."""
         if self._has_sinks:
             self._start()
-            super().checkpoint(written)
+            super().emit(event)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Tell the end of the run, and close all sinks; idempotent."""
         if self._has_sinks:
-            self._has_sinks = False
             self._start()
             engine = self._assembly.engine
             reason = "failed" if failed else "stopped" if engine.stopping else "completed"
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None
             self.finish(engine.window, reason, message)
+            self._has_sinks = False
         self.close()
 
     def _start(self) -> None:
         if self.has_started:
             return
+        self.has_started = True
         if self.resumed_from is not None:
             self.emit(
                 run_resumed_event(
@@ -334,7 +336,7 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Sink:
     Raises:
         ConfigError: A function returned something else.
     """
-    fanout = Fanout(_warn)
+    fanout = Fanout(warn)
     for given in sinks:
         fanout.add(given if isinstance(given, Sink) else make_sink(given))
     return fanout
@@ -387,7 +389,3 @@ class StragglerWatch:
                 found.append((rank, record.compute_s, usual_s * record.samples))
             known.append(per_sample_s)
         return found
-
-
-def _warn(text: str) -> None:
-    say(f"warning: {text}")

@@ -25,7 +25,7 @@ from evener.run.assembly.saved import (
     read_saved,
     stem_of,
 )
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 
 
 def capture(
@@ -153,7 +153,7 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
     def skip(place: Path, reason: str) -> None:
         skipped.append(f"{place.name}: {reason}")
         if assembly.team.rank == 0:
-            say(f"warning: skipped checkpoint {place}: {reason}")
+            warn(f"skipped checkpoint {place}: {reason}")
 
     def check(checkpoint: Checkpoint) -> None:
         read.append(read_saved(checkpoint, assembly.model))

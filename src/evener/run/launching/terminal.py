@@ -20,6 +20,11 @@ def say(text: str, end: str = "\n") -> None:
         _let_go()
 
 
+def warn(text: str) -> None:
+    """Write a warning to standard error; see ``say``."""
+    say(f"warning: {text}")
+
+
 def _let_go() -> None:
     # What could not be written stays in Python's buffer, and would fail again at the very end.
     with suppress(OSError, ValueError):

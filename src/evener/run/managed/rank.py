@@ -15,7 +15,6 @@ from evener.errors import ConfigError, UsageError
 from evener.observe.events import Sink
 from evener.run.assembly.reporting import SinkMaker
 from evener.run.ddp import Ddp
-from evener.run.launching.terminal import say
 from evener.run.loading.team_loop import TeamLoader
 from evener.run.managed.job import Job
 from evener.run.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
@@ -156,8 +155,7 @@ class ManagedRank:
             keep_last=KEPT_CHECKPOINTS,
             assets={},
             documents={},
-            on_written=lambda _: None,
-            on_failure=lambda reason: say(f"warning: {reason}"),
+            events=self.ddp.events,
         )
 
     @property

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError, WrittenCheckpoint
+from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError
 from evener.errors import CheckpointError
+from evener.run.assembly.reporting import EventStream
 from evener.run.assembly.state import capture
 from evener.run.ddp import Ddp
+from evener.run.launching.terminal import warn
 
 WRITE_TIMEOUT_S = 600.0
 
@@ -40,10 +42,10 @@ class Checkpointer:
         assets: Files that go into every checkpoint, by name.
         documents: JSON documents that go into every checkpoint, by file name.
         retry_s: Seconds for which ``finish`` tries the last one again.
-        on_written: Told of each checkpoint that has reached the disk.
+        events: Told of each checkpoint: that it has reached the disk, that an attempt failed, or
+            that it was skipped.
         on_failure: Told, in words for people, of each attempt that failed (the previous checkpoint
             stays in use), and of each checkpoint that was skipped.
-        on_missed: Told step and reason of the same.
     """
 
     def __init__(
@@ -54,17 +56,15 @@ class Checkpointer:
         keep_last: int,
         assets: Mapping[str, bytes],
         documents: Mapping[str, Any],
-        on_written: Callable[[WrittenCheckpoint], None],
-        on_failure: Callable[[str], None],
-        on_missed: Callable[[int, str], None] | None = None,
+        events: EventStream,
+        on_failure: Callable[[str], None] = warn,
         retry_s: float = RETRY_S,
     ) -> None:
         self._ddp = ddp
         self._assets = assets
         self._documents = documents
-        self._on_written = on_written
+        self._events = events
         self._on_failure = on_failure
-        self._on_missed = on_missed
         self._retry_s = retry_s
         self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
         self._last_step = -1
@@ -132,7 +132,7 @@ class Checkpointer:
         """Passes on what the writer has finished, failed at or skipped since the last call."""
         assert self._writer is not None
         for written in self._writer.poll_written():
-            self._on_written(written)
+            self._events.checkpoint(written)
         for skipped in self._writer.poll_skipped():
             self._miss(
                 skipped.step,
@@ -160,8 +160,7 @@ class Checkpointer:
 
     def _miss(self, step: int, reason: str) -> None:
         self._on_failure(reason)
-        if self._on_missed is not None:
-            self._on_missed(step, reason)
+        self._events.missed_checkpoint(step, reason)
 
     def finish(self) -> Path | None:
         """Waits for the last write, and tries it again; all ranks call it together.

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from evener.observe.events import (
-    checkpoint_missed_event,
     eval_event,
     run_resumed_event,
 )
@@ -20,7 +19,7 @@ from evener.observe.tensorboard import TensorBoardSink
 from evener.run.assembly.reporting import EventStream, SinkMaker, open_sinks
 from evener.run.config.folders import EVENTS
 from evener.run.ddp import Ddp
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 
 
 class RunRecorder(EventStream):
@@ -40,7 +39,7 @@ class RunRecorder(EventStream):
         self._path = folder / EVENTS
         self.tally = EventTally()
         if self._active:
-            self.add_sink(JsonlSink(self._path, on_warning=_warn))
+            self.add_sink(JsonlSink(self._path, on_warning=warn))
 
     def show(
         self, *, terminal: bool, tensorboard: Path | None, sinks: Sequence[SinkMaker] = ()
@@ -102,10 +101,6 @@ class RunRecorder(EventStream):
             eval_event(t=time.time(), window=window, loss=loss, weight=weight, elapsed_s=elapsed_s)
         )
 
-    def missed_checkpoint(self, step: int, reason: str) -> None:
-        """Records a checkpoint that was not written."""
-        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
-
     def __enter__(self) -> Self:
         return self
 
@@ -123,8 +118,4 @@ class RunRecorder(EventStream):
             self.close()
 
     def _skip(self, line: int, why: str) -> None:
-        _warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")
-
-
-def _warn(text: str) -> None:
-    say(f"warning: {text}")
+        warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")

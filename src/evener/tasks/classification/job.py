@@ -402,9 +402,7 @@ class ClassificationRun:
             retry_s=self.config.checkpoint.retry_s,
             assets=self.assets,
             documents=self.documents,
-            on_written=lambda written: self.recorder.checkpoint(written),
-            on_failure=lambda failure: self._warn(f"warning: {failure}"),
-            on_missed=lambda step, reason: self.recorder.missed_checkpoint(step, reason),
+            events=self.recorder,
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from evener.devices import copied, move
 from evener.errors import ConfigError, DataError
 from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import warn
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
@@ -153,7 +153,7 @@ class ClassifyPipeline:
                 given = Path(adapter).expanduser()
                 doubt = check_adapter(given, note, labels, folder_fingerprint)
                 if doubt and not quiet:
-                    say(f"warning: {doubt}")
+                    warn(doubt)
                 network = load_adapter(base.model, given, config.lora, base.new_modules)
         made = AdapterModel(network).eval()
         return cls(made, encoder, labels, config, base=note, class_weights=class_weights)

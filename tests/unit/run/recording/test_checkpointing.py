@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from evener.checkpoint import WrittenCheckpoint, find_newest
+from evener.checkpoint import find_newest
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CheckpointError, ReplicasDifferError
+from evener.observe.events import Event, Sink
 from evener.run.ddp import Ddp
 from evener.run.recording.checkpointing import Checkpointer
 from evener.run.windows.results import Progress
@@ -24,10 +25,23 @@ def team_of(comm: Communicator, **config: int) -> Ddp:
     return setup(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1), **config)
 
 
+class Steps(Sink):
+    """The steps of the checkpoints that have been written."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def emit(self, event: Event) -> None:
+        if event["type"] == "checkpoint":
+            self.written.append(event["window"])
+
+    def close(self) -> None:
+        pass
+
+
 def checkpointer_of(
     ddp: Ddp,
     folder: Path,
-    written: list[WrittenCheckpoint] | None = None,
     on_failure: Callable[[str], None] | None = None,
 ) -> Checkpointer:
     return Checkpointer(
@@ -37,7 +51,7 @@ def checkpointer_of(
         assets={"notes.txt": b"hello"},
         documents={"run.json": {"seed": 3}},
         retry_s=0.0,
-        on_written=(written if written is not None else []).append,
+        events=ddp.events,
         on_failure=on_failure or pytest.fail,
     )
 
@@ -50,9 +64,10 @@ def block(folder: Path) -> None:
 
 def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
     def body(comm: Communicator) -> tuple[Path | None, list[int]]:
-        written: list[WrittenCheckpoint] = []
+        sink = Steps()
         with team_of(comm) as ddp:
-            checkpointer = checkpointer_of(ddp, tmp_path, written)
+            ddp.events.report_to([sink])
+            checkpointer = checkpointer_of(ddp, tmp_path)
             for window in (2, 4, 6):
                 ddp.assembly.engine.progress = Progress(window=window)
                 checkpointer.save(CURSOR)
@@ -60,7 +75,7 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
             newest = checkpointer.finish()
             checkpointer.close()
             checkpointer.close()
-        return newest, [each.step for each in written]
+        return newest, sink.written
 
     (newest, steps), other = run_team(2, body)
     assert other == (None, [])
@@ -94,14 +109,15 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    written: list[WrittenCheckpoint] = []
+    sink = Steps()
     with team_of(SingleCommunicator()) as ddp:
-        checkpointer = checkpointer_of(ddp, tmp_path, written)
+        ddp.events.report_to([sink])
+        checkpointer = checkpointer_of(ddp, tmp_path)
         for _ in range(3):
             checkpointer.save(CURSOR)
         checkpointer.finish()
         checkpointer.close()
-    assert [each.step for each in written] == [0]
+    assert sink.written == [0]
 
 
 def test_training_goes_on_after_a_write_that_failed(tmp_path: Path) -> None:
