@@ -46,10 +46,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from evener import Ddp, DdpConfig
+from evener.engine.emulate import Slowdown
+from evener.engine.results import WindowResult
 from evener.run.launching.launch import launch
 from evener.run.team.environment import STORE_FD, DistributedTrainConfig
-from evener.run.windows.emulate import Slowdown
-from evener.run.windows.results import WindowResult
 
 SEQ_LEN = 128
 TIMEOUT_S = 120.0

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 from evener.version import __version__
 
 if TYPE_CHECKING:
-    from evener.cadence.elche import ElChe as ElChe
-    from evener.cadence.guard import DivergenceGuard as DivergenceGuard
-    from evener.cadence.guard import Verdict as Verdict
-    from evener.cadence.policies import ApplyPolicy as ApplyPolicy
     from evener.data.sharding import shard_batches as shard_batches
     from evener.data.sharding import shard_files as shard_files
+    from evener.engine.results import Progress as Progress
+    from evener.engine.results import RankRecord as RankRecord
+    from evener.engine.results import WindowResult as WindowResult
+    from evener.engine.team import Member as Member
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
     from evener.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
     from evener.observe.events import Sink as Sink
+    from evener.planning.elche import ElChe as ElChe
+    from evener.planning.guard import DivergenceGuard as DivergenceGuard
+    from evener.planning.guard import Verdict as Verdict
+    from evener.planning.policies import ApplyPolicy as ApplyPolicy
     from evener.run.config.classify import ClassifyConfig as ClassifyConfig
     from evener.run.ddp import Ddp as Ddp
     from evener.run.managed.builder import DdpBuilder as DdpBuilder
@@ -46,10 +50,6 @@ if TYPE_CHECKING:
     from evener.run.team.environment import DistributedBackend as DistributedBackend
     from evener.run.team.environment import DistributedRole as DistributedRole
     from evener.run.team.environment import DistributedTrainConfig as DistributedTrainConfig
-    from evener.run.team.team import Member as Member
-    from evener.run.windows.results import Progress as Progress
-    from evener.run.windows.results import RankRecord as RankRecord
-    from evener.run.windows.results import WindowResult as WindowResult
     from evener.tasks.classification.command import classify as classify
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
 _MODULE_OF: Final = {
-    "ApplyPolicy": "evener.cadence.policies",
+    "ApplyPolicy": "evener.planning.policies",
     "AverageBackend": "evener.run.team.environment",
     "BatchResult": "evener.tasks.classification.coordinator",
     "CheckpointError": "evener.errors",
@@ -90,19 +90,19 @@ _MODULE_OF: Final = {
     "DistributedRole": "evener.run.team.environment",
     "DistributedTrainConfig": "evener.run.team.environment",
     "DistributedTrainer": "evener.tasks.trainers.distributed",
-    "DivergenceGuard": "evener.cadence.guard",
-    "ElChe": "evener.cadence.elche",
+    "DivergenceGuard": "evener.planning.guard",
+    "ElChe": "evener.planning.elche",
     "EpochMetrics": "evener.run.managed.metrics",
     "EvenerError": "evener.errors",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
-    "Member": "evener.run.team.team",
+    "Member": "evener.engine.team",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",
-    "Progress": "evener.run.windows.results",
+    "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
-    "RankRecord": "evener.run.windows.results",
+    "RankRecord": "evener.engine.results",
     "Replicas": "evener.run.manual.replicas",
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",
@@ -111,8 +111,8 @@ _MODULE_OF: Final = {
     "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
-    "Verdict": "evener.cadence.guard",
-    "WindowResult": "evener.run.windows.results",
+    "Verdict": "evener.planning.guard",
+    "WindowResult": "evener.engine.results",
     "WorkerError": "evener.errors",
     "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import evener
+from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.run.config.options import ClassifyOptions, PretrainOptions
 from evener.run.launching.child import (
@@ -26,7 +27,6 @@ from evener.run.launching.child import (
 from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.host import check_kind, local_devices
-from evener.run.windows.emulate import EMULATE_SLOW, parse_emulation
 
 app = typer.Typer(
     name="evener",

@@ -37,7 +37,7 @@ PURE_BUILTINS_NOT = {"open", "print", "input", "eval", "exec", "__import__", "br
 
 
 def is_pure(name: str) -> bool:
-    return name.startswith(("cadence", "errors", "version")) or name in {
+    return name.startswith(("planning", "protocol", "errors", "version")) or name in {
         "averaging.weights",
         "data.cursor",
         "data.ranges",
@@ -66,7 +66,7 @@ def test_import_linter_keeps_every_contract():
 
 
 def test_the_lists_below_are_about_something():
-    assert {m.name for m in PURE} >= {"errors", "cadence.plan", "data.cursor", "averaging.weights"}
+    assert {m.name for m in PURE} >= {"errors", "planning.plan", "data.cursor", "averaging.weights"}
     assert len(BELOW_RUN) > len(PURE)
 
 

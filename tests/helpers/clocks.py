@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evener.comm.threads import ThreadCommunicator
-from evener.run.local.exchanging import BackgroundExchanger
+from evener.engine.exchanging import BackgroundExchanger
 from helpers.limits import PATIENCE_S
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from evener import Ddp, DdpConfig
-from evener.cadence.apportion import apportion
-from evener.cadence.plan import WindowPlan, WindowReport
-from evener.cadence.policies import Policy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
+from evener.planning.apportion import apportion
+from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.policies import Policy
 from evener.run.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 

@@ -24,8 +24,8 @@ def train(rank: Rank, speeds: tuple[float, ...]) -> list[tuple[float, float, flo
     import time
 
     from evener import Ddp
-    from evener.cadence.shares import fastest_shares, finish_s
-    from evener.cadence.speed import CostModel
+    from evener.planning.shares import fastest_shares, finish_s
+    from evener.planning.speed import CostModel
 
     now_s = 0.0
     time.perf_counter = lambda: now_s  # type: ignore[assignment]  # also in what counts compute

@@ -15,11 +15,11 @@ from helpers.pretraining import RUN_TIMEOUT_S, Lab
 FAILPOINT = """
 import os, sys
 if "RANK" in os.environ:
-    from evener.run.windows.emulate import Slowdown
+    from evener.engine.emulate import Slowdown
     updates = 0
     def after(slowdown, start):
         global updates
-        if sys._getframe(1).f_globals["__name__"] == "evener.run.sync.updates":
+        if sys._getframe(1).f_globals["__name__"] == "evener.engine.updates":
             updates += 1
             at_update(updates)
         elif updates >= 2:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError, EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
 from evener.observe.jsonl import read_events, strict_json
 from evener.observe.wording import human_count, human_duration
+from evener.planning.policies import ApplyPolicy
 from evener.run.config.folders import EVENTS, check_name
 from evener.run.launching.child import die_with
 from evener.run.team.environment import AverageBackend

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.devices import count_accelerators
+from evener.engine.memory import explain as explain_memory
+from evener.engine.notices import warn_of_former_name
+from evener.engine.results import Progress, WindowResult
+from evener.engine.share import Share, checked_value, checked_weight, refuse_number
+from evener.engine.team import Meeting, Member
 from evener.errors import EvenerError
 from evener.observe.events import Sink
-from evener.run.assembly.assembly import Assembly, assemble
-from evener.run.assembly.models import Models, Schedulers, check_arguments
-from evener.run.assembly.reporting import SinkMaker, check_sinks
+from evener.places import methods_passed, raised_at
+from evener.planning.policies import ApplyPolicy
+from evener.run.assembly import Assembly, assemble
 from evener.run.launching.starting import start_all_ranks
 from evener.run.launching.uncaught import explain_with, forget, note
-from evener.run.loading.feeding import DataSide
+from evener.run.loop import DataSide
 from evener.run.managed.builder import DdpBuilder
 from evener.run.manual.replicas import wrap
+from evener.run.models import Models, Schedulers, check_arguments
+from evener.run.reporting import SinkMaker, check_sinks
 from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.notices import warn_of_former_name
 from evener.run.team.placement import Devices, devices_of_host, place_in
-from evener.run.team.places import methods_passed, raised_at
-from evener.run.team.team import Meeting, Member
-from evener.run.windows.memory import explain as explain_memory
-from evener.run.windows.results import Progress, WindowResult
-from evener.run.windows.share import Share, checked_value, checked_weight, refuse_number
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0

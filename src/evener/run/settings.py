@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Self, TypeGuard
 
-from evener.cadence.elche import ANCHOR, MAX_ANCHOR, ElChe
-from evener.cadence.guard import DivergenceGuard, make_guard
-from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
+from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
+from evener.planning.guard import DivergenceGuard, make_guard
+from evener.planning.policies import LOCAL_OPTIONS, ApplyPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

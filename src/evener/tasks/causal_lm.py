@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from evener.checkpoint import Checkpoint
+from evener.engine.loaders.planned import TeamLoader
+from evener.engine.memory import train_epoch
+from evener.engine.results import WindowResult
 from evener.errors import CheckpointError, DataError, EvenerError
-from evener.run.assembly.reporting import find_sinks
-from evener.run.assembly.state import check_state
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions
 from evener.run.config.pretrain import RunConfig
 from evener.run.launching.terminal import say
-from evener.run.loading.team_loop import TeamLoader
 from evener.run.recording.checkpointing import Checkpointer
 from evener.run.recording.closing import show, summarise
 from evener.run.recording.recorder import RunRecorder
 from evener.run.recording.rehearsal import Rehearsal, Speeds
-from evener.run.windows.memory import train_epoch
-from evener.run.windows.results import WindowResult
+from evener.run.reporting import find_sinks
+from evener.run.state import check_state
 from evener.tasks.heldout import heldout_loss
 from evener.tasks.language_model import config_json, printable, write_text
 from evener.tasks.optimization import TokenSchedule, apply_settings

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.cadence.policies import LOCAL_OPTIONS
 from evener.errors import ConfigError
+from evener.planning.policies import LOCAL_OPTIONS
 from evener.run.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.run.launching.child import loading_libraries
 from evener.run.launching.signals import StopSignals
@@ -114,8 +114,8 @@ def _run(
     with loading_libraries():
         import torch
 
+        from evener.engine.emulate import parse_emulation
         from evener.run.settings import DdpConfig
-        from evener.run.windows.emulate import parse_emulation
         from evener.tasks.causal_lm import PretrainingRun
         from evener.tasks.optimization import TokenSchedule
         from evener.tasks.text_data import choose_vocabulary

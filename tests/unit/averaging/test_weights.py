@@ -14,8 +14,8 @@ from evener.averaging.weights import (
     correction,
     power_of_two_near,
 )
-from evener.cadence.plan import WindowReport
 from evener.errors import UsageError
+from evener.planning.plan import WindowReport
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 BAD_WEIGHTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf]

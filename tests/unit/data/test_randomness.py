@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from evener.data.randomness import generators_lock, seed_training
-from evener.run.loading.intake import Drawn
+from evener.engine.loaders.intake import Drawn
 from helpers.limits import PATIENCE_S
 
 

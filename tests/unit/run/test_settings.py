@@ -8,9 +8,9 @@ import re
 import pytest
 
 from evener import ConfigError, DdpConfig
-from evener.cadence.cadence import CadencePolicy
-from evener.cadence.guard import NoGuard
-from evener.cadence.local import LocalReport
+from evener.planning.cadence import CadencePolicy
+from evener.planning.guard import NoGuard
+from evener.planning.local import LocalReport
 
 BAD = [
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a positive number or None"),

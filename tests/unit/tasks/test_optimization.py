@@ -1,8 +1,8 @@
 import pytest
 from torch import nn
 
+from evener.engine.results import Progress
 from evener.run.config.pretrain import OptimizerConfig
-from evener.run.windows.results import Progress
 from evener.tasks.optimization import TokenSchedule, apply_settings, make_optimizer
 
 

@@ -12,7 +12,7 @@ from evener.errors import CheckpointError, ConfigError
 from evener.files import open_regular
 
 if TYPE_CHECKING:
-    from evener.run.team.team import Team
+    from evener.engine.team import Team
 
 EVENTS = "events.jsonl"
 CHECKPOINTS = "checkpoints"

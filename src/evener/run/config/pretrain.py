@@ -19,10 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from evener.cadence.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD
-from evener.cadence.guard import THRESHOLD
 from evener.errors import ConfigError
 from evener.parsing import short
+from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERHEAD
+from evener.planning.guard import THRESHOLD
 from evener.run.yaml_files import parse_yaml, read_yaml
 
 

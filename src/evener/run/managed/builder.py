@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from torch.utils.data import Dataset
 
-from evener.cadence.guard import DivergenceGuard
-from evener.cadence.policies import ApplyPolicy
 from evener.errors import ConfigError
 from evener.observe.events import Sink
+from evener.planning.guard import DivergenceGuard
+from evener.planning.policies import ApplyPolicy
 from evener.run.managed.job import (
     ManagedOptions,
     ModelFn,

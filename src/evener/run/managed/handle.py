@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self, final
 
 from evener.errors import UsageError, WorkerError
-from evener.run.assembly.reporting import open_sinks
 from evener.run.launching.signals import OneInterrupt
 from evener.run.launching.terminal import say
 from evener.run.managed.job import Job
@@ -19,6 +18,7 @@ from evener.run.managed.rank import ManagedRank
 from evener.run.managed.trained import TrainedState
 from evener.run.managed.travel import pack
 from evener.run.managed.workers import WorkerTeam
+from evener.run.reporting import open_sinks
 from evener.run.team.environment import DistributedTrainConfig
 
 # An interrupted run gets so long to stop and hand over its state; a second Ctrl-C ends it at once.

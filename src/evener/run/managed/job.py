@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from evener.cadence.guard import DivergenceGuard
-from evener.cadence.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.devices import count_accelerators
+from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
 from evener.observe.events import Sink
-from evener.run.assembly.precision import choose_precision
-from evener.run.assembly.reporting import SinkMaker, check_sinks
+from evener.planning.guard import DivergenceGuard
+from evener.planning.policies import LOCAL_OPTIONS, ApplyPolicy
 from evener.run.managed.metrics import EpochMetrics
+from evener.run.precision import choose_precision
+from evener.run.reporting import SinkMaker, check_sinks
 from evener.run.settings import DdpConfig, whole_number
 from evener.run.team.backends import check_backend, check_policy
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import Devices, devices_of_host
-from evener.run.windows.schedule import ProgressSchedule
 
 #: The loss of a micro-batch: a mean over its samples, or (mean, number of units behind it).
 Loss = Tensor | tuple[Tensor, float | Tensor]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from evener.devices import float64_device
+from evener.engine.results import WindowResult
 from evener.errors import UsageError
-from evener.run.windows.results import WindowResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

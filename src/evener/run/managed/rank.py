@@ -11,20 +11,20 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 from evener.comm.base import Communicator
+from evener.engine.loaders.planned import TeamLoader
+from evener.engine.memory import train_epoch
+from evener.engine.results import WindowResult
 from evener.errors import ConfigError, UsageError
 from evener.observe.events import Sink
-from evener.run.assembly.reporting import SinkMaker
 from evener.run.ddp import Ddp
-from evener.run.loading.team_loop import TeamLoader
 from evener.run.managed.job import Job
 from evener.run.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
 from evener.run.managed.trained import TrainedState, capture_trained
 from evener.run.managed.travel import CarriedDataset, CarriedFunction
 from evener.run.recording.checkpointing import Checkpointer
+from evener.run.reporting import SinkMaker
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.placement import choose_device
-from evener.run.windows.memory import train_epoch
-from evener.run.windows.results import WindowResult
 
 #: Ranks wait for rank 0's ``eval_fn`` this long; should rank 0 die in it, they know at once.
 EVAL_TIMEOUT_S = 24 * 3600.0

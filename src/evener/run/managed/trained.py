@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from evener.checkpoint import copy_to_cpu
 from evener.checkpoint.codec import decode, encode
-from evener.run.windows.results import Progress
+from evener.engine.results import Progress
 
 # Of each tensor in a payload, so that it can be read in place.
 _ALIGNMENT_BYTES = 64

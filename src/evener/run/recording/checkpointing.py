@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError
 from evener.errors import CheckpointError
-from evener.run.assembly.reporting import EventStream
-from evener.run.assembly.state import capture
 from evener.run.ddp import Ddp
 from evener.run.launching.terminal import warn
+from evener.run.reporting import EventStream
+from evener.run.state import capture
 
 WRITE_TIMEOUT_S = 600.0
 

@@ -16,10 +16,10 @@ from evener.observe.lineage import effective_events
 from evener.observe.progress import ProgressSink
 from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink
-from evener.run.assembly.reporting import EventStream, SinkMaker, open_sinks
 from evener.run.config.folders import EVENTS
 from evener.run.ddp import Ddp
 from evener.run.launching.terminal import warn
+from evener.run.reporting import EventStream, SinkMaker, open_sinks
 
 
 class RunRecorder(EventStream):

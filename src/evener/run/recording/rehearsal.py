@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from evener.averaging.gradients import GradientAverager
-from evener.cadence.apportion import apportion
 from evener.comm.base import SingleCommunicator
-from evener.run.assembly.assembly import Assembly
-from evener.run.loading.team_loop import split
-from evener.run.sync.engine import WindowEngine
-from evener.run.team.team import Meeting
+from evener.engine.loaders.planned import split
+from evener.engine.sync import WindowEngine
+from evener.engine.team import Meeting
+from evener.planning.apportion import apportion
+from evener.run.assembly import Assembly
 
 #: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
 TrainMicroBatch = Callable[[Sequence[int]], None]

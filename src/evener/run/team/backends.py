@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import name_ranks
 from evener.comm.preflight import run_preflight
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
+from evener.planning.policies import ApplyPolicy
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import join
 

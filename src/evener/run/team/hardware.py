@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from evener.run.team.team import Member
+from evener.engine.team import Member
 
 _KINDS = {"cuda": "GPU", "xpu": "GPU", "mps": "GPU", "cpu": "CPU rank"}
 

@@ -125,10 +125,10 @@ def predict_file(options: ClassifyOptions) -> int:
 def _run(
     options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
 ) -> "ClassifyResult":
+    from evener.engine.emulate import parse_emulation
     from evener.run.ddp import Ddp
     from evener.run.settings import DdpConfig
     from evener.run.team.environment import DistributedTrainConfig
-    from evener.run.windows.emulate import parse_emulation
     from evener.tasks.classification.job import ClassificationRun
     from evener.tasks.classification.pipeline import ClassifyPipeline
     from evener.tasks.classification.replica import make_adapter_optimizer

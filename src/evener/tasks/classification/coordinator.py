@@ -11,19 +11,19 @@ from typing import Any, Self, TypeVar, final
 import torch
 
 from evener.averaging.weights import combine, power_of_two_near
-from evener.cadence.fixed import FixedShares
-from evener.cadence.plan import WindowPlan
-from evener.cadence.policies import Policy
-from evener.cadence.sync import SyncPolicy
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.devices import count_accelerators, kind_of
+from evener.engine.finite import find_non_finite, overflow
+from evener.engine.loss_scale import LossScale
 from evener.errors import CollectiveError, ConfigError, UsageError
+from evener.planning.fixed import FixedShares
+from evener.planning.plan import WindowPlan
+from evener.planning.policies import Policy
+from evener.planning.sync import SyncPolicy
 from evener.run.config.classify import ClassifyConfig
 from evener.run.team.host import threads_per_rank
 from evener.run.team.placement import Devices, devices_of_host
-from evener.run.windows.finite import find_non_finite, overflow
-from evener.run.windows.loss_scale import LossScale
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.given import GivenModel
 from evener.tasks.classification.metrics import Evaluation, add_confusions

@@ -11,10 +11,9 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from evener.checkpoint import Checkpoint
+from evener.engine.results import WindowResult
 from evener.errors import CheckpointError, EvenerError
 from evener.parsing import Fields
-from evener.run.assembly.reporting import find_sinks
-from evener.run.assembly.state import check_state
 from evener.run.config.classify import ClassifyRunConfig
 from evener.run.config.folders import agree_on_folder, release_folder
 from evener.run.config.options import ClassifyOptions
@@ -23,7 +22,8 @@ from evener.run.launching.terminal import say
 from evener.run.recording.checkpointing import Checkpointer
 from evener.run.recording.closing import show, summarise
 from evener.run.recording.recorder import RunRecorder
-from evener.run.windows.results import WindowResult
+from evener.run.reporting import find_sinks
+from evener.run.state import check_state
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples

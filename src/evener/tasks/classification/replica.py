@@ -10,15 +10,15 @@ from torch import nn
 from torch.optim import AdamW
 
 from evener.averaging.gradients import GradientAverager
-from evener.cadence.plan import WindowReport
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import derive_seed
-from evener.run.assembly.precision import HALF, AutocastForward, choose_precision
+from evener.engine.emulate import Slowdown, compute_clock
+from evener.engine.loaders.planned import split
+from evener.engine.share import Share
+from evener.planning.plan import WindowReport
 from evener.run.config.classify import AdapterOptimizerConfig
-from evener.run.loading.team_loop import split
-from evener.run.windows.emulate import Slowdown, compute_clock
-from evener.run.windows.share import Share
+from evener.run.precision import HALF, AutocastForward, choose_precision
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.pipeline import ClassifyPipeline
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from evener.cadence.apportion import apportion
+from evener.planning.apportion import apportion
 from evener.run.ddp import Ddp
 from evener.tasks.classification.encoding import EncodedSamples
 from evener.tasks.classification.metrics import Evaluation, add_confusions

@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self, final
 
-from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator, SingleCommunicator, check_timeout
 from evener.comm.existing import default_group, numbers_in
 from evener.comm.threads import ThreadTeam
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
+from evener.planning.policies import ApplyPolicy
 from evener.run.team.backends import connect_team
 from evener.run.team.environment import AverageBackend, DistributedTrainConfig
 from evener.run.team.placement import choose_device, place_in

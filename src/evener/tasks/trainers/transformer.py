@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from evener.cadence.policies import ApplyPolicy
 from evener.comm.base import Communicator
 from evener.data.packing import IGNORED
+from evener.engine.results import Progress, WindowResult
+from evener.engine.share import Share
 from evener.errors import ConfigError, DataError, UsageError
-from evener.run.assembly.models import unwrap_compiled
+from evener.planning.policies import ApplyPolicy
 from evener.run.config.pretrain import OptimizerConfig, load_config
 from evener.run.ddp import Ddp
+from evener.run.models import unwrap_compiled
 from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.windows.results import Progress, WindowResult
-from evener.run.windows.share import Share
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size
 from evener.tasks.lm_batch import LMBatch

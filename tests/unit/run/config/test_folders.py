@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.engine.team import Team
 from evener.errors import CheckpointError, ConfigError
 from evener.run.config.folders import (
     agree_on_folder,
@@ -13,7 +14,6 @@ from evener.run.config.folders import (
     release_folder,
     runs_of,
 )
-from evener.run.team.team import Team
 from helpers.teams import run_team
 
 

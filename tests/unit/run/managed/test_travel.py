@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from evener.engine.results import Progress
 from evener.errors import ConfigError, LaunchError
 from evener.run.managed.channel import Channel
 from evener.run.managed.trained import TrainedState, capture_trained, pack_trained, unpack_trained
 from evener.run.managed.travel import CarriedDataset, CarriedFunction, pack, unpack
-from evener.run.windows.results import Progress
 
 
 def carried(**parts: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from torch import nn
 
 from evener.checkpoint import find_newest
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.engine.results import Progress
 from evener.errors import CheckpointError, ReplicasDifferError
 from evener.observe.events import Event, Sink
 from evener.run.ddp import Ddp
 from evener.run.recording.checkpointing import Checkpointer
-from evener.run.windows.results import Progress
 from helpers.teams import run_team, setup
 
 CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}

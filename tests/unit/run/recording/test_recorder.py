@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.engine.results import Progress, RankRecord, WindowResult
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
-from evener.run.assembly.reporting import StragglerWatch
 from evener.run.ddp import Ddp
 from evener.run.recording.recorder import RunRecorder
-from evener.run.windows.results import Progress, RankRecord, WindowResult
+from evener.run.reporting import StragglerWatch
 from helpers.teams import run_team, setup
 
 

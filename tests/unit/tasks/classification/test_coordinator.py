@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evener import BatchResult, DataParallelCoordinator, Sample
+from evener.engine.loss_scale import FIRST_SCALE
 from evener.errors import ConfigError, DataError, NonFiniteGradientError, UsageError
-from evener.run.windows.loss_scale import FIRST_SCALE
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
 from helpers.clocks import RankClocks

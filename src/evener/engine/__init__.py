@@ -1,0 +1,1 @@
+"""A window as one rank runs it: what the protocol decides is carried out here."""

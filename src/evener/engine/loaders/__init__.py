@@ -1,0 +1,1 @@
+"""What each rank is handed out: training data by plan, streams, evaluations."""

@@ -1,0 +1,140 @@
+"""What a window came to, and how far the team has got: plain values, the same on every rank."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from evener.planning.plan import WindowReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the team has applied so far; the same on every rank.
+
+    Attributes:
+        window: Windows closed, skipped ones included.
+        steps: Optimizer steps.
+        samples: Samples behind those steps.
+        weight: Their weight: samples, or tokens for a language model.
+        skipped: Optimizer steps left out, as they were not finite or had no weight.
+    """
+
+    window: int = 0
+    steps: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    skipped: int = 0
+
+    def after(self, samples: int, weight: float, skipped: bool) -> "Progress":
+        """The progress after one more window."""
+        return Progress(
+            window=self.window + 1,
+            steps=self.steps + (not skipped),
+            samples=self.samples + samples,
+            weight=self.weight + weight,
+            skipped=self.skipped + skipped,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord:
+    """What one rank did in a window; times in seconds of its own clock.
+
+    ``steps`` are its local optimizer steps in CADENCE and ASYNC, ``stale_steps`` those that it had
+    made on top when the average of the window landed (ASYNC). ``warmup_samples`` are those of the
+    first micro-batch of each size, which took ``warmup_s`` of ``compute_s``: these tell nothing of
+    the rank's speed, as they pay for what is set up once.
+    """
+
+    samples: int
+    weight: float
+    loss_sum: float
+    micro_batches: int
+    compute_s: float
+    wait_s: float = 0.0
+    sync_s: float = 0.0
+    steps: int = 0
+    stale_steps: int = 0
+    warmup_s: float = 0.0
+    warmup_samples: int = 0
+
+    @property
+    def per_sample_s(self) -> float | None:
+        """Seconds of compute for each sample; ``None`` where nothing tells."""
+        timed = self.samples - self.warmup_samples
+        return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
+
+    @classmethod
+    def of(cls, report: WindowReport) -> Self:
+        """What the rank reported itself."""
+        return cls(
+            samples=report.samples,
+            weight=report.weight,
+            loss_sum=report.loss_sum,
+            micro_batches=report.micro_batches,
+            compute_s=report.compute_s,
+            warmup_s=report.warmup_s,
+            warmup_samples=report.warmup_samples,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CadenceRecord:
+    """How a window of local steps was planned, and what the divergence guard says of it.
+
+    Attributes:
+        anchor: Local steps of the slowest rank.
+        window_s: Seconds that it was planned to last; ``inf`` where counts close it.
+        divergence: The largest ``‖p - average‖ / ‖average‖`` over ranks when it was averaged; known
+            when it is committed, and 0 before.
+        guard: The guard's verdict on the windows before: ``stable``, ``suppress_growth`` or
+            ``nudge_down``.
+    """
+
+    anchor: int
+    window_s: float
+    divergence: float = 0.0
+    guard: str = "stable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowResult:
+    """A window that has been applied; the same on every rank, but for times of this moment.
+
+    Attributes:
+        window: Its number, counted over the whole run.
+        epoch: Its epoch.
+        start: First position of the epoch's permutation.
+        size: Samples over all ranks.
+        loss: Mean loss per unit of weight, over all ranks.
+        weight: Units behind that mean: samples, or tokens.
+        grad_norm: 2-norm of the averaged gradient, before clipping; ``nan`` without a step.
+        lr: Learning rate of the optimizer's first parameter group.
+        skipped: True when nothing was applied: no weight, or a non-finite gradient with
+            ``non_finite="skip"``.
+        progress: What the team has applied, this window included.
+        applied_t: When this rank applied it, in unix seconds.
+        ranks: A record per rank. Waiting and exchange times are filled in when the window
+            is committed, and 0 before.
+        ranges: The ranges of the epoch's permutation that it covers, ends exclusive.
+        cadence: How it was planned, in CADENCE and ASYNC.
+    """
+
+    window: int
+    epoch: int
+    start: int
+    size: int
+    loss: float
+    weight: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    progress: Progress
+    applied_t: float
+    ranks: tuple[RankRecord, ...]
+    ranges: tuple[tuple[int, int], ...] = ()
+    cadence: CadenceRecord | None = None
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """The range of the epoch's permutation that a SYNC window covers, end exclusive."""
+        return self.start, self.start + self.size

@@ -1,0 +1,249 @@
+"""CADENCE and ASYNC: windows of local steps, planned by El Che. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
+from typing import Any, final
+
+from evener.errors import CheckpointError, ConfigError
+from evener.planning.elche import ElChe
+from evener.planning.guard import DivergenceGuard, Verdict, ask_guard
+from evener.planning.local import LocalPlan, LocalReport
+from evener.planning.policies import ApplyPolicy, Planner
+
+_TAIL = 1.5
+"""A window is planned as the last one when no more than so many windows' work is left."""
+
+_NUDGE = 0.5
+"""What the anchor is multiplied by when ranks drift apart."""
+
+
+@final
+class CadencePolicy(Planner):
+    """Plans windows that the slowest rank fills with ``anchor`` local steps.
+
+    Before speeds are known, a window is one step of each rank (or what a hint says). Then windows
+    last as long as the slowest rank needs for its anchor, and ranks close them by the clock. What
+    is left at the end of an epoch is shared out so that all finish together.
+
+    Args:
+        members: Member ids, by rank.
+        elche: The cadence, with its settings.
+        guard: Judges the divergence of ranks.
+        max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
+            lockstep, ``None`` no limit.
+        in_background: Averages are formed while ranks go on.
+
+    Raises:
+        ConfigError: The cadence is for another number of ranks.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[str],
+        elche: ElChe,
+        guard: DivergenceGuard,
+        *,
+        max_batch_diff: int | None = None,
+        in_background: bool = False,
+    ) -> None:
+        if len(elche.batch_counts) != len(members):
+            raise ConfigError(f"{len(elche.batch_counts)} batch counts for {len(members)} members")
+        self.elche = elche
+        self._members = tuple(members)
+        self._guard = guard
+        self._max_batch_diff = max_batch_diff
+        self._in_background = in_background
+        self._verdict = Verdict.STABLE
+        self._micro_batch_size = 1
+        self._samples_per_step = [0.0] * len(members)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Member ids, by rank."""
+        return self._members
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True: speeds are learnt from the first windows, without a calibration."""
+        return True
+
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Does nothing: a local step takes as long as it takes, however it is cut."""
+
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Samples per second of each rank alone, as timed; see ``Planner``."""
+        return tuple(
+            1000.0 * samples / ms if ms > 0 else 0.0
+            for samples, ms in zip(self._samples_per_step, self.elche.ms_per_batch, strict=True)
+        )
+
+    def observe(self, reports: Sequence[LocalReport], sync_s: float) -> None:
+        """Learns from a window.
+
+        Args:
+            reports: One a rank.
+            sync_s: Seconds that averaging took of the ranks' time, without waiting for the slowest;
+                of the window before, as far as it is known only afterwards.
+        """
+        self._verdict = ask_guard(self._guard, max(r.divergence for r in reports))
+        steps = [r.steps - r.warmup_steps for r in reports]
+        if not any(steps):
+            return
+        for rank, report in enumerate(reports):
+            if report.steps:
+                self._samples_per_step[rank] = report.samples / report.steps
+        busy_ms = [1000.0 * (r.busy_s - r.warmup_busy_s) for r in reports]
+        # Without a sync time the anchor stays as it is.
+        sync_ms = 1000.0 * sync_s if self._verdict is Verdict.STABLE else 0.0
+        sync_ms *= self._part_of_a_window(busy_ms, steps)
+        self.elche.report_timing(busy_ms, steps, sync_ms)
+        if self._verdict is Verdict.NUDGE_DOWN:
+            self.elche.nudge_anchor_down(_NUDGE)
+
+    def plan(
+        self, window: int, epoch: int, *, left: int, limit: int | None, stop: bool = False
+    ) -> LocalPlan:
+        """Plans a window.
+
+        Args:
+            window: Its number.
+            epoch: Its epoch.
+            left: Batches of the epoch that are in no window before.
+            limit: Local steps that the run may still do; ``None`` for any number.
+            stop: The team stops with this window.
+        """
+        counts = self._counts()
+        available = left if limit is None else min(left, limit)
+        most = tuple(c + max(2, c // 2) for c in counts)
+        if self._max_batch_diff is not None:
+            most = tuple(min(m, min(counts) + self._max_batch_diff) for m in most)
+        is_tail = available <= max(_TAIL * sum(counts), sum(most))
+        if is_tail:
+            steps = most = self._last_steps(available, counts)
+            rest = self._split(left - sum(steps))
+            queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
+        else:
+            steps = counts
+            if not self.elche.is_calibrated:  # no clock ends this window
+                most = counts
+            # Enough for this window, and in ASYNC for the beginning of the next.
+            queues = tuple(2 * m for m in most)
+        return LocalPlan(
+            window=window,
+            epoch=epoch,
+            window_s=self._window_s(steps, is_tail=is_tail),
+            blocking=(
+                stop
+                or is_tail
+                or not self._in_background
+                or not self.elche.is_calibrated
+                # Until this window's average has landed, ranks may do as much of the next one.
+                or (limit is not None and limit < 2 * sum(most))
+            ),
+            steps=steps,
+            most=most,
+            queues=queues,
+            least=self._least(most),
+            anchor=self.elche.anchor,
+            verdict=self._verdict,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, as plain JSON types."""
+        return {
+            "policy": (ApplyPolicy.ASYNC if self._in_background else ApplyPolicy.CADENCE).value,
+            "members": list(self._members),
+            "cadence": self.elche.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from ``state`` where it is of the same members, in whatever order.
+
+        Another team, or a run of another policy, starts its cadence anew: a wrong one costs more
+        than one window of a step each.
+
+        Raises:
+            CheckpointError: The state is damaged.
+        """
+        saved = state.get("members")
+        if not isinstance(saved, list) or sorted(map(str, saved)) != sorted(self._members):
+            return
+        cadence = state.get("cadence")
+        if not isinstance(cadence, Mapping):
+            raise CheckpointError(
+                "the checkpoint's planner state is damaged (no cadence): resume from an older "
+                "checkpoint"
+            )
+        order = [saved.index(member) for member in self._members]
+        by_rank = {k: [cadence[k][i] for i in order] for k in ("counts", "ms") if k in cadence}
+        self.elche.load_state_dict({**cadence, **by_rank})
+
+    def _part_of_a_window(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
+        """How much of a window in which the slowest rank makes its anchor this one was.
+
+        Averaging takes as long after a short window, such as the last of an epoch, as after a full
+        one; and its time is known only when the window after it is reported. What the anchor can
+        change is its part of a full window, so that is what El Che is told.
+        """
+        slowest_ms = max(ms / n for ms, n in zip(busy_ms, steps, strict=True) if n)
+        full_ms = self.elche.anchor * slowest_ms
+        return max(busy_ms) / full_ms if full_ms > 0 else 1.0
+
+    # ── counts ───────────────────────────────────────────────────────────────────────────────────
+
+    def _counts(self) -> tuple[int, ...]:
+        elche = self.elche
+        counts = elche.batch_counts
+        if not elche.is_calibrated and not elche.has_speed_hint:
+            counts = (1,) * len(self._members)
+        if self._max_batch_diff is not None:
+            counts = tuple(min(c, min(counts) + self._max_batch_diff) for c in counts)
+        return counts
+
+    def _least(self, most: Sequence[int]) -> int:
+        """Steps without which a rank would fall too far behind one that does all it may."""
+        if self._max_batch_diff is None:
+            return 0
+        return max(0, max(most) - self._max_batch_diff)
+
+    def _window_s(self, steps: Sequence[int], *, is_tail: bool) -> float:
+        if not self.elche.is_calibrated:
+            return math.inf
+        if is_tail:
+            needs = [c * ms for c, ms in zip(steps, self._ms(), strict=True)]
+            return max([1.0, *needs]) / 1000.0
+        return self.elche.anchor_wall_ms / 1000.0
+
+    def _ms(self) -> list[float]:
+        """Milliseconds a step by rank; one that was never timed is taken for the slowest."""
+        known = self.elche.ms_per_batch
+        slowest = max(known)
+        if slowest > 0:
+            return [ms or slowest for ms in known]
+        return [1.0 / count for count in self.elche.batch_counts]
+
+    def _last_steps(self, available: int, counts: Sequence[int]) -> tuple[int, ...]:
+        if self._max_batch_diff is None:
+            return self._split(available)
+        least = available // len(counts)
+        if least == 0:
+            return tuple(int(rank < available) for rank in range(len(counts)))
+        extra = self._split(available - least * len(counts))
+        return tuple(least + min(e, self._max_batch_diff) for e in extra)
+
+    def _split(self, total: int) -> tuple[int, ...]:
+        """Steps by rank that sum to ``total``, with the earliest finish."""
+        ms = self._ms()
+        steps = [0] * len(ms)
+        # Whole parts first, so that a long queue is not dealt one by one.
+        rate = sum(1.0 / m for m in ms)
+        for rank, m in enumerate(ms):
+            steps[rank] = int(total / m / rate * (1.0 - 1e-12))
+        ends = [((steps[rank] + 1) * m, rank) for rank, m in enumerate(ms)]
+        heapify(ends)
+        for _ in range(total - sum(steps)):
+            _, rank = ends[0]
+            steps[rank] += 1
+            heapreplace(ends, ((steps[rank] + 1) * ms[rank], rank))
+        return tuple(steps)

@@ -1,0 +1,147 @@
+"""Policies: when the team averages, and who does how much until then.
+
+Only one rank plans; the others learn the plan. So nothing here needs to be reproducible to the bit
+on other machines, but it is deterministic, as a run that is replayed should be. Pure.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from evener.planning.plan import WindowPlan, WindowReport
+
+
+class ApplyPolicy(StrEnum):
+    """What a window is, and what is averaged at its end."""
+
+    SYNC = "sync"
+    """One optimizer step over a fixed global batch; gradients are averaged."""
+
+    CADENCE = "cadence"
+    """Local optimizer steps; differences from consensus are averaged at the end of the window."""
+
+    ASYNC = "async"
+    """As CADENCE, with the average formed in the background, at most one window late."""
+
+
+#: Options that act where ranks make local steps, and nowhere else.
+LOCAL_OPTIONS = (
+    "anchor",
+    "max_anchor",
+    "overhead_target",
+    "max_batch_diff",
+    "divergence_guard",
+    "divergence_threshold",
+    "lr_scale_ratio",
+)
+
+
+class Planner(ABC):
+    """What is learnt of members, and kept over a change of the team.
+
+    Members are known by an id that stays the same when ranks are numbered anew. Only the planning
+    rank's planner decides anything.
+    """
+
+    @property
+    @abstractmethod
+    def members(self) -> tuple[str, ...]:
+        """Member ids, by rank."""
+
+    @property
+    @abstractmethod
+    def is_calibrated(self) -> bool:
+        """Whether something is known of the speed of every member, so that none is calibrated."""
+
+    @abstractmethod
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Say how shares are computed.
+
+        Args:
+            sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
+                one.
+
+        Raises:
+            ConfigError: Not one size a member, or a size below 1.
+        """
+
+    @abstractmethod
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Predicted samples per second of each rank if it did a whole batch alone.
+
+        Args:
+            batch_size: Samples of an optimizer step.
+
+        Returns:
+            Speeds by rank; 0.0 for a rank that has not been measured.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, by member id, as plain JSON types."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, even of another team: members that are not here are ignored.
+
+        Raises:
+            CheckpointError: The state is damaged or of another policy.
+        """
+
+
+class Policy(Planner):
+    """Plans SYNC windows from what members reported of earlier ones."""
+
+    @abstractmethod
+    def calibrate(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks until they are measured.
+
+        Only a prior: one rank counts as 16 times as fast as another at most, and it has no vote
+        once a window of a rank was measured.
+
+        Args:
+            speeds: One a rank, relative to one another; larger is faster. Where one is not finite
+                or not above 0, nothing is learnt.
+        """
+
+    @abstractmethod
+    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+        """Learn from a window.
+
+        Args:
+            reports: One report a rank, in rank order.
+            plan: The plan that the window was computed by.
+            sync_s: Seconds that the exchange took, without waiting for the slowest rank.
+
+        Raises:
+            ProtocolError: Reports or plan are of another team.
+        """
+
+    @abstractmethod
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
+    ) -> WindowPlan:
+        """Plan a window.
+
+        Args:
+            window: Its global number.
+            epoch: Epoch whose positions it takes.
+            start: Its first position.
+            size: Its samples over all ranks.
+            work_for_all: By how many windows the epoch may be lengthened so that every rank that is
+                not parked gets at least a sample of this one (two with batch statistics). 0 gives
+                work only where it helps, ``inf`` always, where there are enough samples.
+        """
+
+    @abstractmethod
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        """Give these ranks nothing to do until further notice."""
+
+    @abstractmethod
+    def rank_to_park(self, batch_size: int) -> int | None:
+        """The rank without which a window is predicted to be shorter, asked once a window.
+
+        Rank 0 is named only where no other one is: it keeps the team's books and cannot be parked,
+        so that people should be told.
+        """

@@ -1,0 +1,58 @@
+"""Cuts an evaluation into rounds, of which each rank does a part at the same time."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from evener.planning.apportion import apportion
+
+#: Samples of each rank in a round.
+Round = tuple[int, ...]
+
+
+def evaluation_rounds(
+    num_samples: int, batch_sizes: Sequence[int], speeds: Sequence[float]
+) -> list[Round]:
+    """Divide a data set into rounds: consecutive slices, whose parts follow in rank order.
+
+    The fastest rank has a whole batch in each round, the others as much of theirs as they do in
+    the same time, at least one sample. Exact arithmetic, hence the same on every machine.
+
+    Only where whole rounds have not two samples a rank, one round may be left with fewer samples
+    than ranks. It is the last but one: in the last round every rank has a sample, so that it
+    can be told then what it has missed; unless there are fewer samples than ranks in all.
+
+    Args:
+        num_samples: Samples of the data set, 0 or more.
+        batch_sizes: Most samples of a rank in a round, at least 1.
+        speeds: Samples per second of each rank; 0 for one that takes no part, not for all.
+
+    Returns:
+        The rounds, in order; none where there is no sample.
+    """
+    working = [rank for rank, speed in enumerate(speeds) if speed > 0]
+    seconds = min(batch_sizes[rank] / Fraction(speeds[rank]) for rank in working)
+    whole = tuple(max(int(Fraction(s) * seconds), int(s > 0)) for s in speeds)
+    return [_divide(size, whole) for size in _sizes(num_samples, sum(whole), len(working))]
+
+
+def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
+    """Sizes of the rounds: whole ones and a rest, the last one with a sample for every rank."""
+    count, rest = divmod(num_samples, whole)
+    if rest >= num_ranks or rest == 0 or count == 0:
+        return [whole] * count + [rest] * (rest > 0)
+    if whole + rest >= 2 * num_ranks:
+        half = (whole + rest) // 2
+        return [whole] * (count - 1) + [half, whole + rest - half]
+    # As late as can be, so that ranks have been in as many rounds wherever a loop is left before.
+    return [whole] * (count - 1) + [rest, whole]
+
+
+def _divide(size: int, whole: Round) -> Round:
+    """Parts of a round in proportion to those of a whole one, with a sample each if it can."""
+    present = [rank for rank, part in enumerate(whole) if part]
+    if size <= len(present):
+        return tuple(int(rank in present[:size]) for rank in range(len(whole)))
+    if size == sum(whole):
+        return whole
+    beyond = apportion(size - len(present), [max(0, part - 1) for part in whole])
+    return tuple(more + (part > 0) for part, more in zip(whole, beyond, strict=True))

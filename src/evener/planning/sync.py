@@ -1,0 +1,350 @@
+"""SYNC: a fixed global batch, split so that all ranks finish together. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median, median_low
+from typing import Any, final
+
+from evener.errors import CheckpointError, ConfigError, ProtocolError
+from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.shares import (
+    equal_shares,
+    fastest_shares,
+    finish_s,
+    without_ones,
+    worth_keeping,
+)
+from evener.planning.speed import CostModel, SpeedModel
+
+_DEAD_BAND = 0.02
+"""Shares stay as they are while a change promises to save less of the window than this."""
+
+_STEADY_WINDOWS = 16
+"""After so many windows with the same shares half of that is enough: what is small in a window
+adds up, and shares held forever would hide that a rank's cost is mostly fixed."""
+
+_LARGEST_RATIO = 16.0
+"""So many times as fast as another a rank counts at most, by a calibration (which times other work
+than the run's) or by a first window or two (which something else may have disturbed): a rank that
+was all but left out would hardly be measured again."""
+
+_RETRY = 0.02
+"""Part of the time spent on looking whether a rank without work has become fast again."""
+
+_MEMORY = 15
+"""Exchanges remembered."""
+
+_PATIENCE = 8
+"""Windows in a row in which a rank must cost more than it brings before it is parked."""
+
+_NUM_SIZES = 4
+"""Sizes of windows whose shares are remembered."""
+
+
+@final
+class SyncPolicy(Policy):
+    """Splits a fixed global batch so that all ranks finish together.
+
+    Equal shares until speeds are known, by a hint, a calibration or windows. Then the shares with
+    the earliest finish, unless the present ones are within 2 % of it: shares that follow noise cost
+    more than they bring. A rank that is too slow for a single sample is tried again now and then,
+    as rarely as keeps the time lost below 2 %.
+
+    Args:
+        members: Member ids, by rank.
+        micro_batch_sizes: Most samples in one forward and backward, by rank; ``None`` for a whole
+            share in one.
+        avoid_ones: Give no rank a micro-batch of one sample where that can be avoided, for models
+            with batch statistics.
+
+    Raises:
+        ConfigError: No members, a member twice, or sizes that do not fit them.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[str],
+        micro_batch_sizes: Sequence[int | None],
+        *,
+        avoid_ones: bool = False,
+    ) -> None:
+        if not members or len(set(members)) != len(members):
+            raise ConfigError(f"members={list(members)} must be different ids, at least one")
+        self._members = tuple(members)
+        self._avoid_ones = avoid_ones
+        self._speeds = tuple(SpeedModel() for _ in members)
+        self._idle_windows = [0] * len(members)
+        self._exchanges_s: list[float] = []
+        self._parked: frozenset[int] = frozenset()
+        self._misfits: list[int | None] = []
+        # Shares in use, by size of the window: the short last one of an epoch has its own.
+        # With it, for how many windows these have been kept.
+        self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.set_micro_batch_sizes(micro_batch_sizes)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Member ids, by rank."""
+        return self._members
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether something is known of the speed of every member; see ``Planner``."""
+        return all(speed.is_known for speed in self._speeds)
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int | None, ...]:
+        """Most samples in one forward and backward, by rank."""
+        return self._micro_batch_sizes
+
+    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
+        """Say how shares are computed; see ``Policy``. Shares in use are forgotten."""
+        if len(sizes) != len(self._members):
+            raise ConfigError(
+                f"{len(sizes)} micro-batch sizes were given for {len(self._members)} members"
+            )
+        for member, size in zip(self._members, sizes, strict=True):
+            if size is not None and size < 1:
+                raise ConfigError(
+                    f"micro_batch_size={size} of member {member!r} must be at least 1"
+                )
+        self._micro_batch_sizes = tuple(sizes)
+        self._in_use = {}
+
+    @property
+    def exchange_s(self) -> float:
+        """Usual seconds of an exchange, without waiting; 0 before the first."""
+        return median_low(self._exchanges_s) if self._exchanges_s else 0.0
+
+    @property
+    def costs(self) -> tuple[CostModel, ...] | None:
+        """Predicted cost by rank, all in one unit; ``None`` while nothing is known of any rank.
+
+        A rank of which nothing is known is taken for a middling one, so that it gets work and is
+        measured. A rank that is only hinted at is put on the scale of those that are measured.
+        """
+        measured = [speed for speed in self._speeds if speed.is_measured]
+        known = measured or [speed for speed in self._speeds if speed.is_known]
+        if not known:
+            return None
+        middle = CostModel(
+            median(speed.cost.fixed_s for speed in known),
+            median(speed.cost.per_sample_s for speed in known),
+        )
+        scales = [
+            speed.cost.per_sample_s / speed.hinted.per_sample_s
+            for speed in known
+            if speed.hinted is not None
+        ]
+        slowest_s = _LARGEST_RATIO * min(speed.cost.per_sample_s for speed in known)
+        costs = []
+        for speed in self._speeds:
+            if speed in known:
+                unsettled = speed.is_measured and not speed.is_settled
+                surplus = speed.cost.per_sample_s / slowest_s if unsettled else 1.0
+                costs.append(speed.cost.scaled(1.0 / max(surplus, 1.0)))
+            elif speed.hinted is not None and scales:
+                costs.append(speed.hinted.scaled(median(scales)))
+            else:
+                costs.append(middle)
+        return tuple(costs)
+
+    def hint(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks relative to one another, until they are measured.
+
+        Args:
+            speeds: One a rank, such as ``(1.0, 0.5)``; larger is faster, the unit is free.
+
+        Raises:
+            ConfigError: Not one speed a rank, or a speed that is not finite and above 0.
+        """
+        if len(speeds) != len(self._members):
+            raise ConfigError(
+                f"speed_hint={list(speeds)} has {len(speeds)} speeds for a team of "
+                f"{len(self._members)}; give one a rank"
+            )
+        for speed, relative_speed in zip(self._speeds, speeds, strict=True):
+            speed.hint(relative_speed)
+
+    def calibrate(self, speeds: Sequence[float]) -> None:
+        """Set the speeds of the ranks until they are measured; see ``Policy``."""
+        fastest = max(speeds)
+        if all(0.0 < speed < math.inf for speed in speeds):
+            self.hint([max(speed, fastest / _LARGEST_RATIO) for speed in speeds])
+
+    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+        """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
+        if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
+            raise ProtocolError(
+                f"window {plan.window} has {len(reports)} reports and {len(plan.shares)} shares "
+                f"for a team of {len(self._members)}"
+            )
+        for rank, report in enumerate(reports):
+            if report.leaving != 2:
+                self._speeds[rank].observe(
+                    report.samples - report.warmup_samples,
+                    report.micro_batches - report.warmup_micro_batches,
+                    report.compute_s - report.warmup_s,
+                )
+            idle = plan.shares[rank] == 0
+            self._idle_windows[rank] = self._idle_windows[rank] + 1 if idle else 0
+        if 0.0 <= sync_s < math.inf:
+            self._exchanges_s = [*self._exchanges_s[-_MEMORY + 1 :], sync_s]
+
+    def plan(
+        self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
+    ) -> WindowPlan:
+        """Plan a window with the earliest predicted finish; see ``Policy``."""
+        costs = self.costs if len(self._members) > 1 else None
+        least = 0
+        if costs is None:
+            shares = equal_shares(size, len(self._members))
+        else:
+            shares = self._steady_shares(size, costs)
+            if work_for_all:
+                shares, least = self._with_work_for_all(shares, costs, work_for_all)
+        if self._avoid_ones:
+            shares = without_ones(shares, self._micro_batch_sizes, self._parked, least)
+        return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
+
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        """Give these ranks nothing to do until further notice; see ``Policy``."""
+        self._parked = ranks
+        self._misfits = []
+        self._in_use = {}
+
+    def rank_to_park(self, batch_size: int) -> int | None:
+        """The rank without which a window would be shorter; see ``Policy``.
+
+        It is named only after several windows in a row, so that a noisy one parks nobody. A rank
+        that is hardly measured counts while it has no work: it brings nothing then, and each
+        exchange costs.
+        """
+        present = [r for r in range(len(self._members)) if r not in self._parked]
+        undecided = any(
+            not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
+        )
+        if len(present) == 1 or undecided:
+            self._misfits = []
+            return None
+        costs = self.costs
+        assert costs is not None
+        keep = worth_keeping(
+            batch_size,
+            [costs[r] for r in present],
+            [self._micro_batch_sizes[r] for r in present],
+            self.exchange_s,
+        )
+        misfits = [r for r, kept in zip(present, keep, strict=True) if not kept]
+        others = [r for r in misfits if r != 0]
+        slowest = max(others or misfits, key=lambda r: costs[r].per_sample_s, default=None)
+        self._misfits = [*self._misfits[-_PATIENCE + 1 :], slowest]
+        sure = len(self._misfits) == _PATIENCE and set(self._misfits) == {slowest}
+        return slowest if sure else None
+
+    def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
+        """Predicted samples per second of each rank alone; see ``Policy``."""
+        return tuple(
+            speed.cost.samples_per_s(batch_size, size) if speed.is_measured else 0.0
+            for speed, size in zip(self._speeds, self._micro_batch_sizes, strict=True)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, by member id, as plain JSON types."""
+        return {
+            "policy": ApplyPolicy.SYNC.value,
+            "members": {
+                member: speed.state_dict()
+                for member, speed in zip(self._members, self._speeds, strict=True)
+                if speed.is_measured
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, even of another team: members that are not here are ignored.
+
+        Members of which the state says nothing keep what is known of them. The time of an exchange
+        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
+        """
+        if state.get("policy") == "fixed":
+            return  # that run had given shares and learnt nothing
+        if state.get("policy") != ApplyPolicy.SYNC.value:
+            raise CheckpointError(
+                f"the checkpoint's planner has policy={state.get('policy')!r}, this run has "
+                f"{ApplyPolicy.SYNC.value!r}: give the policy of that run"
+            )
+        saved = state.get("members")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(
+                "the checkpoint's planner state is damaged (no members): resume from an older "
+                "checkpoint"
+            )
+        for member, speed in zip(self._members, self._speeds, strict=True):
+            if member in saved:
+                speed.load_state_dict(saved[member])
+        self._in_use = {}
+
+    def _best_shares(
+        self, size: int, costs: Sequence[CostModel], least: int | Mapping[int, int] = 0
+    ) -> tuple[int, ...]:
+        """The shares with the earliest finish, of at least ``least`` for those who are present."""
+        present = [r for r in range(len(costs)) if r not in self._parked]
+        best = fastest_shares(
+            size,
+            [costs[r] for r in present],
+            [self._micro_batch_sizes[r] for r in present],
+            [least if isinstance(least, int) else least.get(r, 0) for r in present],
+        )
+        shares = [0] * len(costs)
+        for rank, share in zip(present, best, strict=True):
+            shares[rank] = share
+        return tuple(shares)
+
+    def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
+        """The best shares, or those in use where the best are hardly better."""
+        sizes = self._micro_batch_sizes
+        best = self._best_shares(size, costs)
+        best_s = finish_s(best, costs, sizes)
+        retried = self._rank_to_retry(best, best_s, costs)
+        if retried is not None:
+            self._idle_windows[retried] = 0
+            return self._best_shares(size, costs, {retried: 1})
+        held, windows = self._in_use.get(size, (best, 0))
+        band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
+        if best_s < (1.0 - band) * finish_s(held, costs, sizes):
+            held, windows = best, 0
+        others = {key: kept for key, kept in self._in_use.items() if key != size}
+        recent = dict(list(others.items())[-_NUM_SIZES + 1 :])
+        self._in_use = {**recent, size: (held, windows + 1)}
+        return held
+
+    def _with_work_for_all(
+        self, shares: tuple[int, ...], costs: Sequence[CostModel], affordable: float
+    ) -> tuple[tuple[int, ...], int]:
+        """Shares of which nobody who is present has none, if these cost little; and the least."""
+        least = 2 if self._avoid_ones else 1
+        present = [r for r in range(len(shares)) if r not in self._parked]
+        if least * len(present) > sum(shares):
+            return shares, 0
+        if min(shares[r] for r in present) >= least:
+            return shares, least
+        raised = self._best_shares(sum(shares), costs, least)
+        best_s, raised_s = (finish_s(s, costs, self._micro_batch_sizes) for s in (shares, raised))
+        if raised_s - best_s > affordable * (best_s + self.exchange_s):
+            return shares, 0
+        return raised, least
+
+    def _rank_to_retry(
+        self, best: Sequence[int], best_s: float, costs: Sequence[CostModel]
+    ) -> int | None:
+        """The rank, if any, that has been idle long enough to be worth a window with one sample."""
+        idle = [r for r, share in enumerate(best) if share == 0 and r not in self._parked]
+        if not idle:
+            return None
+        rank = max(idle, key=lambda candidate: self._idle_windows[candidate])
+        lost_s = costs[rank].seconds(1, self._micro_batch_sizes[rank]) - best_s
+        # At least a window's worth: where the retry is free, as with fewer samples than ranks,
+        # work should not go round in circles either.
+        affordable_s = _RETRY * self._idle_windows[rank] * best_s
+        return rank if max(lost_s, best_s) <= affordable_s else None

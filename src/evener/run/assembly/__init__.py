@@ -1,1 +1,0 @@
-"""Puts a rank's parts together from what the user gave, and keeps their state."""

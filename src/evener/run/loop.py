@@ -1,0 +1,413 @@
+"""The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from evener.data.cursor import Cursor
+from evener.data.loader import Prefetch, make_fetcher
+from evener.engine.loaders.evaluation import EvaluationLoader
+from evener.engine.loaders.gathering import Gatherer
+from evener.engine.loaders.intake import Intake, is_stream, read_dataset, read_loader
+from evener.engine.loaders.making import make_loader
+from evener.engine.loaders.planned import Feed, TeamLoader
+from evener.engine.loaders.stream import StreamLoader, stream_of
+from evener.engine.local import LocalEngine
+from evener.engine.registry import Stateful
+from evener.engine.team import Meeting
+from evener.errors import CheckpointError, ConfigError, EvenerError
+from evener.run.assembly import Assembly
+from evener.run.config.options import Allowed
+from evener.run.reporting import LoopEvents
+from evener.run.settings import whole_number
+from evener.run.state import find_state, restore, save_state
+
+T = TypeVar("T")
+
+
+_LEAST_FOR_STATISTICS = 3
+"""Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
+into micro-batches of up to so many without one of a single sample."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Keywords of ``Ddp.loader``."""
+
+    batch_size: int | None
+    seed: int
+    shuffle: bool | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int | None
+    micro_batch_size: int | Literal["auto", "share"]
+    prefetch: Prefetch
+    max_steps: int | None
+
+
+class DataSide:
+    """What ``Ddp`` offers for data and for state on disk."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._engine = assembly.engine
+        self.events = LoopEvents(assembly)
+        self._loaders: list[TeamLoader | StreamLoader] = []
+        self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
+        self._gatherer = Gatherer(assembly.engine)
+        #: What a checkpoint says of each loader, for those that are made after it was loaded.
+        self._positions: Sequence[Mapping[str, Any]] | None = None
+        self._allows_new_data = False
+
+    @overload
+    def loader(  # type: ignore[overload-overlap]  # a stream is a Dataset, too
+        self, dataset: IterableDataset[Any], **options: Unpack[LoaderOptions]
+    ) -> StreamLoader: ...
+    @overload
+    def loader(self, dataset: Dataset[Any], **options: Unpack[LoaderOptions]) -> TeamLoader: ...
+    @overload
+    def loader(
+        self, dataset: DataLoader[Any], **options: Unpack[LoaderOptions]
+    ) -> TeamLoader | StreamLoader: ...
+    def loader(
+        self,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: int | Literal["auto", "share"] = "auto",
+        prefetch: Prefetch = "auto",
+        max_steps: int | None = None,
+    ) -> TeamLoader | StreamLoader:
+        """A loader for training, of which each rank gets its part.
+
+        Over a map-style data set every sample is trained on exactly once an epoch, in windows of
+        ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
+        ``collate_fn``, ``num_workers``, ``pin_memory``, ``drop_last`` and sampler; its
+        ``batch_size`` becomes that of the whole team, so that the optimizer steps stay the same.
+
+        A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
+
+        Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
+        for itself and contributes one batch to every window; what is then not guaranteed is said
+        once.
+
+        Args:
+            dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a
+                ``DataLoader`` over either; the same on every rank.
+            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
+                local step in CADENCE and ASYNC.
+            seed: Seed of the epochs' permutations and of derived random numbers.
+            shuffle: Another order in each epoch; on for a data set, and for a ``DataLoader`` as it
+                was made.
+            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+            num_workers: 0 loads in this process, more in that many worker processes.
+            micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
+                rank's whole part of a window, ``"auto"`` the equal share of the batch, but at
+                least three samples with batch statistics (all of the batch in CADENCE and ASYNC,
+                and with several models and optimizers, which may take turns; see ``step``).
+            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
+                numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            max_steps: End the run after this many optimizer steps (of all ranks together).
+
+        Raises:
+            ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
+                data itself.
+        """
+        batch_size = _optional("batch_size", batch_size, 1)
+        num_workers = _optional("num_workers", num_workers, 0)
+        max_steps = _optional("max_steps", max_steps, 0)
+        seed = whole_number("seed", seed, 0)
+        loader: TeamLoader | StreamLoader
+        if is_stream(dataset):
+            loader = StreamLoader(
+                self._engine,
+                stream_of(
+                    dataset,  # type: ignore[arg-type]  # is_stream has looked
+                    rank=self.assembly.team.rank,
+                    world_size=self.assembly.team.world_size,
+                    batch_size=batch_size,
+                    collate_fn=collate_fn,
+                    num_workers=num_workers,
+                ),
+                seed=seed,
+                max_steps=max_steps,
+            )
+        else:
+            intake = _read(dataset, shuffle, seed, batch_size, collate_fn, num_workers)
+            loader = self._team_loader(intake, seed, micro_batch_size, prefetch, max_steps)
+        if isinstance(loader, TeamLoader):
+            self.events.num_samples = loader.cursor.num_samples
+        self._loaders.append(loader)
+        if self._positions is not None:
+            self._restore_position(len(self._loaders) - 1)
+        return loader
+
+    def eval_loader(
+        self,
+        dataset: Dataset[Any] | DataLoader[Any],
+        *,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+    ) -> EvaluationLoader:
+        """A loader for evaluation: each sample on one rank, once, in the data set's order.
+
+        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
+        are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
+        of all ranks, for metrics that need them all (F1, AUC, BLEU). Numbers that each rank has
+        found on its part are combined exactly by ``weighted_mean(value, weight)``::
+
+            logits, labels = [], []
+            with ddp.evaluating():
+                for x, y in ddp.eval_loader(valid_set, batch_size=64):
+                    logits.append(ddp.gather(model(x)))
+                    labels.append(ddp.gather(y))
+            auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
+
+        With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
+        others are given the rows: compute on rank 0 (``is_main_process``) where that may be.
+
+        Args:
+            dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
+            batch_size: Most samples of a batch on this rank; that of the ``DataLoader`` by default.
+            collate_fn: As in ``loader``.
+            num_workers: As in ``loader``.
+
+        Raises:
+            ConfigError: The data set cannot be split, or there is no batch size.
+        """
+        if is_stream(dataset):
+            raise ConfigError(
+                "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
+                "map-style data set, or let every rank evaluate on all of it"
+            )
+        batch_size = _optional("batch_size", batch_size, 1)
+        num_workers = _optional("num_workers", num_workers, 0)
+        intake = _read(dataset, False, 0, batch_size, collate_fn, num_workers)
+        size = _batch_size(intake)
+        loader = EvaluationLoader(
+            self._engine,
+            self._gatherer,
+            intake,
+            make_fetcher(
+                intake.samples, intake.collate_fn, 0, intake.num_workers, context=intake.context
+            ),
+            intake.order,
+            batch_size=size,
+        )
+        self._eval_loaders.add(loader)
+        return loader
+
+    def gather(self, value: T) -> T:
+        """Gives every rank the rows of all ranks, in the order of the data set.
+
+        In the loop of an ``eval_loader``, what successive calls return, concatenated, are the rows
+        of the whole data set in its order, each once, on every rank: also on one that had no batch
+        in some round, which is given those rows by its next call. All ranks call it equally
+        often in each round, in the same order. Outside of any loop, rows come in rank order.
+
+        Args:
+            value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
+                may differ between ranks; the others and the dtype are the same on all. A scalar
+                tensor is one row. No gradient flows.
+
+        Returns:
+            New tensors of the same dtype on the same device, in the same structure.
+
+        Raises:
+            UsageError: In a training loop, or not a dense tensor.
+            CollectiveMismatchError: Ranks gather unlike rows, or unlike often.
+        """
+        return self._gatherer.gather(value)
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Saves and restores an object with ``save`` and ``load``.
+
+        Its state is taken from rank 0, so it must be the same on every rank, as that of a
+        scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
+        called back after having been parked receive it, too. After ``load``, registering restores.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: Has ``state_dict`` and ``load_state_dict``; the state consists of tensors,
+                numbers, strings, ``None``, lists, tuples and dicts.
+
+        Raises:
+            ConfigError: The name is taken or impossible.
+        """
+        self.assembly.registry.add(name, stateful)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
+
+        Raises:
+            CheckpointError: Rank 0 could not write it.
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
+        """
+        self._meet(Meeting.SAVE)
+        self._engine.prepare_save()
+        self._engine.settle()  # parameters may be a window ahead of the data position
+        self._engine.verify()
+        failure, written = "", None
+        if self.assembly.team.rank == 0:
+            with self._engine.consensus():
+                try:
+                    written = save_state(self.assembly, self._position(), Path(path))
+                except (EvenerError, OSError) as error:
+                    failure = str(error)
+        self.assembly.agree_on_failure(failure)
+        if written is not None:
+            self.events.checkpoint(written)
+
+    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
+        """Restores a checkpoint, on any number of ranks; all ranks call it together.
+
+        Call it after ``setup``, before or after ``loader``, and before the first epoch.
+
+        Args:
+            path: The checkpoint, or a folder of which the newest complete one is taken.
+            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
+                first epoch on; model, optimizer and progress are kept.
+
+        Raises:
+            CheckpointError: Missing, damaged, of another model or data set, or not the same on
+                every rank.
+        """
+        saved, refused = None, None
+        try:
+            saved = find_state(self.assembly, Path(path))
+        except CheckpointError as error:
+            refused = error
+        own = {"window": saved and saved.progress.window, "refused": refused and str(refused)}
+        others = self.assembly.team.introduce(own)
+        if saved is None:
+            assert refused is not None
+            raise refused
+        for rank, other in enumerate(others):
+            if other["refused"]:
+                raise CheckpointError(f"rank {rank} cannot load it: {other['refused']}")
+            if other["window"] != others[0]["window"]:
+                raise CheckpointError(
+                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
+                    f"0 that of window {others[0]['window']}; use storage that every rank sees"
+                )
+        self._positions, self._allows_new_data = saved.positions, "data" in allow
+        for number in range(len(self._loaders)):
+            self._restore_position(number)
+        restore(self.assembly, saved)
+        self.events.resumed_from, self.events.first_window = saved.path, self._engine.window
+
+    def _team_loader(
+        self,
+        intake: Intake,
+        seed: int,
+        micro_batch_size: int | Literal["auto", "share"],
+        prefetch: Prefetch,
+        max_steps: int | None,
+    ) -> TeamLoader:
+        assembly = self.assembly
+        size = _batch_size(intake)
+        num_samples = intake.order.num_samples
+        if intake.drop_last:
+            num_samples -= num_samples % size
+        _check_sizes(num_samples, micro_batch_size, intake)
+        for remark in intake.remarks:
+            self._engine.options.habits.tell_once(remark)
+        if micro_batch_size == "auto" and assembly.takes_turns:
+            micro_batch_size = "share"
+        splits = 1 if isinstance(self._engine, LocalEngine) else assembly.team.world_size
+        micro = -(-min(size, num_samples) // splits)
+        if self._engine.options.avoid_ones:
+            micro = max(micro, min(size, _LEAST_FOR_STATISTICS))
+        if micro_batch_size == "share":
+            micro = size
+        elif not isinstance(micro_batch_size, str):
+            micro = int(micro_batch_size)
+        assembly.set_micro_batch_size(micro)
+        feed = Feed(
+            make_fetcher(
+                intake.samples,
+                intake.collate_fn,
+                seed,
+                intake.num_workers,
+                prefetch,
+                intake.context,
+            ),
+            Cursor(num_samples, seed),
+            intake.order,
+            batch_size=size,
+            micro_batch_size=micro,
+            max_steps=max_steps,
+            given=intake,
+        )
+        return make_loader(self._engine, feed)
+
+    def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
+        engine = self._engine
+        if engine.left:
+            engine.settle()
+        rows, leaving = engine.team.meet(
+            kind, window=engine.window, leaving=int(engine.wants_stop()), payload=payload
+        )
+        engine.stopping |= leaving > 0
+        return rows
+
+    def _position(self) -> list[Mapping[str, Any]]:
+        return [loader.state_dict() for loader in self._loaders]
+
+    def _restore_position(self, number: int) -> None:
+        assert self._positions is not None
+        if number < len(self._positions) and self._positions[number]:
+            state = self._positions[number]
+            self._loaders[number].restore(state, allow_new_data=self._allows_new_data)
+
+
+def _read(
+    dataset: Dataset[Any] | DataLoader[Any],
+    shuffle: bool | None,
+    seed: int,
+    batch_size: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    num_workers: int | None,
+) -> Intake:
+    """What was given, with what the user says of it here."""
+    if isinstance(dataset, DataLoader):
+        intake = read_loader(dataset, shuffle=shuffle, seed=seed)
+    else:
+        intake = read_dataset(dataset, shuffle=shuffle is not False, seed=seed)
+    return intake.override(batch_size, collate_fn, num_workers)
+
+
+def _batch_size(intake: Intake) -> int:
+    size = intake.batch_size
+    if size is None:
+        raise ConfigError(
+            "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
+        )
+    return size
+
+
+def _check_sizes(num_samples: int, micro_batch_size: int | str, intake: Intake) -> None:
+    if num_samples < 1 and intake.order.num_samples:
+        raise ConfigError(
+            f"drop_last leaves nothing of {intake.order.num_samples} samples in batches of "
+            f"{intake.batch_size}; use a smaller batch_size, or no drop_last"
+        )
+    if num_samples < 1:
+        raise ConfigError("the data set is empty; give at least one sample")
+    if isinstance(micro_batch_size, str):
+        if micro_batch_size not in ("auto", "share"):
+            raise ConfigError(
+                f"micro_batch_size is {micro_batch_size!r}; give a number, 'share' or 'auto'"
+            )
+    else:
+        whole_number("micro_batch_size", micro_batch_size, 1)
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else whole_number(name, value, least)

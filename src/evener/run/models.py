@@ -1,0 +1,212 @@
+"""The models and optimizers that a user gives to ``Ddp.setup``: brought into one form, checked."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from evener.comm.flat import FlatBuffers
+from evener.engine.schedule import ProgressSchedule
+from evener.errors import ConfigError, UsageError
+
+#: What ``Ddp.setup`` takes for ``model``.
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+#: What it takes for ``scheduler``.
+Schedulers = LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None
+
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+_CALL = "Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler)"
+
+
+def check_arguments(model: object, optimizer: object, scheduler: object) -> None:
+    """Refuses arguments in another order or of another kind than ``Ddp.setup`` takes.
+
+    Called before ranks are started, so that a mistake costs nothing.
+
+    Raises:
+        ConfigError: Names the argument and the call that is right.
+    """
+    if isinstance(model, Optimizer):
+        raise ConfigError(f"model is {_described(model)}; the model comes first: {_CALL}")
+    if not isinstance(model, nn.Module | Sequence | Mapping) or isinstance(model, str):
+        raise ConfigError(
+            f"model is {_described(model)}; Ddp.setup takes the model itself, since each rank is a "
+            f"process that makes its own: {_CALL}"
+        )
+    if isinstance(optimizer, nn.Module) or _is_function(optimizer):
+        raise ConfigError(
+            f"optimizer is {_described(optimizer)}; Ddp.setup takes an optimizer that is made "
+            "already, and no function that makes a model or an optimizer, since each rank is a "
+            f"process that makes its own: {_CALL}. Ddp.builder(model_fn, optim_fn, train_fn) takes "
+            "functions"
+        )
+    if isinstance(scheduler, Optimizer | nn.Module | type):
+        raise ConfigError(f"scheduler is {_described(scheduler)}; the order is {_CALL}")
+    if not isinstance(optimizer, Optimizer | Sequence) or isinstance(optimizer, str):
+        raise ConfigError(
+            f"optimizer is {_described(optimizer)}; give a torch.optim optimizer or a list of "
+            f"them: {_CALL}"
+        )
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, nn.Module | Optimizer)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}, a module"
+    if isinstance(value, Optimizer):
+        return f"a {type(value).__name__}, an optimizer"
+    return f"a {type(value).__name__}" if _is_function(value) else f"{value!r}"
+
+
+def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """One module that holds all, and those whose ``forward`` the user calls.
+
+    Raises:
+        ConfigError: None was given, or one is wrapped for data-parallel training already.
+    """
+    if isinstance(models, nn.Module):
+        _refuse_wrapped(models)
+        models = unwrap_compiled(models)
+        return models, (models,)
+    if isinstance(models, Mapping):
+        models = {name: unwrap_compiled(part) for name, part in models.items()}
+    else:
+        models = [unwrap_compiled(part) for part in models]
+    parts = tuple(models.values() if isinstance(models, Mapping) else models)
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            raise ConfigError(
+                f"model holds {type(part).__name__}, which is no torch.nn.Module; give a "
+                "module, or a list or dict of modules"
+            )
+        _refuse_wrapped(part)
+    if not parts:
+        raise ConfigError("no model was given; pass a module, or a list or dict of modules")
+    if isinstance(models, Mapping):
+        if dotted := [name for name in models if "." in name or not name]:
+            raise ConfigError(f"a model is named {dotted[0]!r}; use names without dots")
+        return nn.ModuleDict(models), parts
+    return nn.ModuleList(parts), parts
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """The module behind ``torch.compile(model)``, whose names lack ``_orig_mod.``."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            kind = type(module).__name__
+            inside = f" (its part {name!r})" if name else ""
+            raise ConfigError(
+                f"the model{inside} is wrapped in {kind}, which would average gradients a second "
+                f"time; give Ddp.setup the plain module, without {kind}"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], scheduler: Schedulers) -> None:
+    """Refuses optimizers that a window cannot step, and schedulers that cannot follow them.
+
+    Raises:
+        ConfigError: There is none, or one steps on more than gradients; or a scheduler needs a
+            metric, or belongs to another optimizer.
+    """
+    if not optimizers:
+        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer is {type(optimizer).__name__}; give a torch.optim optimizer or a list"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates the loss several times in one step, which a window of unequal "
+                "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
+            )
+    _check_schedulers(scheduler, optimizers)
+
+
+def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) -> None:
+    if scheduler is None or (callable(scheduler) and not isinstance(scheduler, LRScheduler)):
+        return
+    for one in [scheduler] if isinstance(scheduler, LRScheduler) else scheduler:
+        if isinstance(one, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau follows a metric, not progress; leave it out of Ddp.setup and "
+                "call scheduler.step(ddp.weighted_mean(metric, weight)) on every rank, then "
+                "ddp.register('scheduler', scheduler)"
+            )
+        if not isinstance(one, LRScheduler):
+            raise ConfigError(
+                f"scheduler is {type(one).__name__}; give a torch scheduler, a list of them, or a "
+                "function of Progress"
+            )
+        if not any(one.optimizer is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                f"{type(one).__name__} belongs to an optimizer that Ddp.setup was not given; make "
+                "it with one of those"
+            )
+
+
+def check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None:
+    """An optimizer must not step what is not averaged: replicas would drift apart.
+
+    Raises:
+        ConfigError: It holds a trainable parameter of another model.
+    """
+    averaged = {id(p) for p in flat.parameters}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in averaged:
+                    raise ConfigError(
+                        f"optimizer {number} holds a trainable parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
+                        "not be averaged; make it a parameter of the model, or give Ddp.setup "
+                        "every model: [generator, discriminator]"
+                    )
+
+
+def check_identity(model: nn.Module, flat: FlatBuffers) -> None:
+    """The model must hold the parameters that are averaged and stepped, not others in their place.
+
+    Raises:
+        UsageError: One has been replaced since the set-up.
+    """
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in zip(flat.names, flat.parameters, strict=True):
+        if now.get(name, parameter) is not parameter:
+            raise UsageError(
+                f"parameter {name!r} was replaced by another Parameter after the team was set up, "
+                "as load_state_dict(assign=True) does: no optimizer steps it, and it is not "
+                "averaged; load without assign, or before Ddp.setup and the optimizer are made"
+            )
+
+
+def parts_of(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """By ``id`` of a parameter, the number of the optimizer that holds it.
+
+    Raises:
+        ConfigError: Two optimizers hold the same parameter.
+    """
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owner.setdefault(id(parameter), number) != number:
+                    raise ConfigError(
+                        f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
+                        f"of shape {tuple(parameter.shape)}; give each parameter to one of them"
+                    )
+    return owner

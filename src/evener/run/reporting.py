@@ -1,0 +1,391 @@
+"""Turns what the team does into events, for whoever takes them; on rank 0."""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+from evener.checkpoint import WrittenCheckpoint
+from evener.engine.results import RankRecord, WindowResult
+from evener.errors import ConfigError
+from evener.observe.events import (
+    Fanout,
+    RankRow,
+    Sink,
+    checkpoint_event,
+    checkpoint_missed_event,
+    plan_event,
+    run_finished_event,
+    run_resumed_event,
+    run_started_event,
+    straggler_event,
+    window_event,
+    worker_started_event,
+)
+from evener.run.assembly import Assembly
+from evener.run.launching.terminal import warn
+
+GENERATION = 0
+"""A fixed team has one generation."""
+
+
+class EventStream:
+    """Hands the team's events to sinks, on rank 0; other ranks keep silent.
+
+    Args:
+        assembly: The team.
+
+    Attributes:
+        has_started: Whether the run's start has been told.
+        parked: Ranks that were parked in the newest committed window.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self._active = assembly.team.rank == 0
+        self._sinks = Fanout(warn)
+        self._watch = StragglerWatch(assembly.team.world_size)
+        self._shares: tuple[int, ...] = ()
+        self.has_started = False
+        self.parked: tuple[int, ...] = ()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hand every further event to this sink, too; it is closed with the others."""
+        self._sinks.add(sink)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Hand an event to every sink."""
+        if self._active:
+            self._sinks.emit(event)
+
+    def start_run(
+        self,
+        *,
+        t: float,
+        window: int,
+        run: str,
+        policy: str,
+        unit: str,
+        num_samples: int,
+        total_windows: int | None,
+        **details: Any,
+    ) -> None:
+        """Tell who is there and what will be done; see ``run_started_event``."""
+        self.has_started, members = True, self._assembly.members
+        self.emit(
+            run_started_event(
+                t=t,
+                run=run,
+                members=[m.member for m in members],
+                policy=policy,
+                backend=self._assembly.comm.backend,
+                unit=unit,
+                num_samples=num_samples,
+                total_windows=total_windows,
+                window=window,
+                backend_reason=self._assembly.backend_reason,
+                emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
+                **details,
+            )
+        )
+        for m in members:
+            device = f"{m.device} ({m.device_name})"
+            self.emit(
+                worker_started_event(
+                    t=t, rank=m.rank, member=m.member, pid=m.pid, host=m.host, device=device
+                )
+            )
+
+    def window(self, result: WindowResult) -> None:
+        """Records a committed window, its plan where shares changed, and stragglers."""
+        if not self._active:
+            return
+        shares = tuple(r.samples for r in result.ranks)
+        # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
+        planned = shares if result.cadence is None else (result.cadence.anchor,)
+        if planned != self._shares:
+            self._shares = planned
+            self.emit(
+                plan_event(
+                    t=result.applied_t,
+                    window=result.window,
+                    generation=GENERATION,
+                    epoch=result.epoch,
+                    start=result.start,
+                    size=result.size,
+                    shares=shares,
+                )
+            )
+        event = window_event(
+            t=result.applied_t,
+            window=result.window,
+            generation=GENERATION,
+            epoch=result.epoch,
+            committed=result.ranges or [result.committed],
+            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
+        )
+        self.parked = tuple(sorted(self._assembly.engine.team.parked))
+        self.emit(
+            {
+                **event,
+                "loss": result.loss,
+                "lr": result.lr,
+                "grad_norm": result.grad_norm,
+                "skipped": result.skipped,
+                "parked": list(self.parked),
+                **_cadence_fields(event, result),
+            }
+        )
+        for rank, compute_s, expected_s in self._watch.observe(result.ranks):
+            self.emit(
+                straggler_event(
+                    t=time.time(),
+                    rank=rank,
+                    member=self._assembly.members[rank].member,
+                    window=result.window,
+                    compute_s=compute_s,
+                    expected_s=expected_s,
+                )
+            )
+
+    def checkpoint(self, written: WrittenCheckpoint) -> None:
+        """Record a checkpoint that has reached the disk."""
+        self.emit(
+            checkpoint_event(
+                t=time.time(),
+                window=written.step,
+                path=str(written.path),
+                num_bytes=written.num_bytes,
+                write_s=written.write_s,
+            )
+        )
+
+    def missed_checkpoint(self, step: int, reason: str) -> None:
+        """Record a checkpoint that was not written."""
+        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
+
+    def finish(self, window: int, reason: str, message: str | None = None) -> None:
+        """Tell the end of a run that has started."""
+        if not self.has_started:
+            return
+        self.emit(run_finished_event(t=time.time(), window=window, reason=reason, message=message))
+
+    def close(self) -> None:
+        """Close all sinks; idempotent."""
+        self._sinks.close()
+
+    def _row(self, rank: int, record: RankRecord) -> RankRow:
+        return RankRow(
+            rank=rank,
+            member=self._assembly.members[rank].member,
+            samples=record.samples,
+            weight=record.weight,
+            loss=record.loss_sum / record.weight if record.weight else None,
+            compute_s=record.compute_s,
+            wait_s=record.wait_s,
+            sync_s=record.sync_s,
+        )
+
+
+def _cadence_fields(event: Mapping[str, Any], result: WindowResult) -> dict[str, Any]:
+    """What an event of a window of local steps says beside."""
+    cadence = result.cadence
+    if cadence is None:
+        return {}
+    rows = [
+        {**row, "steps": record.steps, "stale_steps": record.stale_steps}
+        for row, record in zip(event["ranks"], result.ranks, strict=True)
+    ]
+    return {
+        "ranks": rows,
+        "turns": result.progress.steps + result.progress.skipped,
+        "anchor": cadence.anchor,
+        "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
+        "divergence": cadence.divergence,
+        "guard": cadence.guard,
+    }
+
+
+SinkMaker = Callable[[], Sink]
+
+
+@final
+class LoopEvents(EventStream):
+    """The events of a loop that the user has written.
+
+    The start is told with the first event, which is that of a window or a checkpoint: by then it is
+    known what is trained on.
+
+    Attributes:
+        run: Name of the run.
+        policy: Apply policy.
+        num_samples: Samples of one epoch; 0 where that is not known.
+        resumed_from: The checkpoint that was loaded.
+        first_window: The first window of this session.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        super().__init__(assembly)
+        self.run = Path(sys.argv[0]).stem or "run"
+        self.policy = ""
+        self.num_samples = 0
+        self.resumed_from: Path | None = None
+        self.first_window = 0
+        self._began_t = time.time()
+        self._has_sinks = False
+
+    def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
+        """Hand events to these; on rank 0, where alone functions that make a sink are called.
+
+        Raises:
+            ConfigError: A function returned something else.
+        """
+        if not self._active or not sinks:
+            return
+        self._has_sinks = True
+        self.add_sink(open_sinks(sinks))
+        self._assembly.engine.options.on_commit.append(self.window)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Hand an event to every sink; before the first one, that of the start."""
+        if self._has_sinks:
+            self._start()
+            super().emit(event)
+
+    def end(self, *, failed: bool, error: BaseException | None) -> None:
+        """Tell the end of the run, and close all sinks; idempotent."""
+        if self._has_sinks:
+            self._start()
+            engine = self._assembly.engine
+            reason = "failed" if failed else "stopped" if engine.stopping else "completed"
+            message = f"{type(error).__name__}: {error}" if failed and error is not None else None
+            self.finish(engine.window, reason, message)
+            self._has_sinks = False
+        self.close()
+
+    def _start(self) -> None:
+        if self.has_started:
+            return
+        self.has_started = True
+        if self.resumed_from is not None:
+            self.emit(
+                run_resumed_event(
+                    t=self._began_t, window=self.first_window, path=str(self.resumed_from)
+                )
+            )
+        self.start_run(
+            t=self._began_t,
+            window=self.first_window,
+            run=self.run,
+            policy=self.policy,
+            unit="samples",
+            num_samples=self.num_samples,
+            total_windows=None,
+        )
+
+
+def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
+    """Refuse what takes no events.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    given: object = sinks
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ConfigError(f"sinks is {given!r}; give a list of evener.Sink, such as [MySink()]")
+    for number, sink in enumerate(given):
+        if not (isinstance(sink, Sink) or callable(sink)):
+            raise ConfigError(
+                f"sinks[{number}] is {sink!r}, a {type(sink).__name__}; give an evener.Sink, or a "
+                "function without arguments that makes one, which is called on rank 0"
+            )
+
+
+def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
+    """Return the functions that the key ``sinks`` names; the current folder is searched, too.
+
+    Raises:
+        ConfigError: One cannot be imported.
+    """
+    if paths and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    makers: list[SinkMaker] = []
+    for number, path in enumerate(paths):
+        module, _, name = path.partition(":")
+        try:
+            maker = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
+                "package.module:function of something that is installed, in the current folder, "
+                "or on PYTHONPATH"
+            ) from None
+        makers.append(maker)
+    check_sinks(makers)
+    return makers
+
+
+def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Sink:
+    """Return one sink that hands on to all of these, some of which may have to be made.
+
+    Raises:
+        ConfigError: A function returned something else.
+    """
+    fanout = Fanout(warn)
+    for given in sinks:
+        fanout.add(given if isinstance(given, Sink) else make_sink(given))
+    return fanout
+
+
+def make_sink(maker: SinkMaker) -> Sink:
+    """Return what a function makes.
+
+    Raises:
+        ConfigError: It is not a ``Sink``.
+    """
+    sink: object = maker()
+    if not isinstance(sink, Sink):
+        raise ConfigError(
+            f"sinks holds {maker!r}, which returned {sink!r}, a {type(sink).__name__}; return an "
+            "evener.Sink, a class with emit(event) and close()"
+        )
+    return sink
+
+
+class StragglerWatch:
+    """Notices a rank that has become slower than it was, by its own seconds per sample.
+
+    A rank that is slow all the time is no straggler: the plan gives it less.
+    """
+
+    FACTOR = 1.5
+    IN_A_ROW = 3
+    MEMORY = 15
+
+    def __init__(self, world_size: int) -> None:
+        self._seconds: list[deque[float]] = [deque(maxlen=self.MEMORY) for _ in range(world_size)]
+        self._strikes = [0] * world_size
+
+    def observe(self, ranks: Sequence[RankRecord]) -> list[tuple[int, float, float]]:
+        """Takes a window.
+
+        Returns:
+            ``(rank, compute_s, expected_s)`` of ranks that have just become stragglers.
+        """
+        found = []
+        for rank, record in enumerate(ranks):
+            if (per_sample_s := record.per_sample_s) is None:
+                continue
+            known = self._seconds[rank]
+            usual_s = median(known) if len(known) >= self.IN_A_ROW else per_sample_s
+            slow = per_sample_s > self.FACTOR * usual_s
+            self._strikes[rank] = self._strikes[rank] + 1 if slow else 0
+            if self._strikes[rank] == self.IN_A_ROW:
+                found.append((rank, record.compute_s, usual_s * record.samples))
+            known.append(per_sample_s)
+        return found

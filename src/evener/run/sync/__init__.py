@@ -1,1 +1,0 @@
-"""Windows of policy SYNC: one optimizer step of the whole team."""

@@ -1,1 +1,0 @@
-"""What windows of every policy have in common: shares, results, schedules, memory, habits."""

@@ -1,0 +1,146 @@
+"""Ranks that would drift apart without a word are refused when they introduce themselves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.engine.results import Progress
+from evener.errors import ConfigError
+from helpers.teams import run_team, setup
+
+
+def net(channels: int = 4) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    model.register_buffer("seen", torch.zeros(channels))
+    return model
+
+
+def start(
+    of_rank: Callable[[int], tuple[nn.Module, Any, dict[str, Any]]],
+) -> Callable[[], list[int]]:
+    def body(comm: Communicator) -> int:
+        model, optimizer, options = of_rank(comm.rank)
+        with setup(comm, model, optimizer, **options) as ddp:
+            return ddp.world_size
+
+    return lambda: run_team(2, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("max_grad_norm", (1.0, None), "rank 1 trains with max_grad_norm None, rank 0 with 1.0"),
+        ("non_finite", ("raise", "skip"), "non_finite 'skip', rank 0 with 'raise'"),
+        ("verify_every", (10, 20), "verify_every 20.0, rank 0 with 10.0"),
+        ("policy", ("cadence", "async"), "policy 'async', rank 0 with 'cadence'"),
+        ("partition_ratios", ((1, 2), (2, 1)), "rank 0 with \\[1.0, 2.0\\]"),
+    ],
+)
+def test_other_options_are_refused(name: str, values: Any, said: str) -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), {name: values[rank]}
+
+    with pytest.raises(ConfigError, match=f"{said}.*the same options on every rank"):
+        start(of_rank)()
+
+
+OPTIMIZERS: list[tuple[Callable[[nn.Module], Any], str]] = [
+    (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), "is Adam, rank 0 has AdamW"),
+    (
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.2),
+        "parameter group 0: lr is 0.2 where rank 0 has 0.1",
+    ),
+    (
+        lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.25)),
+        "lr is 0.25 where rank 0 has 0.1",
+    ),
+    (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, betas=(0.9, 0.9)), "betas is"),
+    (lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5), "weight_decay is 0.5"),
+    (
+        lambda m: torch.optim.AdamW([m[1].weight, m[0].weight, m[0].bias, m[1].bias], lr=0.1),
+        "holds '1.weight' where rank 0 has '0.weight'",
+    ),
+    (lambda m: torch.optim.AdamW(m[0].parameters(), lr=0.1), "holds 2 parameters"),
+    (
+        lambda m: torch.optim.AdamW([{"params": part.parameters()} for part in m], lr=0.1),
+        "has 2 parameter groups",
+    ),
+    (
+        lambda m: [torch.optim.AdamW(part.parameters(), lr=0.1) for part in m],
+        "has 2 optimizers where rank 0 has 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "said"), OPTIMIZERS)
+def test_another_optimizer_is_refused(other: Callable[[nn.Module], Any], said: str) -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        return model, other(model) if rank else torch.optim.AdamW(model.parameters(), lr=0.1), {}
+
+    with pytest.raises(ConfigError, match=f"rank 1.*{said}.*same optimizers on every rank"):
+        start(of_rank)()
+
+
+def halve(progress: Progress) -> float:
+    return 0.5**progress.steps
+
+
+SCHEDULERS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda o: None, "rank 1 schedules learning rates by nothing, rank 0 by StepLR"),
+    (lambda o: halve, "rank 1 schedules learning rates by halve, rank 0 by StepLR"),
+    (
+        lambda o: [torch.optim.lr_scheduler.StepLR(o, 5)] * 2,
+        "rank 1 schedules learning rates by StepLR, StepLR, rank 0 by StepLR",
+    ),
+    (
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 5, gamma=0.5),
+        "StepLR of rank 1: gamma is 0.5 where rank 0 has 0.1",
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence"])
+@pytest.mark.parametrize(("other", "said"), SCHEDULERS)
+def test_another_scheduler_is_refused(policy: str, other: Callable[[Any], Any], said: str) -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = other(optimizer) if rank else torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return model, optimizer, {"scheduler": scheduler, "policy": policy}
+
+    with pytest.raises(ConfigError, match=f"{said}; make the same schedulers on every rank"):
+        start(of_rank)()
+
+
+def test_what_is_a_rank_s_own_business_may_differ() -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        options = {"emulate_slow": {1: 2.0}, "stop_when": (lambda: False) if rank else None}
+        return model, torch.optim.Adam(model.parameters(), foreach=bool(rank)), options
+
+    assert start(of_rank)() == [2, 2]
+
+
+def test_another_buffer_is_named_with_both_shapes() -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net(4 + rank)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), {}
+
+    with pytest.raises(ConfigError, match=r"its buffer is seen \[5\] .*rank 0 has seen \[4\]"):
+        start(of_rank)()
+
+
+def test_a_model_is_in_one_team_at_a_time() -> None:
+    model = net()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = setup(SingleCommunicator(), model, first)
+    with pytest.raises(ConfigError, match=r"this Sequential is in a team already.*ddp\.close\(\)"):
+        setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ddp.close()
+    setup(SingleCommunicator(), model, first).close()

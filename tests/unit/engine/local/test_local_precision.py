@@ -1,0 +1,251 @@
+"""fp16 in CADENCE and ASYNC: an overflow leaves out one step of one rank; the team has a scale."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.comm.base import Communicator
+from evener.engine.loss_scale import (
+    FIRST_SCALE,
+    GROWTH_INTERVAL,
+    LARGEST_SCALE,
+    LocalLossScale,
+    LossScale,
+)
+from evener.errors import NonFiniteGradientError
+from evener.planning.local import LocalReport
+from evener.run.ddp import Ddp, DdpConfig
+from evener.run.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
+from helpers.models import mlp, regression_data
+from helpers.teams import run_team
+
+LOCAL = ("cadence", "async")
+LOCK = threading.Lock()
+X, Y = regression_data(160)
+#: One step of each rank a window, whatever their speed.
+LOCKSTEP: dict[str, Any] = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+
+
+def setup(
+    comm: Communicator, precision: str, policy: str, **config: Any
+) -> tuple[Ddp, nn.Module, Any]:
+    with LOCK:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ddp = Ddp.setup(
+        model,
+        optimizer,
+        policy=policy,
+        devices="cpu",
+        precision=precision,
+        environment=DistributedTrainConfig(),
+        communicator=comm,
+        config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
+    )
+    return ddp, model, ddp.loader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
+
+
+def train(
+    ddp: Ddp, model: nn.Module, loader: Any, epoch: int = 0, factor: float = 1.0
+) -> Callable[[], list[Any]]:
+    results: list[Any] = []
+    ddp.on_commit(results.append)
+    for x, y in loader.epoch(epoch):
+        ddp.backward(factor * (model(x) - y).square().mean())
+        ddp.step()
+    return lambda: results
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def scale_of(ddp: Ddp) -> LossScale:
+    return ddp.assembly.engine.options.loss_scale
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_an_overflow_leaves_out_one_step_of_one_rank(policy: str) -> None:
+    """Rank 1 overflows in two steps of its own; rank 0 goes on, and its steps count."""
+
+    def body(comm: Communicator) -> tuple[Tensor, Any, dict[str, Any], float, list[float], int]:
+        ddp, model, loader = setup(comm, "fp16", policy, **LOCKSTEP)
+        number = 0
+        with ddp:
+            assert model(X[:2]).dtype == torch.float32
+            scale_of(ddp).value = 256.0
+            ddp.assembly.engine.restored()
+
+            def overflow(module: nn.Module, grads: Any, _: Any) -> Any:
+                nonlocal number
+                number += 1
+                return tuple(g * float("inf") for g in grads) if number in (3, 4) else grads
+
+            if comm.rank == 1:  # as if an activation gradient did not fit into fp16
+                model[2].register_full_backward_hook(overflow)
+            results = train(ddp, model, loader)()
+            weight = sum(result.ranks[1].weight for result in results)
+            return (
+                weights(model),
+                ddp.progress,
+                scale_of(ddp).state_dict(),
+                weight,
+                [result.loss for result in results],
+                number,
+            )
+
+    (end, progress, scale, weight, losses, _), second = run_team(2, body)
+    assert (progress.steps, progress.skipped, progress.samples) == (18, 2, 160)
+    assert weight == 8 * (second[-1] - 2), "a step left out has no weight"
+    assert scale["value"] == 256.0 / 4
+    assert 0 < scale["good_steps"] < 18
+    assert torch.equal(second[0], end)
+    assert second[1:3] == (progress, scale)
+    assert all(loss == loss for loss in losses)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_real_overflows_shrink_the_scale_at_once_and_not_once_a_window(policy: str) -> None:
+    """Losses thirty times as large: fp16 gradients overflow at the first scales. In a window of ten
+    steps of a rank no more of them are lost than the scale has to be halved."""
+
+    def body(comm: Communicator) -> tuple[int, int, float, Tensor]:
+        ddp, model, loader = setup(
+            comm, "fp16", policy, max_grad_norm=1.0, anchor=10, speed_hint=(1.0, 1.0)
+        )
+        with ddp:
+            train(ddp, model, loader, factor=30.0)
+            progress = ddp.progress
+            return progress.skipped, progress.steps, scale_of(ddp).value, weights(model)
+
+    (skipped, steps, scale, end), second = run_team(2, body)
+    assert skipped + steps == 20
+    assert skipped > 0
+    halvings = round(torch.log2(torch.tensor(FIRST_SCALE / scale)).item())
+    assert halvings <= skipped <= 2 * halvings, "each rank has found out by itself"
+    assert second[:3] == (skipped, steps, scale)
+    assert torch.equal(second[3], end)
+    assert bool(end.isfinite().all())
+
+
+@pytest.mark.parametrize("precisions", [("fp16",), ("fp16", "fp32")])
+def test_a_scale_changes_nothing_but_the_range(precisions: tuple[str, ...]) -> None:
+    """The same steps in lockstep, scaled in fp16 and plain in fp32."""
+
+    def body(comm: Communicator, precision: str) -> tuple[Tensor, int]:
+        ddp, model, loader = setup(comm, precision, "cadence", **LOCKSTEP)
+        with ddp:
+            scale_of(ddp).load_state_dict({"value": 256.0, "good_steps": 0})
+            ddp.assembly.engine.restored()
+            train(ddp, model, loader)
+            return weights(model), ddp.progress.skipped
+
+    expected = run_team(len(precisions), lambda comm: body(comm, "fp32"))[0][0]
+    for end, skipped in run_team(len(precisions), lambda comm: body(comm, precisions[comm.rank])):
+        assert skipped == 0
+        # Twenty steps of rounding to 11 bits at most, on weights of 0.3.
+        assert torch.linalg.vector_norm(end - expected) < 5e-3 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_at_the_smallest_scale_every_rank_stops_with_the_remedy(policy: str) -> None:
+    def body(comm: Communicator) -> tuple[str, bool]:
+        ddp, model, loader = setup(comm, "fp16" if comm.rank else "fp32", policy, **LOCKSTEP)
+        with ddp:
+            if comm.rank == 1:
+                model[0].weight.register_hook(lambda g: g * float("nan"))
+            scale_of(ddp).value = 4.0
+            ddp.assembly.engine.restored()
+            with pytest.raises(NonFiniteGradientError) as caught:
+                train(ddp, model, loader)
+            assert caught.value.rank == 1
+            finite = bool(weights(model).isfinite().all())
+            return str(caught.value), finite
+
+    first, second = run_team(2, body)
+    assert first == second
+    message, finite = first
+    assert finite
+    assert "'0.weight' is not finite on rank 1" in message
+    assert "loss scale of fp16 is down to 1" in message
+    assert "use precision='bf16' or 'fp32' on rank 1" in message
+
+
+def test_what_is_not_finite_in_fp32_is_no_overflow() -> None:
+    def body(comm: Communicator) -> str:
+        ddp, model, loader = setup(comm, "fp16" if comm.rank else "fp32", "cadence", **LOCKSTEP)
+        with ddp:
+            if comm.rank == 0:
+                model[0].weight.register_hook(lambda g: g * float("nan"))
+            with pytest.raises(NonFiniteGradientError) as caught:
+                train(ddp, model, loader)
+            return str(caught.value)
+
+    for message in run_team(2, body):
+        assert "not finite on rank 0" in message
+        assert "loss scale" not in message
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_the_scale_goes_on_with_another_team_and_policy(policy: str, tmp_path: Path) -> None:
+    def body(comm: Communicator, policy: str, resume: bool) -> tuple[dict[str, Any], float]:
+        ddp, model, loader = setup(comm, "fp16", policy, **(LOCKSTEP if policy != "sync" else {}))
+        with ddp:
+            engine = ddp.assembly.engine
+            if resume:
+                ddp.load(tmp_path)
+                share = engine.open_share(1)
+                return scale_of(ddp).state_dict(), 1 / share.scale
+            scale_of(ddp).value = 512.0
+            engine.restored()
+            train(ddp, model, loader)
+            ddp.save(tmp_path)
+            return scale_of(ddp).state_dict(), 512.0
+
+    first = run_team(2, lambda comm: body(comm, policy, False))
+    assert first[0] == first[1] == ({"value": 512.0, "good_steps": 20}, 512.0)
+    assert run_team(3, lambda comm: body(comm, "cadence", True)) == [first[0]] * 3
+
+
+def report(scale: float, *, overflows: int = 0, steps: int = 10) -> LocalReport:
+    return LocalReport(steps=steps, skipped=overflows, overflows=overflows, loss_scale=scale)
+
+
+def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> None:
+    teams = [LossScale([1, 2]) for _ in range(3)]
+    first, second, third = (LocalLossScale(team, rank) for rank, team in enumerate(teams))
+    assert (first.is_used, first.value, second.value) == (False, 0.0, FIRST_SCALE)
+    assert not first.shrink()
+    assert [second.shrink() for _ in range(3)] == [True] * 3
+    reports = [
+        report(first.snapshot()),
+        report(second.snapshot(), overflows=3),
+        report(third.snapshot()),
+    ]
+    assert second.shrink(), "after the snapshot, while the average is on its way"
+    for scale in (first, second, third):
+        scale.agree(reports)
+    assert [team.value for team in teams] == [FIRST_SCALE / 8] * 3
+    assert (second.value, third.value, first.value) == (FIRST_SCALE / 16, FIRST_SCALE / 8, 0.0)
+
+
+def test_the_scale_grows_after_many_good_steps_of_the_team() -> None:
+    team = LossScale([0])
+    own = LocalLossScale(team, 0)
+    for _ in range(GROWTH_INTERVAL // 20 - 1):
+        own.agree([report(own.snapshot()), report(0.0)])
+    assert own.value == FIRST_SCALE
+    own.agree([report(own.snapshot()), report(0.0)])
+    assert (own.value, team.good_steps) == (2 * FIRST_SCALE, 0)
+    for _ in range(20 * GROWTH_INTERVAL // 20):
+        own.agree([report(own.snapshot()), report(0.0)])
+    assert own.value == LARGEST_SCALE
+    while own.shrink():
+        pass
+    assert own.value == 1.0

@@ -1,0 +1,579 @@
+"""CADENCE and ASYNC: every sample once, one consensus, no step lost, and what a loop relies on."""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.engine.results import Progress, WindowResult
+from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
+from evener.run.ddp import Ddp
+from helpers.clocks import RankClocks
+from helpers.models import cnn, image_data, mlp, regression_data
+from helpers.teams import run_team, setup
+
+LOCK = threading.Lock()
+LOCAL = ("cadence", "async")
+
+#: Windows of few steps, however fast or slow this machine is just now.
+SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 1, "max_batch_diff": 1}
+
+
+class Numbered(torch.utils.data.Dataset[tuple[int, Tensor]]):
+    """Samples that know their index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.full((3,), (index + 1.0) / self.size)
+
+
+class Partly(nn.Module):
+    """Has a frozen part, a part that no loss ever reaches, statistics, and a negative zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1)
+        self.unused = nn.Parameter(torch.tensor([-0.0, 0.1, -3.0]))
+        self.register_buffer("constant", torch.tensor([-0.0, 0.3]))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.norm(self.first(x))))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with LOCK:  # threads share the generator
+        torch.manual_seed(0)
+        return make()
+
+
+def state_bits(model: nn.Module) -> list[bytes]:
+    return [t.detach().reshape(-1).numpy().tobytes() for t in model.state_dict().values()]
+
+
+def train(ddp: Ddp, loader: Any, epochs: int = 1) -> list[int]:
+    seen: list[int] = []
+    model = ddp.assembly.model
+    for epoch in range(epochs):
+        for ids, x in loader.epoch(epoch):
+            ddp.backward(model(x).square().mean())
+            seen.extend(ids.tolist())
+            ddp.step()
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["sync", *LOCAL])
+def test_consensus_is_the_same_to_the_bit_after_each_of_200_windows(policy: str) -> None:
+    """Unequal ranks; what nothing has changed keeps its bits, on every rank, all the time."""
+    untouched = ("frozen.weight", "frozen.bias", "unused", "constant")
+    size = 8 * 202 if policy == "sync" else 4 * 830
+
+    def body(comm: Communicator) -> tuple[list[list[bytes]], list[int], list[bytes]]:
+        model = seeded(Partly)
+        before = {n: t.clone() for n, t in model.state_dict().items()}
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0
+        )
+        states: list[list[bytes]] = []
+        with setup(
+            comm,
+            model,
+            optimizer,
+            policy=policy,
+            emulate_slow={1: 2.0},
+            **({} if policy == "sync" else SHORT),
+            shares=(2, 1) if policy == "sync" else None,
+        ) as ddp:
+            ddp.on_commit(lambda r: states.append([str(r.window).encode(), *state_bits(model)]))
+            batch_size = 8 if policy == "sync" else 4
+            loader = ddp.loader(Numbered(size), batch_size=batch_size, micro_batch_size=4)
+            seen = train(ddp, loader)
+            after = model.state_dict()
+        for name in untouched:
+            assert before[name].numpy().tobytes() == after[name].numpy().tobytes(), name
+        return states, seen, state_bits(model)
+
+    (states, first, final), (others, second, same) = run_team(2, body)
+    assert len(states) >= 200
+    assert states == others
+    assert final == same == states[-1][1:], "the run ends at the consensus"
+    assert Counter(first + second) == dict.fromkeys(range(size), 1)
+    assert first
+    assert second
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_sample_once_an_epoch(policy: str, world_size: int) -> None:
+    """Also where the last batch is short, a rank has nothing to do, or there are no batches."""
+
+    def body(comm: Communicator) -> tuple[list[int], list[Any], int]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        results: list[WindowResult] = []
+        with setup(
+            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, anchor=2
+        ) as ddp:
+            ddp.on_commit(results.append)
+            loader = ddp.loader(Numbered(37), batch_size=4, micro_batch_size=3)
+            assert len(loader) == 10
+            seen = train(ddp, loader, epochs=3)
+            assert list(loader.epoch(1)) == []
+            assert ddp.progress.samples == 3 * 37
+        return seen, [(r.epoch, p) for r in results for p in r.ranges], ddp.progress.steps
+
+    outcomes = run_team(world_size, body)
+    assert Counter(i for seen, _, _ in outcomes for i in seen) == dict.fromkeys(range(37), 3)
+    for _, ranges, steps in outcomes:
+        covered = Counter((e, p) for e, (start, stop) in ranges for p in range(start, stop))
+        assert covered == {(e, p): 1 for e in range(3) for p in range(37)}
+        assert steps == 30
+
+
+def test_one_step_a_window_is_one_sync_step_for_sgd_without_momentum() -> None:
+    """Rank r steps to p - lr * g_r, with g_r the mean gradient of its w_r samples, from the same p.
+
+    The average by weight of these is p - lr * sum(w_r * g_r) / sum(w_r): the step of one process on
+    the mean gradient of all samples. In lockstep window k holds the k-th slice of both batches.
+    """
+    x, y = regression_data(48, dtype=torch.float64)
+    lr, batch_size = 0.05, 4
+
+    def body(comm: Communicator) -> list[Tensor]:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with setup(
+            comm, model, optimizer, policy="cadence", anchor=1, max_anchor=1, max_batch_diff=0
+        ) as ddp:
+            loader = ddp.loader(torch.utils.data.TensorDataset(x, y), batch_size=batch_size)
+            order = loader.cursor.permutation(0)
+            for inputs, targets in loader.epoch(0):
+                ddp.backward(nn.functional.mse_loss(model(inputs), targets))
+                ddp.step()
+            assert ddp.window == 48 // (2 * batch_size)
+        return [torch.tensor([order[i] for i in range(48)]), *model.parameters()]
+
+    first, second = run_team(2, body)
+    model = mlp(dtype=torch.float64)
+    for start in range(0, 48, 2 * batch_size):
+        ids = first[0][start : start + 2 * batch_size]
+        model.zero_grad()
+        nn.functional.mse_loss(model(x[ids]), y[ids]).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * p.grad
+    for mine, other, reference in zip(first[1:], second[1:], model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_no_local_step_is_lost(policy: str, rank_clocks: RankClocks) -> None:
+    """A loss whose gradient is 1 everywhere: each step of a rank moves it by -lr, whatever is
+    averaged when. A window in which rank r does n_r steps of equal weight moves the consensus by
+    -lr * sum(n_r * n_r) / sum(n_r): had a step been lost or counted twice, it would not add up."""
+    lr = 2.0**-6
+    rank_clocks.land_after(1)
+
+    def body(comm: Communicator) -> tuple[float, list[tuple[int, ...]], int]:
+        rank_clocks.start()
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        counts: list[tuple[int, ...]] = []
+        stale = 0
+        with setup(
+            comm,
+            model,
+            torch.optim.SGD(model.parameters(), lr=lr),
+            policy=policy,
+            anchor=2,
+        ) as ddp:
+
+            def count(result: WindowResult) -> None:
+                nonlocal stale
+                counts.append(tuple(r.steps for r in result.ranks))
+                stale = max(stale, *(r.stale_steps for r in result.ranks))
+
+            ddp.on_commit(count)
+            for _ in ddp.loader(Numbered(1200), batch_size=4).epoch(0):
+                rank_clocks.spend((0.01, 0.02)[comm.rank])
+                ddp.backward(model.weight.sum())
+                ddp.step()
+        return model.weight.item(), counts, stale
+
+    (first, counts, stale), (second, same, _) = run_team(2, body)
+    assert first == second
+    assert counts == same
+    assert sum(sum(c) for c in counts) == 300
+    expected = -lr * sum(sum(n * n for n in c) / sum(c) for c in counts)
+    assert first == pytest.approx(expected, rel=1e-9)
+    assert stale == (0 if policy == "cadence" else 1)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_max_steps_is_exact(policy: str) -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        with setup(
+            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, anchor=3
+        ) as ddp:
+            loader = ddp.loader(Numbered(200), batch_size=4, max_steps=71)
+            train(ddp, loader, epochs=4)
+            return ddp.progress.steps, ddp.progress.samples
+
+    assert run_team(2, body) == [(71, 284)] * 2
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_learning_rates_follow_the_team_and_torch_schedulers_end_where_it_does(
+    policy: str, rank_clocks: RankClocks
+) -> None:
+    """Speeds are given: a rank that happens to be slow may have no part in the last windows."""
+    rank_clocks.land_after(1)
+
+    def body(comm: Communicator) -> tuple[list[float], float, int, float]:
+        rank_clocks.start()
+        model = seeded(lambda: nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
+        used: list[tuple[float, int]] = []
+        committed: list[float] = []
+        with setup(comm, model, optimizer, scheduler, policy=policy, anchor=5) as ddp:
+            optimizer.register_step_pre_hook(
+                lambda o, *_: used.append((o.param_groups[0]["lr"], ddp.progress.steps))
+            )
+            ddp.on_commit(lambda r: committed.append(r.lr))
+            for _, x in ddp.loader(Numbered(400), batch_size=4).epoch(0):
+                rank_clocks.spend((0.01, 0.02)[comm.rank])
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+            steps = ddp.progress.steps
+        assert all(lr < 0.99**steps + 1e-9 for lr, steps in used), "never behind the team"
+        assert used[-1][0] < 0.6
+        assert any(lr < 0.99**steps - 1e-3 for lr, steps in used), "inside a window it moves on"
+        return committed, optimizer.param_groups[0]["lr"], steps, scheduler.last_epoch
+
+    first, second = run_team(2, body)
+    assert first == second
+    committed, lr, steps, scheduled = first
+    assert steps == scheduled == 100
+    assert lr == committed[-1] == pytest.approx(0.99**100)
+
+
+def test_schedules_that_differ_in_secret_are_found_at_the_next_average() -> None:
+    """Two functions of one name: nothing tells them apart before they are used."""
+
+    def body(comm: Communicator) -> None:
+        model = seeded(lambda: nn.Linear(3, 1))
+        warm_up = 10 + 10 * comm.rank
+
+        def schedule(progress: Progress) -> float:
+            return min(1.0, (progress.steps + 1) / warm_up)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = setup(comm, model, optimizer, schedule, policy="cadence")
+        with (
+            ddp,
+            pytest.raises(
+                UsageError, match=r"learning rates differ: .* on rank 0 and .* on rank 1"
+            ),
+        ):
+            train(ddp, ddp.loader(Numbered(80), batch_size=4))
+
+    run_team(2, body)
+
+
+def test_lr_scale_ratio_scales_the_step_and_not_the_schedule() -> None:
+    def body(comm: Communicator) -> tuple[float, float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with setup(comm, model, optimizer, policy="cadence", lr_scale_ratio=0.5) as ddp:
+            for _ in ddp.loader(Numbered(8), batch_size=4).epoch(0):
+                ddp.backward(model.weight.sum())
+                ddp.step()
+        return model.weight.item(), optimizer.param_groups[0]["lr"]
+
+    for weight, lr in run_team(2, body):
+        assert weight == -0.5 * 1.5
+        assert lr == 0.5
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_a_gradient_that_is_not_finite_stops_every_rank_by_name(policy: str) -> None:
+    def body(comm: Communicator) -> tuple[str, int, str | None, bool]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        with setup(
+            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy=policy, **SHORT
+        ) as ddp:
+            loader = ddp.loader(Numbered(400), batch_size=4)
+            if comm.rank == 1:  # its gradients are spoilt after two windows
+                model.bias.register_hook(lambda g: g * (math.inf if ddp.window >= 2 else 1.0))
+            with pytest.raises(NonFiniteGradientError) as caught:
+                train(ddp, loader)
+            with ddp.assembly.engine.consensus():
+                finite = all(bool(t.isfinite().all()) for t in model.state_dict().values())
+        return str(caught.value), caught.value.rank, caught.value.parameter, finite
+
+    for message, rank, name, finite in run_team(2, body):
+        assert (rank, name) == (1, "bias")
+        assert "rank 1" in message
+        assert finite, "nothing of that window was averaged in"
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_steps_that_are_not_finite_can_be_left_out(policy: str) -> None:
+    def body(comm: Communicator) -> tuple[int, int, bool]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with setup(comm, model, optimizer, policy=policy, non_finite="skip", anchor=2) as ddp:
+            loader = ddp.loader(Numbered(160), batch_size=4)
+            for ids, x in loader.epoch(0):
+                loss = model(x).square().mean()
+                ddp.backward(loss * (math.nan if 0 in ids.tolist() else 1.0))
+                ddp.step()
+            finite = all(bool(t.isfinite().all()) for t in model.parameters())
+            return ddp.progress.steps, ddp.progress.skipped, finite
+
+    assert run_team(2, body) == [(39, 1, True)] * 2
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
+    policy: str, tmp_path: Path
+) -> None:
+    """Moments in the checkpoint are the mean by weight; all ranks of the next team take them."""
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def first(comm: Communicator) -> tuple[list[int], list[bytes], Tensor]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        optimizer = optimizer_of(model)
+        seen: list[int] = []
+        with setup(comm, model, optimizer, policy=policy, **SHORT) as ddp:
+            loader = ddp.loader(Numbered(400), batch_size=4)
+            done: list[int] = []
+
+            @ddp.on_commit
+            def remember(result: WindowResult) -> None:
+                done.extend(p for a, b in result.ranges for p in range(a, b))
+                if result.window == 3 and comm.rank == 1:
+                    ddp.stop()
+
+            order = loader.cursor.permutation(0)
+            for _, x in loader.epoch(0):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+            assert ddp.stopping
+            seen = [order[p] for p in done]
+            ddp.save(tmp_path)
+            return seen, state_bits(model), optimizer.state[model.weight]["exp_avg"].clone()
+
+    (seen, bits, moment), (same, other, other_moment) = run_team(2, first)
+    assert seen == same
+    assert 0 < len(seen) < 400
+    assert bits == other
+
+    def second(comm: Communicator) -> tuple[list[int], list[bytes], Tensor]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        optimizer = optimizer_of(model)
+        with setup(comm, model, optimizer, policy=policy, anchor=2) as ddp:
+            loader = ddp.loader(Numbered(400), batch_size=4)
+            ddp.load(tmp_path)
+            restored = state_bits(model)
+            mean = optimizer.state[model.weight]["exp_avg"].clone()
+            return train(ddp, loader), restored, mean
+
+    outcomes = run_team(3, second)
+    assert Counter(seen + [i for ids, _, _ in outcomes for i in ids]) == dict.fromkeys(
+        range(400), 1
+    )
+    low, high = torch.minimum(moment, other_moment), torch.maximum(moment, other_moment)
+    for _, restored, mean in outcomes:
+        assert restored == bits
+        assert torch.equal(mean, outcomes[0][2])
+        assert bool(((low - 1e-9 <= mean) & (mean <= high + 1e-9)).all())
+        assert not torch.equal(mean, moment)
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_accuracy_with_batch_statistics_is_that_of_one_process(
+    policy: str, rank_clocks: RankClocks
+) -> None:
+    """Buffers are averaged with the parameters: evaluation sees statistics that fit them.
+
+    The learning rate falls to 0, so that all paths end at rest and not at whatever the last steps
+    have thrown them to.
+    """
+    rank_clocks.land_after(1)
+    images, labels = image_data(1600)
+    num_epochs = 5
+
+    def remaining(samples: int) -> float:
+        return 1 - samples / (num_epochs * len(images))
+
+    held_out, truth = image_data(1000, seed=2)
+
+    def accuracy(model: nn.Module) -> float:
+        model.eval()
+        with torch.no_grad():
+            return float((model(held_out).argmax(1) == truth).double().mean())
+
+    def alone() -> float:
+        model = cnn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        samples = 0
+        for epoch in range(num_epochs):
+            order = torch.randperm(1600, generator=torch.Generator().manual_seed(epoch))
+            for ids in order.split(16):
+                optimizer.param_groups[0]["lr"] = 0.05 * remaining(samples)
+                samples += len(ids)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images[ids]), labels[ids]).backward()
+                optimizer.step()
+        return accuracy(model)
+
+    def body(comm: Communicator) -> tuple[float, list[bytes]]:
+        rank_clocks.start()
+        model = cnn()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def schedule(progress: Progress) -> float:
+            return remaining(progress.samples)
+
+        short = SHORT | {"max_anchor": 2}
+        with setup(comm, model, optimizer, schedule, policy=policy, **short) as ddp:
+            loader = ddp.loader(torch.utils.data.TensorDataset(images, labels), batch_size=16)
+            for epoch in range(num_epochs):
+                for x, y in loader.epoch(epoch):
+                    rank_clocks.spend((0.01, 0.013)[comm.rank])
+                    ddp.backward(nn.functional.cross_entropy(model(x), y))
+                    ddp.step()
+        return accuracy(model), state_bits(model)
+
+    (first, bits), (second, others) = run_team(2, body)
+    assert bits == others
+    assert first == second
+    assert first >= alone() - 0.005
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_a_rank_that_fails_in_its_loop_ends_the_others_with_a_lost_peer(policy: str) -> None:
+    def body(comm: Communicator) -> str:
+        model = seeded(lambda: nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        try:
+            with setup(comm, model, optimizer, policy=policy, **SHORT) as ddp:
+                for _, x in ddp.loader(Numbered(4000), batch_size=4).epoch(0):
+                    ddp.backward(model(x).square().mean())
+                    ddp.step()
+                    if comm.rank == 1 and ddp.window >= 3:  # two may land in one call
+                        raise KeyError("mine")
+        except (KeyError, CollectiveError) as error:
+            return type(error).__name__
+        return "went on"
+
+    assert run_team(2, body) == ["PeerLostError", "KeyError"]
+
+
+@pytest.mark.parametrize("policy", LOCAL)
+def test_evaluation_at_a_commit_sees_the_consensus_and_disturbs_nothing(policy: str) -> None:
+    def body(comm: Communicator) -> list[float]:
+        model = seeded(lambda: nn.Linear(3, 1))
+        means: list[float] = []
+        with setup(
+            comm, model, torch.optim.SGD(model.parameters(), lr=0.05), policy=policy, **SHORT
+        ) as ddp:
+
+            def evaluate(result: WindowResult) -> None:
+                own = float(model.weight.detach().double().sum())
+                assert ddp.weighted_mean(own) == pytest.approx(own, abs=0), "ranks differ"
+                means.append(own)
+
+            ddp.on_commit(evaluate)
+            train(ddp, ddp.loader(Numbered(120), batch_size=4))
+        return means
+
+    first, second = run_team(2, body)
+    assert first == second
+    assert len(set(first)) > 3
+
+
+def test_a_part_that_is_thawed_joins_the_average() -> None:
+    def body(comm: Communicator) -> tuple[list[bytes], bool]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+        model[1].requires_grad_(False)
+        before = model[1].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with setup(comm, model, optimizer, policy="cadence", anchor=2) as ddp:
+            loader = ddp.loader(Numbered(80), batch_size=4)
+            train(ddp, loader)
+            assert torch.equal(model[1].weight, before)
+            model[1].requires_grad_(True)
+            for _, x in loader.epoch(1):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+        return state_bits(model), torch.equal(model[1].weight, before)
+
+    (first, still), (second, _) = run_team(2, body)
+    assert first == second
+    assert not still
+
+
+@pytest.mark.parametrize(
+    ("policy", "config", "words"),
+    [
+        ("cadence", {"anchor": 0}, "anchor is 0"),
+        ("cadence", {"anchor": 3, "max_anchor": 2}, r"max_anchor \(2\)"),
+        ("cadence", {"max_batch_diff": -1}, "max_batch_diff is -1"),
+        ("cadence", {"divergence_guard": "trend"}, "divergence_guard is 'trend'"),
+        ("cadence", {"divergence_threshold": 0.0}, "divergence_threshold is 0.0"),
+        ("cadence", {"lr_scale_ratio": -1.0}, "lr_scale_ratio is -1.0"),
+        ("cadence", {"partition_ratios": (1.0,)}, "partition_ratios is"),
+        ("cadence", {"speed_hint": (1.0, 2.0)}, "speed_hint is"),
+        (
+            "sync",
+            {"lr_scale_ratio": 1.0},
+            "lr_scale_ratio is 1.0, but has no effect with policy 'sync'",
+        ),
+        ("sometimes", {}, "policy is 'sometimes'; choose one of sync, cadence, async"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(policy: str, config: dict[str, Any], words: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match=words):
+        setup(
+            SingleCommunicator(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            policy=policy,
+            **config,
+        ).close()
+
+
+def test_ranks_with_another_seed_are_refused_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        model = seeded(lambda: nn.Linear(3, 1))
+        with setup(
+            comm, model, torch.optim.SGD(model.parameters(), lr=0.01), policy="cadence"
+        ) as ddp:
+            loader = ddp.loader(Numbered(40), batch_size=4, seed=comm.rank)
+            with pytest.raises(UsageError, match="trains on 40 samples with batch_size 4 and seed"):
+                next(iter(loader.epoch(0)))
+
+    run_team(2, body)

@@ -1,0 +1,86 @@
+import time
+
+import pytest
+
+from evener.engine import emulate
+from evener.engine.emulate import Slowdown, compute_clock, parse_emulation, patient_sleep
+from evener.errors import ConfigError
+
+
+def test_factors_per_rank():
+    assert parse_emulation(["1:3", "0:1.5"], 2) == {1: 3.0, 0: 1.5}
+    assert parse_emulation([], 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        (["2:3"], "there is no rank 2, this team has ranks 0 to 1"),
+        (["1:0.5"], "the factor is 0.5"),
+        (["1:-2"], "the factor is -2"),
+        (["1:inf"], "the factor is inf"),
+        (["1:nan"], "is not RANK:FACTOR"),
+        (["1"], "is not RANK:FACTOR"),
+        (["1:"], "is not RANK:FACTOR"),
+        ([":3"], "is not RANK:FACTOR"),
+        (["-1:3"], "is not RANK:FACTOR"),
+        (["one:3"], "is not RANK:FACTOR"),
+        (["1:3:4"], "is not RANK:FACTOR"),
+        (["1:3", "1:4"], "rank 1 was already given factor 3"),
+    ],
+)
+def test_a_bad_option_is_named_with_its_value_and_remedy(specs, named):
+    with pytest.raises(ConfigError) as caught:
+        parse_emulation(specs, 2)
+    assert named in str(caught.value)
+    assert specs[-1] in str(caught.value)
+
+
+def test_a_team_of_one_has_rank_0_only():
+    with pytest.raises(ConfigError, match="this team has rank 0 only"):
+        parse_emulation(["1:3"], 1)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "slept_s"), [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (5.0, 0.0)]
+)
+def test_sleeps_for_what_the_slower_device_would_still_compute(waited_s, slept_s):
+    """Half a second of compute takes a second and a half: waits for a core are a part of it."""
+    slept, computed, wall = [], [7.0], [100.0]
+    slowdown = Slowdown(3.0, clock=lambda: computed[0], wall=lambda: wall[0], sleep=slept.append)
+    start = slowdown.start()
+    computed[0] += 0.5
+    wall[0] += 0.5 + waited_s
+    assert slowdown.after(start) == pytest.approx(slept_s)
+    assert sum(slept) == pytest.approx(slept_s)
+
+
+def test_the_clock_of_compute_is_processor_time_on_a_cpu():
+    assert compute_clock("cpu") is time.thread_time
+    assert compute_clock("cuda:0") is time.perf_counter
+
+
+def test_factor_1_never_sleeps():
+    slept = []
+    slowdown = Slowdown(1.0, clock=iter([0.0, 10.0]).__next__, sleep=slept.append)
+    assert slowdown.after(slowdown.start()) == 0.0
+    assert slept == []
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.0, -1.0, float("inf"), float("nan")])
+def test_impossible_factors_are_refused(factor):
+    with pytest.raises(ConfigError, match="slow-down factor"):
+        Slowdown(factor)
+
+
+def test_a_long_sleep_ends_when_a_stop_is_requested(monkeypatch):
+    slept = []
+    monkeypatch.setattr(emulate.time, "sleep", slept.append)
+    patient_sleep(lambda: len(slept) == 3)(1e6)
+    assert slept == [emulate.SLICE_S] * 3
+
+
+def test_without_a_stop_it_sleeps_as_long_as_asked():
+    started_s = time.monotonic()
+    patient_sleep(lambda: False)(0.15)
+    assert time.monotonic() - started_s >= 0.15

@@ -1,0 +1,211 @@
+"""fp16 with a loss scale of the team: overflows leave the window out everywhere, identically."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.comm.base import Communicator
+from evener.engine.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
+from evener.errors import ConfigError, NonFiniteGradientError
+from evener.planning.plan import WindowReport
+from evener.run.ddp import Ddp, DdpConfig
+from evener.run.precision import choose_precision
+from evener.run.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
+from helpers.models import mlp, regression_data
+from helpers.teams import ScriptedPolicy, run_team
+
+LOCK = threading.Lock()
+X, Y = regression_data(64)
+
+
+def setup(
+    comm: Communicator, precision: str, shares: Sequence[float], **config: Any
+) -> tuple[Ddp, nn.Module]:
+    with LOCK:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ddp = Ddp.setup(
+        model,
+        optimizer,
+        devices="cpu",
+        precision=precision,
+        environment=DistributedTrainConfig(),
+        communicator=comm,
+        config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
+    )
+    ddp.assembly.engine.plans.policy = ScriptedPolicy(comm.world_size, shares)
+    return ddp, model
+
+
+def train(ddp: Ddp, model: nn.Module, factor: float = 1.0) -> list[Any]:
+    results = []
+    loader = ddp.loader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
+    for x, y in loader.epoch(0):
+        ddp.backward(factor * (model(x) - y).square().mean())
+        if result := ddp.step():
+            results.append(result)
+    return results
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_an_overflow_on_one_rank_leaves_the_window_out_on_all_identically() -> None:
+    def body(comm: Communicator) -> tuple[list[bool], Tensor, Any, dict[str, Any], list[Tensor]]:
+        ddp, model = setup(comm, "fp16", (5, 3))
+        seen: list[Tensor] = []
+        with ddp:
+            assert model(X[:2]).dtype == torch.float32
+            if comm.rank == 1:  # as if an activation gradient did not fit into fp16
+                model[2].register_full_backward_hook(
+                    lambda module, grads, _: (
+                        tuple(g * float("inf") for g in grads) if ddp.window in (2, 3) else grads
+                    )
+                )
+            ddp.on_commit(lambda _: seen.append(weights(model)))
+            results = train(ddp, model)
+            scale = ddp.assembly.engine.options.loss_scale.state_dict()
+            return [r.skipped for r in results], weights(model), ddp.progress, scale, seen
+
+    (skipped, end, progress, scale, seen), *others = run_team(2, body)
+    assert skipped == [False, False, True, True, False, False, False, False]
+    assert (progress.window, progress.steps, progress.samples) == (8, 6, 64)
+    assert scale == {"value": FIRST_SCALE / 4, "good_steps": 4}
+    assert torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert not torch.equal(seen[3], seen[4])
+    for other in others:
+        assert (other[0], other[2], other[3]) == (skipped, progress, scale)
+        assert torch.equal(other[1], end)
+
+
+def test_real_overflows_shrink_the_scale_until_gradients_fit() -> None:
+    """Losses thirty times as large: fp16 gradients overflow at the first scales."""
+
+    def body(comm: Communicator) -> tuple[list[bool], float, Tensor]:
+        ddp, model = setup(comm, "fp16", (5, 3), max_grad_norm=1.0)
+        with ddp:
+            skipped = [r.skipped for r in train(ddp, model, factor=30.0)]
+            return skipped, ddp.assembly.engine.options.loss_scale.value, weights(model)
+
+    first, second = run_team(2, body)
+    skipped, scale, end = first
+    assert skipped[0]
+    assert not all(skipped)
+    assert scale == FIRST_SCALE / 2 ** sum(skipped)
+    assert (second[0], second[1]) == (skipped, scale)
+    assert torch.equal(second[2], end)
+
+
+@pytest.mark.parametrize("precisions", [("fp16",), ("fp16", "fp16"), ("fp32", "fp16", "bf16")])
+def test_the_average_is_right_for_any_mixture(precisions: tuple[str, ...]) -> None:
+    def body(comm: Communicator) -> tuple[Tensor, list[float]]:
+        ddp, model = setup(comm, precisions[comm.rank], (5, 2, 3)[: len(precisions)])
+        with ddp:
+            ddp.assembly.engine.options.loss_scale.load_state_dict(
+                {"value": 256.0, "good_steps": 0}
+            )
+            results = train(ddp, model)
+            assert not any(r.skipped for r in results)
+            return weights(model), [r.grad_norm for r in results]
+
+    def reference(comm: Communicator) -> tuple[Tensor, list[float]]:
+        ddp, model = setup(comm, "fp32", (1,))
+        with ddp:
+            norms = [r.grad_norm for r in train(ddp, model)]
+            return weights(model), norms
+
+    expected, expected_norms = run_team(1, reference)[0]
+    for end, norms in run_team(len(precisions), body):
+        # Eight steps of rounding to 8 bits (bf16) at most, on weights of 0.3.
+        assert torch.linalg.vector_norm(end - expected) < 5e-3 * torch.linalg.vector_norm(expected)
+        assert norms == pytest.approx(expected_norms, rel=2e-2)
+
+
+@pytest.mark.parametrize("bad", ["fp16", "fp32"])
+def test_what_the_scale_cannot_explain_stops_every_rank(bad: str) -> None:
+    def body(comm: Communicator) -> str:
+        ddp, model = setup(comm, "fp16" if comm.rank else "fp32", (4, 4))
+        with ddp:
+            if (comm.rank == 1) == (bad == "fp16"):
+                model[0].weight.register_hook(lambda g: g * float("nan"))
+            ddp.assembly.engine.options.loss_scale.value = 2.0
+            with pytest.raises(NonFiniteGradientError) as caught:
+                train(ddp, model)
+            assert ddp.window == (1 if bad == "fp16" else 0)
+            return str(caught.value)
+
+    first, second = run_team(2, body)
+    assert first == second
+    if bad == "fp16":
+        assert "'0.weight' is not finite on rank 1" in first
+        assert "loss scale of fp16 is down to 1" in first
+        assert "use precision='bf16' or 'fp32' on rank 1" in first
+    else:
+        assert "not finite on rank 0" in first
+        assert "loss scale" not in first
+
+
+def test_the_scale_is_saved_and_restored(tmp_path: Path) -> None:
+    def body(comm: Communicator, resume: bool) -> dict[str, Any]:
+        ddp, model = setup(comm, "fp16", (4, 4)[: comm.world_size])
+        with ddp:
+            scale = ddp.assembly.engine.options.loss_scale
+            if resume:
+                ddp.load(tmp_path)
+            else:
+                scale.value = 512.0
+                train(ddp, model)
+                ddp.save(tmp_path)
+            return scale.state_dict()
+
+    saved = run_team(2, lambda comm: body(comm, False))
+    assert saved[0] == {"value": 512.0, "good_steps": 8}
+    assert run_team(1, lambda comm: body(comm, True)) == saved[:1]
+
+
+def test_the_scale_grows_after_many_good_steps_and_has_an_end() -> None:
+    scale = LossScale([1])
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.update(overflowed=False)
+    assert scale.value == FIRST_SCALE
+    scale.update(overflowed=False)
+    assert (scale.value, scale.good_steps) == (2 * FIRST_SCALE, 0)
+    for _ in range(20 * GROWTH_INTERVAL):
+        scale.update(overflowed=False)
+    assert scale.value == LARGEST_SCALE
+    overflow = [WindowReport(), WindowReport(non_finite=3)]
+    while scale.explains(overflow):
+        scale.update(overflowed=True)
+    assert scale.value == 1.0
+    assert not LossScale([0]).explains(overflow)
+
+
+def test_without_fp16_there_is_no_scale() -> None:
+    scale = LossScale([])
+    scale.update(overflowed=True)
+    scale.load_state_dict({"value": 512.0, "good_steps": 1})
+    assert scale.value == 1.0
+    assert not scale.explains([])
+
+
+@pytest.mark.parametrize(
+    ("bf16", "capability", "expected"),
+    [(True, (8, 0), "bf16"), (False, (7, 5), "fp16"), (False, (6, 1), "fp32")],
+)
+def test_auto_is_the_fast_precision_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, bf16: bool, capability: tuple[int, int], expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision("auto", torch.device("cuda", 0)) == expected
+    assert choose_precision("auto", torch.device("cpu")) == "fp32"
+    with pytest.raises(ConfigError, match=r"fp8.*choose one of auto, fp32, bf16, fp16"):
+        choose_precision("fp8", torch.device("cpu"))

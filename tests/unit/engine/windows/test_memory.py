@@ -1,0 +1,200 @@
+"""Micro-batches that do not fit: halved per rank, the share done again, the size remembered."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evener.comm.base import Communicator
+from evener.engine.memory import MicroBatchLimits, is_out_of_memory, train_epoch
+from helpers.models import mlp, regression_data
+from helpers.teams import run_team, setup
+
+LOCK = threading.Lock()
+X, Y = regression_data(48, dtype=torch.float64)
+DATA = torch.utils.data.TensorDataset(X, Y)
+PLENTY = 10**9
+
+
+def fail(_: Tensor) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+def fail_in_backward(_module: Any, _inputs: Any, output: Tensor) -> None:
+    output.register_hook(fail)
+
+
+class Rank:
+    """Trains micro-batches of up to ``capacity`` samples and has no memory for larger ones."""
+
+    def __init__(self, comm: Communicator, capacity: int, when: str, **options: Any) -> None:
+        with LOCK:
+            self.model = mlp(dtype=torch.float64)
+            optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.ddp = setup(comm, self.model, optimizer, **options)
+        self.loader = self.ddp.loader(DATA, batch_size=16)
+        self.capacity = capacity
+        self.when = when
+        self.sizes: list[int] = []
+
+    def compute(self, batch: list[Tensor]) -> None:
+        x, y = batch
+        self.sizes.append(len(x))
+        handle = None
+        if len(x) > self.capacity:
+            if self.when == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            # The last layer has added its gradient by then.
+            handle = self.model[1].register_forward_hook(fail_in_backward)
+        try:
+            self.ddp.backward((self.model(x) - y).square().mean())
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def train(self, epochs: int) -> Tensor:
+        for epoch in range(epochs):
+            train_epoch(self.loader.epoch(epoch), self.compute, self.ddp.step)
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    @property
+    def known(self) -> list[int | None]:
+        return self.ddp.assembly.engine.limits.sizes
+
+
+def train(
+    comm: Communicator, capacities: Mapping[int, int], when: str = "forward", **options: Any
+) -> tuple[Tensor, list[int], list[int | None]]:
+    rank = Rank(comm, capacities.get(comm.rank, PLENTY), when, **options)
+    with rank.ddp:
+        weights = rank.train(2)
+        assert rank.ddp.progress.samples == 96
+        return weights, rank.sizes, rank.known
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("ratios", "capacities", "found"),
+    [
+        ((1,), {0: 5}, [4]),
+        ((1, 1), {1: 3}, [8, 2]),
+        ((3, 2, 1), {0: 3, 2: 1}, [3, 6, 1]),
+    ],
+)
+def test_the_result_is_that_of_enough_memory_and_each_rank_finds_its_own_size(
+    ratios: tuple[int, ...], capacities: dict[int, int], found: list[int], when: str
+) -> None:
+    expected = run_team(1, lambda comm: train(comm, {}))[0][0]
+    options = {"partition_ratios": ratios}
+    results = run_team(len(ratios), lambda comm: train(comm, capacities, when, **options))
+    for rank, (weights, sizes, known) in enumerate(results):
+        # Double precision: what is left is the order of the sums.
+        assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
+        assert known == found
+        capacity = capacities.get(rank, PLENTY)
+        failed = [size for size in sizes if size > capacity]
+        assert failed == sorted(set(failed), reverse=True)  # none twice: it is remembered
+        assert bool(failed) == (rank in capacities)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("policy", "capacities", "found"),
+    [("cadence", {1: 3}, [16, 2]), ("cadence", {0: 5, 1: 1}, [4, 1]), ("async", {0: 5}, [4])],
+)
+def test_a_local_step_in_smaller_micro_batches_is_the_same_step(
+    policy: str, capacities: dict[int, int], found: list[int], when: str
+) -> None:
+    """In lockstep, where timing decides nothing: a batch that does not fit is one step all the
+    same, its gradient the mean over all its samples."""
+    options = {"policy": policy, "anchor": 1, "max_anchor": 1, "max_batch_diff": 0}
+    expected = run_team(len(found), lambda comm: train(comm, {}, **options))[0][0]
+    results = run_team(len(found), lambda comm: train(comm, capacities, when, **options))
+    for rank, (weights, sizes, known) in enumerate(results):
+        assert torch.linalg.vector_norm(weights - expected) <= 1e-9 * expected.norm()
+        assert known == found
+        failed = [size for size in sizes if size > capacities.get(rank, PLENTY)]
+        assert failed == sorted(set(failed), reverse=True)  # none twice: it is remembered
+        assert bool(failed) == (rank in capacities)
+
+
+def test_the_planner_learns_what_a_share_costs_in_small_micro_batches() -> None:
+    def body(comm: Communicator) -> tuple[Any, int]:
+        # Halves of the first share: 8, which does not fit, then 4, then 2.
+        rank = Rank(comm, 2 if comm.rank else PLENTY, "forward", speed_hint=(1.0, 1.0))
+        with rank.ddp:
+            rank.train(1)
+            return rank.ddp.assembly.policy.micro_batch_sizes, rank.loader.micro_batch_size
+
+    assert run_team(2, body) == [((8, 2), 8), ((8, 2), 2)]
+
+
+def test_sizes_are_remembered_over_a_resume(tmp_path: Path) -> None:
+    def body(comm: Communicator, resume: bool) -> tuple[list[int], list[int | None]]:
+        rank = Rank(comm, 3 if comm.rank else PLENTY, "forward", partition_ratios=(1, 1))
+        with rank.ddp:
+            if resume:
+                rank.ddp.load(tmp_path)
+                train_epoch(rank.loader.epoch(1), rank.compute, rank.ddp.step)
+            else:
+                rank.train(1)
+                rank.ddp.save(tmp_path)
+            return rank.sizes, rank.known
+
+    first = run_team(2, lambda comm: body(comm, False))
+    assert max(first[1][0]) == 8
+    second = run_team(2, lambda comm: body(comm, True))
+    assert max(second[0][0]) == 8
+    assert max(second[1][0]) == 2
+    assert second[0][1] == second[1][1] == [8, 2]
+
+
+def test_one_sample_that_does_not_fit_is_an_error_that_says_so() -> None:
+    rank = run_team(1, lambda comm: Rank(comm, 0, "forward"))[0]
+    with rank.ddp, pytest.raises(torch.OutOfMemoryError) as caught:
+        rank.train(1)
+    assert rank.sizes == [16, 8, 4, 2, 1]
+    assert any("not even a micro-batch of one sample fits" in n for n in caught.value.__notes__)
+
+
+def test_in_a_loop_of_the_user_the_error_tells_the_remedy() -> None:
+    def loop(rank: Rank) -> None:
+        with rank.ddp:
+            for batch in rank.loader.epoch(0):
+                rank.compute(batch)
+                rank.ddp.step()
+
+    for when, kind in (("forward", torch.OutOfMemoryError), ("backward", RuntimeError)):
+        with pytest.raises(kind) as caught:
+            loop(run_team(1, lambda comm, when=when: Rank(comm, 7, when))[0])
+        (note,) = caught.value.__notes__
+        assert "a micro-batch of 16 samples does not fit" in note
+        assert "ddp.loader(micro_batch_size=...) a smaller number on this rank, such as 8" in note
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    def compute(batch: Any) -> None:
+        raise ValueError("shapes")
+
+    rank = run_team(1, lambda comm: Rank(comm, PLENTY, "forward"))[0]
+    with rank.ddp, pytest.raises(ValueError, match="shapes") as caught:
+        train_epoch(rank.loader.epoch(0), compute, rank.ddp.step)
+    assert not getattr(caught.value, "__notes__", [])
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+
+
+def test_limits_go_by_member() -> None:
+    limits = MicroBatchLimits(3)
+    limits.base = 16
+    assert limits.learn([0, 4, 0])
+    assert not limits.learn([0, 4, 0])
+    assert limits.sizes == [16, 4, 16]
+    other = MicroBatchLimits(2)
+    other.load_state_dict(limits.state_dict(["a", "b", "c"]), ["b", "z"], rank=0)
+    assert (other.own, other.known) == (4, [4, 0])

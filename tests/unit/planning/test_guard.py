@@ -1,0 +1,40 @@
+"""When ranks drift apart: nothing, hold the anchor, bring it down."""
+
+import math
+
+import pytest
+
+from evener.errors import ConfigError
+from evener.planning.guard import LevelGuard, NoGuard, Verdict, make_guard
+
+STABLE, HOLD, DOWN = Verdict.STABLE, Verdict.SUPPRESS_GROWTH, Verdict.NUDGE_DOWN
+
+
+@pytest.mark.parametrize(
+    ("divergences", "verdicts"),
+    [
+        ([0.02, 0.04, 0.06], [STABLE, STABLE, HOLD]),
+        ([0.01, 0.02, 0.03, 0.04], [STABLE] * 4),  # rises, below the threshold
+        ([0.06, 0.07, 0.06, 0.07, 0.07], [STABLE] * 5),  # above it, two rising values at most
+        ([0.06, 0.07, 0.08, 0.09, 0.08, 0.09], [STABLE, STABLE, HOLD, DOWN, STABLE, STABLE]),
+    ],
+)
+def test_the_third_rising_value_above_the_threshold(divergences, verdicts):
+    guard = LevelGuard(0.05)
+    assert [guard.report(d) for d in divergences] == verdicts
+
+
+def test_no_guard_never_worries():
+    guard = NoGuard()
+    assert {guard.report(d) for d in (0.1, 0.2, 0.4, 0.8, 1.6)} == {STABLE}
+
+
+def test_guards_by_name():
+    for off in ("none", None, False):
+        assert isinstance(make_guard(off, 0.05), NoGuard)
+    assert isinstance(make_guard("level", 0.05), LevelGuard)
+    with pytest.raises(ConfigError, match="choose one of none, level"):
+        make_guard("trend", 0.05)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="divergence_threshold"):
+            make_guard("none", bad)

@@ -1,0 +1,222 @@
+"""The speed model: exact where nothing disturbs it, unmoved by what is not a change of speed."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.errors import CheckpointError, ConfigError
+from evener.planning.speed import CostModel, SpeedModel, num_micro_batches
+
+BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
+LINES = st.builds(CostModel, fixed_s=st.floats(0, 0.2), per_sample_s=st.floats(1e-3, 0.1))
+
+
+def measured(line: CostModel, samples: int = 24, windows: int = 3) -> SpeedModel:
+    """After so many windows of that many samples, in micro-batches of 8."""
+    model = SpeedModel()
+    for _ in range(windows):
+        model.observe(samples, num_micro_batches(samples, 8), line.seconds(samples, 8))
+    return model
+
+
+def assert_close(cost: CostModel, expected: CostModel, rel: float = 1e-9) -> None:
+    assert cost.fixed_s == pytest.approx(expected.fixed_s, rel=rel, abs=rel * expected.per_sample_s)
+    assert cost.per_sample_s == pytest.approx(expected.per_sample_s, rel=rel)
+
+
+# ── CostModel ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cost_by_example():
+    cost = CostModel(0.5, 0.1)
+    assert cost.seconds(0, 4) == 0.0
+    assert cost.seconds(4, 4) == pytest.approx(0.9)
+    assert cost.seconds(5, 4) == pytest.approx(1.5)
+    assert cost.seconds(5, None) == pytest.approx(1.0)
+    assert cost.samples_per_s(5, None) == pytest.approx(5.0)
+    assert cost.scaled(2.0) == CostModel(1.0, 0.2)
+    assert [num_micro_batches(samples, 3) for samples in range(5)] == [0, 1, 1, 1, 2]
+    assert [num_micro_batches(samples, None) for samples in range(3)] == [0, 1, 1]
+
+
+# ── hint ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_is_known_at_first():
+    model = SpeedModel()
+    assert not model.is_known
+    assert not model.is_measured
+    with pytest.raises(ConfigError, match="not known"):
+        _ = model.cost
+
+
+def test_hint_holds_until_something_is_measured():
+    model = SpeedModel()
+    model.hint(0.25)
+    assert model.is_known
+    assert not model.is_measured
+    assert model.cost == model.hinted == CostModel(0.0, 4.0)
+    model.observe(10, 2, 0.5)
+    assert model.is_measured
+    assert_close(model.cost, CostModel(0.0, 0.05))
+    model.hint(3.0)
+    assert_close(model.cost, CostModel(0.0, 0.05))
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
+def test_bad_hint_is_refused(speed):
+    with pytest.raises(ConfigError, match="speed_hint"):
+        SpeedModel().hint(speed)
+
+
+# ── observe ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@BOUNDED
+@given(line=LINES, share=st.integers(1, 100), windows=st.integers(1, 40))
+def test_at_one_size_the_prediction_is_exact(line, share, windows):
+    model = measured(line, share, windows)
+    assert model.cost.seconds(share, 8) == pytest.approx(line.seconds(share, 8))
+
+
+@BOUNDED
+@given(line=LINES, one=st.integers(1, 60), other=st.integers(1, 60))
+def test_at_two_sizes_the_prediction_is_as_good_as_the_windows(line, one, other):
+    model = measured(line, one, 10)
+    for _ in range(10):
+        model.observe(other, num_micro_batches(other, 8), line.seconds(other, 8))
+    assert model.cost.seconds(other, 8) == pytest.approx(line.seconds(other, 8), rel=0.02)
+
+
+def test_what_tells_nothing_is_ignored():
+    model = measured(CostModel(0.1, 0.01))
+    before = model.state_dict()
+    for row in [(0, 0, 1.0), (0, 1, 1.0), (5, 0, 1.0), (5, 1, 0.0), (5, 1, math.inf)]:
+        model.observe(*row)
+    model.observe(5, 1, math.nan)
+    model.observe(5, 1, -1.0)
+    assert model.state_dict() == before
+
+
+@pytest.mark.parametrize("factor", [10.0, 0.1])
+@pytest.mark.parametrize("at", [3, 5, 10, 30])
+def test_an_outlier_moves_nothing(factor, at):
+    line = CostModel(0.01, 0.004)
+    rng = random.Random(at)
+    model = SpeedModel()
+    for _ in range(at):
+        model.observe(24, 3, line.seconds(24, 8) * rng.uniform(0.98, 1.02))
+    before = model.cost.seconds(24, 8)
+    model.observe(24, 3, line.seconds(24, 8) * factor)
+    assert model.cost.seconds(24, 8) == pytest.approx(before, rel=0.03)
+    for _ in range(5):
+        model.observe(24, 3, line.seconds(24, 8) * rng.uniform(0.98, 1.02))
+    assert model.cost.seconds(24, 8) == pytest.approx(line.seconds(24, 8), rel=0.03)
+
+
+def test_a_slow_first_window_is_forgotten_at_once():
+    line = CostModel(0.01, 0.004)
+    model = SpeedModel()
+    model.observe(24, 3, line.seconds(24, 8) * 10)
+    model.observe(24, 3, line.seconds(24, 8))
+    assert model.cost.seconds(24, 8) == pytest.approx(line.seconds(24, 8))
+
+
+@pytest.mark.parametrize("factor", [4.0, 0.25, 1.5])
+@pytest.mark.parametrize("before", [0, 2, 5, 15, 60])
+def test_a_lasting_change_is_followed_within_five_windows(factor, before):
+    line = CostModel(0.01, 0.004)
+    rng = random.Random(before)
+    model = SpeedModel()
+    for _ in range(before):
+        model.observe(24, 3, line.seconds(24, 8) * rng.uniform(0.97, 1.03))
+    for _ in range(5):
+        model.observe(24, 3, factor * line.seconds(24, 8) * rng.uniform(0.97, 1.03))
+    assert model.cost.seconds(24, 8) == pytest.approx(factor * line.seconds(24, 8), rel=0.05)
+
+
+def test_a_slow_drift_is_followed():
+    line = CostModel(0.01, 0.004)
+    model = SpeedModel()
+    for window in range(200):
+        model.observe(24, 3, line.seconds(24, 8) * (1.0 + 0.005 * window))
+    assert model.cost.seconds(24, 8) == pytest.approx(line.seconds(24, 8) * 1.995, rel=0.05)
+
+
+def test_fixed_cost_is_learnt_where_windows_show_it():
+    line = CostModel(0.03, 0.004)
+    rng = random.Random(0)
+    model = SpeedModel()
+    for window in range(60):
+        share = (4, 9, 17, 24, 33)[window % 5]
+        model.observe(share, num_micro_batches(share, 16), line.seconds(share, 16))
+    assert model.cost.fixed_s == pytest.approx(0.03, rel=0.15)
+    assert model.cost.per_sample_s == pytest.approx(0.004, rel=0.15)
+    for window in range(60):
+        share = (4, 9, 17, 24, 33)[window % 5]
+        seconds = line.seconds(share, 16) * rng.uniform(0.95, 1.05)
+        model.observe(share, num_micro_batches(share, 16), seconds)
+    assert model.cost.seconds(40, 16) == pytest.approx(line.seconds(40, 16), rel=0.06)
+
+
+@BOUNDED
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.floats(0, 1e3)), max_size=40)
+)
+def test_costs_stay_sensible_whatever_is_measured(rows):
+    model = SpeedModel()
+    for row in rows:
+        model.observe(*row)
+    if model.is_known:
+        assert 0.0 <= model.cost.fixed_s < math.inf
+        assert 0.0 < model.cost.per_sample_s < math.inf
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@BOUNDED
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 50), st.integers(1, 9), st.floats(1e-3, 1e3)), max_size=40
+    ),
+    windows=st.integers(0, 3),
+)
+def test_state_round_trip_goes_on_alike(rows, windows):
+    model = measured(CostModel(0.01, 0.004), windows=windows)
+    half = len(rows) // 2
+    for row in rows[:half]:
+        model.observe(*row)
+    resumed = SpeedModel()
+    resumed.load_state_dict(json.loads(json.dumps(model.state_dict())))
+    for row in rows[half:]:
+        model.observe(*row)
+        resumed.observe(*row)
+    assert resumed.state_dict() == model.state_dict()
+    assert resumed.is_known == model.is_known
+    assert resumed.is_measured == model.is_measured
+    if model.is_known:
+        assert resumed.cost == model.cost
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recent": [[1, 1]]},
+        {"recent": [[1, 1, -2.0]]},
+        {"recent": None},
+        {"surprises": "many"},
+    ],
+)
+def test_damaged_state_is_refused(changes):
+    model = measured(CostModel(0.01, 0.004))
+    before = model.state_dict()
+    with pytest.raises(CheckpointError, match="damaged"):
+        model.load_state_dict({**before, **changes})
+    assert model.state_dict() == before
+    with pytest.raises(CheckpointError, match="damaged"):
+        model.load_state_dict({})

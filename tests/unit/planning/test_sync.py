@@ -1,0 +1,482 @@
+"""The SYNC planner, alone and in a simulated team under virtual time."""
+
+import collections
+import itertools
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.errors import CheckpointError, ConfigError, ProtocolError
+from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.policies import ApplyPolicy
+from evener.planning.shares import worth_keeping
+from evener.planning.speed import CostModel, num_micro_batches
+from evener.planning.sync import SyncPolicy
+
+BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)
+
+
+class Team:
+    """Ranks with known costs and a planner that sees a window's reports ``lag`` windows later."""
+
+    def __init__(self, costs, *, micro_batch_size=8, noise=0.05, seed=0, lag=2, hint=True):
+        self.costs = list(costs)
+        self.size = micro_batch_size
+        self.noise = noise
+        self.lag = lag
+        self.random = random.Random(seed)
+        self.policy = SyncPolicy(
+            [f"member-{rank}" for rank in range(len(self.costs))],
+            [micro_batch_size] * len(self.costs),
+        )
+        self.window = 0
+        self.unseen = collections.deque()
+        if hint:
+            self.policy.hint([1.0 / cost.seconds(8, None) for cost in self.costs])
+
+    def seconds(self, rank, samples):
+        disturbed = 1.0 + self.random.uniform(-self.noise, self.noise)
+        return self.costs[rank].seconds(samples, self.size) * disturbed
+
+    def run(self, batch_size, num_windows):
+        """Seconds of the windows, each ending with its slowest rank; and their plans."""
+        total_s, plans = 0.0, []
+        for _ in range(num_windows):
+            plan = self.policy.plan(self.window, 0, 0, batch_size)
+            reports = [
+                WindowReport(
+                    weight=float(share),
+                    samples=share,
+                    micro_batches=num_micro_batches(share, self.size),
+                    compute_s=self.seconds(rank, share),
+                )
+                for rank, share in enumerate(plan.shares)
+            ]
+            total_s += max(report.compute_s for report in reports)
+            plans.append(plan)
+            self.unseen.append((reports, plan))
+            if len(self.unseen) >= self.lag:
+                self.policy.observe(*self.unseen.popleft(), sync_s=0.002)
+            self.window += 1
+        return total_s, plans
+
+    def efficiency(self, batch_size, num_windows):
+        """Samples per second over the sum of what the ranks do alone."""
+        total_s, _ = self.run(batch_size, num_windows)
+        ideal = sum(cost.samples_per_s(batch_size, self.size) for cost in self.costs)
+        return batch_size * num_windows / total_s / ideal
+
+
+def timed(samples, seconds):
+    return WindowReport(
+        samples=samples, micro_batches=num_micro_batches(samples, 8), compute_s=seconds
+    )
+
+
+def measure(policy, rank, per_sample_s):
+    """Tells the planner of windows in which one rank did 8 samples, and no other anything."""
+    reports = [WindowReport()] * len(policy.members)
+    reports[rank] = timed(8, 8 * per_sample_s)
+    shares = tuple(report.samples for report in reports)
+    for _ in range(3):
+        policy.observe(reports, WindowPlan(0, 0, 0, 8, shares), math.nan)
+
+
+def at_speeds(*speeds, fixed_s=0.0):
+    return [CostModel(fixed_s / speed, 0.01 / speed) for speed in speeds]
+
+
+# ── simulation ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize("batch_size", [32, 64])
+@pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
+@pytest.mark.parametrize("seed", range(5))
+def test_uneven_ranks_pull_together(speeds, batch_size, hint, seed):
+    team = Team(at_speeds(*speeds), hint=hint, seed=seed)
+    team.run(batch_size, 10)
+    assert team.efficiency(batch_size, 150) >= 0.95
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4, 16])
+def test_uneven_ranks_pull_together_with_costs_per_micro_batch(micro_batch_size):
+    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), micro_batch_size=micro_batch_size)
+    team.run(128, 10)
+    assert team.efficiency(128, 150) >= 0.93
+
+
+def test_equal_ranks_keep_equal_shares():
+    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), noise=0.02)
+    _, plans = team.run(64, 200)
+    assert {plan.shares for plan in plans} == {(16, 16, 16, 16)}
+
+
+def test_shares_do_not_follow_noise():
+    team = Team(at_speeds(1.0, 0.37, 0.61), noise=0.02)
+    team.run(200, 20)
+    _, plans = team.run(200, 200)
+    assert len({plan.shares for plan in plans}) <= 2
+
+
+def test_a_rank_that_slows_down_is_followed():
+    team = Team(at_speeds(1.0, 1.0), noise=0.03)
+    team.run(64, 20)
+    team.costs[1] = team.costs[1].scaled(4.0)
+    _, plans = team.run(64, 5 + team.lag)
+    assert plans[0].shares == (32, 32)
+    assert plans[-1].shares[1] <= 15
+    assert team.efficiency(64, 50) >= 0.93
+    team.costs[1] = team.costs[1].scaled(0.25)
+    team.run(64, 5 + team.lag)
+    assert team.efficiency(64, 50) >= 0.95
+
+
+def test_one_disturbed_window_moves_no_share():
+    team = Team(at_speeds(1.0, 0.5), noise=0.01)
+    team.run(66, 20)
+    usual = team.costs[1]
+    team.costs[1] = usual.scaled(10.0)
+    _, plans = team.run(66, 1)
+    team.costs[1] = usual
+    _, more = team.run(66, 20)
+    assert {plan.shares for plan in plans + more} == {(44, 22)}
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 64])
+@pytest.mark.parametrize("factor", [5.0, 40.0])
+def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
+    """Also of a rank whose share is then so small that it tells its fixed cost and no more."""
+    cost = CostModel(0.008, 0.0002)
+    team = Team([cost] * 2, micro_batch_size=micro_batch_size, noise=0.03, hint=False)
+    team.policy.hint((factor, 1.0))
+    team.run(64, 50)
+    seconds, plans = team.run(64, 50)
+    assert abs(plans[-1].shares[0] - 32) <= 2
+    assert seconds < 50 * 1.06 * cost.seconds(32, micro_batch_size)
+
+
+def test_a_rank_without_work_is_tried_again_but_rarely():
+    team = Team(at_speeds(1.0, 0.01), noise=0.0)
+    shares = [plan.shares for plan in team.run(32, 2000)[1][1:]]
+    tried = [window for window, share in enumerate(shares) if share[1] > 0]
+    assert tried[3] - tried[0] < 10, "the first windows are believed when there are three of them"
+    tried = tried[3:]
+    assert 5 <= len(tried) <= 40
+    assert all(after - before > 40 for before, after in itertools.pairwise(tried))
+    assert team.efficiency(32, 2000) >= 0.94
+    team.costs[1] = team.costs[0]
+    team.run(32, 800)
+    assert team.run(32, 1)[1][0].shares == (16, 16)
+
+
+def test_fewer_samples_than_ranks():
+    team = Team(at_speeds(1.0, 1.0, 1.0))
+    _, plans = team.run(2, 200)
+    assert all(sum(plan.shares) == 2 and max(plan.shares) == 1 for plan in plans)
+    changes = sum(one.shares != other.shares for one, other in itertools.pairwise(plans))
+    assert changes <= 10, "work goes round in circles"
+
+
+# ── planning ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_equal_split_until_speeds_are_known():
+    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
+    assert policy.costs is None
+    assert not policy.is_calibrated
+    assert policy.plan(4, 2, 10, 8) == WindowPlan(4, 2, 10, 8, (3, 3, 2))
+    assert policy.solo_speeds(8) == (0.0, 0.0, 0.0)
+
+
+def test_a_calibration_decides_the_first_shares_and_has_no_vote_afterwards():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.calibrate((300.0, 100.0))
+    assert policy.is_calibrated
+    plan = policy.plan(0, 0, 0, 32)
+    assert plan.shares == (24, 8)
+    assert policy.solo_speeds(32) == (0.0, 0.0), "a calibration is no speed"
+    policy.observe([timed(24, 0.24), timed(8, 0.08)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
+    assert policy.solo_speeds(32) == pytest.approx((100.0, 100.0))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "shares"),
+    [
+        ((1e12, 1.0), (32, 2)),  # 1:16 at most
+        ((1.0, 0.0), (17, 17)),  # a clock that did not move says nothing
+        ((1.0, float("inf")), (17, 17)),
+    ],
+)
+def test_what_a_calibration_may_say(speeds, shares):
+    policy = SyncPolicy(["a", "b"], [None, None])
+    policy.calibrate(speeds)
+    assert policy.plan(0, 0, 0, 34).shares == shares
+
+
+def test_one_disturbed_window_leaves_no_rank_without_work():
+    policy = SyncPolicy(["a", "b"], [None, None])
+    plan = policy.plan(0, 0, 0, 34)
+    policy.observe([timed(17, 0.17), timed(17, 170.0)], plan, 0.0)
+    for _ in range(10):
+        assert policy.rank_to_park(34) is None
+    assert policy.plan(1, 0, 34, 34).shares == (32, 2)
+    for _ in range(2):
+        policy.observe([timed(32, 0.32), timed(2, 0.02)], policy.plan(1, 0, 34, 34), 0.0)
+    assert policy.plan(2, 0, 68, 34).shares == (17, 17)
+
+
+def test_the_first_micro_batch_of_a_size_has_no_vote():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    plan = policy.plan(0, 0, 0, 32)
+    first = WindowReport(
+        samples=16,
+        micro_batches=2,
+        compute_s=5.08,
+        warmup_s=5.0,
+        warmup_micro_batches=1,
+        warmup_samples=8,
+    )
+    policy.observe([first, timed(16, 0.48)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (24, 8)
+    alone = replace(first, samples=8, micro_batches=1, warmup_s=5.08)
+    policy.observe([alone, timed(8, 0.24)], policy.plan(1, 0, 32, 32), 0.0)
+    assert policy.plan(2, 0, 64, 32).shares == (24, 8)
+    assert policy.rank_to_park(32) is None
+
+
+def test_hint_decides_the_first_shares_and_measurements_the_next():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.hint((1.0, 1 / 3))
+    assert policy.is_calibrated
+    plan = policy.plan(0, 0, 0, 32)
+    assert plan.shares == (24, 8)
+    assert policy.solo_speeds(32) == (0.0, 0.0), "a hint is no speed"
+    reports = [WindowReport(samples=24, micro_batches=3, compute_s=0.24)]
+    policy.observe([*reports, WindowReport(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
+    assert policy.plan(1, 0, 32, 32).shares == (16, 16)
+
+
+def test_a_hint_is_put_on_the_scale_of_what_is_measured():
+    policy = SyncPolicy(["a", "b", "c"], [None, None, None])
+    policy.hint((1.0, 0.5, 0.25))
+    plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
+    idle = WindowReport()
+    policy.observe(
+        [WindowReport(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0
+    )
+    assert policy.costs == (CostModel(0.0, 0.02), CostModel(0.0, 0.04), CostModel(0.0, 0.08))
+
+
+def test_an_unknown_rank_is_taken_for_a_middling_one():
+    policy = SyncPolicy(["a", "b", "c", "new"], [None] * 4)
+    for rank, per_sample_s in enumerate((0.01, 0.02, 0.08)):
+        measure(policy, rank, per_sample_s)
+    assert policy.costs is not None
+    assert policy.costs[3].per_sample_s == pytest.approx(0.02)
+    assert not policy.is_calibrated
+    assert policy.plan(0, 0, 0, 64).shares[3] > 0
+
+
+@BOUNDED
+@given(
+    seconds=st.lists(st.floats(1e-3, 10), min_size=1, max_size=8),
+    size=st.integers(0, 400),
+    work_for_all=st.sampled_from([0.0, 0.01, math.inf]),
+    avoid_ones=st.booleans(),
+)
+def test_every_plan_is_whole(seconds, size, work_for_all, avoid_ones):
+    names = [str(rank) for rank in range(len(seconds))]
+    policy = SyncPolicy(names, [4] * len(seconds), avoid_ones=avoid_ones)
+    for rank, per_sample_s in enumerate(seconds):
+        measure(policy, rank, per_sample_s)
+    plan = policy.plan(3, 1, 7, size, work_for_all=work_for_all)
+    assert (plan.window, plan.epoch, plan.start, plan.size) == (3, 1, 7, size)
+    assert sum(plan.shares) == size
+    least = 1 + avoid_ones
+    if work_for_all == math.inf and least * len(seconds) <= size and len(seconds) > 1:
+        assert min(plan.shares) >= least
+
+
+def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
+    team = Team(at_speeds(1.0, 0.4), noise=0.0)
+    usual = team.run(64, 10)[1][-1].shares
+    assert sum(team.run(5, 1)[1][0].shares) == 5
+    assert team.run(64, 1)[1][0].shares == usual
+
+
+@pytest.mark.parametrize(
+    ("avoid_ones", "num_windows", "shares"),
+    [
+        # One sample of the slow rank takes twice as long as 16 of the fast one.
+        (False, 0, (16, 0)),
+        (False, 10, (16, 0)),
+        (False, 110, (15, 1)),
+        (True, 110, (16, 0)),
+        (True, 310, (14, 2)),  # batch statistics need two
+    ],
+)
+def test_every_rank_has_work_where_that_costs_little(avoid_ones, num_windows, shares):
+    policy = SyncPolicy(["a", "b"], [8, 8], avoid_ones=avoid_ones)
+    for rank, per_sample_s in enumerate((0.01, 0.32)):
+        measure(policy, rank, per_sample_s)
+    assert policy.plan(0, 0, 0, 16).shares == (16, 0)
+    assert policy.plan(1, 0, 16, 16, work_for_all=0.01 * num_windows).shares == shares
+    assert policy.plan(2, 0, 32, 16).shares == (16, 0), "the windows after are as they were"
+
+
+def test_a_parked_rank_has_no_work_whatever_it_costs():
+    policy = SyncPolicy(["a", "b", "c"], [8] * 3)
+    for rank, per_sample_s in enumerate((0.01, 1.0, 1.0)):
+        measure(policy, rank, per_sample_s)
+    policy.set_parked(frozenset({1}))
+    assert policy.plan(0, 0, 0, 16, work_for_all=math.inf).shares == (15, 0, 1)
+
+
+def test_micro_batch_sizes_can_change():
+    policy = SyncPolicy(["a", "b"], [None, None])
+    plan = WindowPlan(0, 0, 0, 16, (8, 8))
+    for samples in (2, 8, 2, 8):  # 1 s and 0.1 s a sample
+        report = WindowReport(samples=samples, micro_batches=1, compute_s=1.0 + 0.1 * samples)
+        policy.observe([report, report], plan, 0.0)
+    assert policy.plan(0, 0, 0, 16).shares == (8, 8)
+    policy.set_micro_batch_sizes([8, 2])
+    assert policy.micro_batch_sizes == (8, 2)
+    assert policy.plan(1, 0, 16, 16).shares == (12, 4)
+
+
+def test_abandoned_windows_teach_nothing():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    plan = policy.plan(0, 0, 0, 16)
+    report = WindowReport(samples=8, micro_batches=1, compute_s=0.1)
+    abandoned = WindowReport(samples=8, micro_batches=1, compute_s=9.0, leaving=2)
+    policy.observe([report, abandoned], plan, 0.0)
+    assert policy.solo_speeds(8) == (pytest.approx(80.0), 0.0)
+
+
+def test_exchange_is_the_usual_one():
+    policy = SyncPolicy(["a"], [None])
+    plan = policy.plan(0, 0, 0, 1)
+    assert policy.exchange_s == 0.0
+    for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
+        policy.observe([WindowReport()], plan, sync_s)
+    assert policy.exchange_s == 0.01
+
+
+def test_parking_can_be_decided_from_what_the_policy_knows():
+    team = Team(at_speeds(1.0, 1 / 3, 0.01), noise=0.0)
+    team.run(32, 10)
+    policy = team.policy
+    assert policy.costs is not None
+    for exchange_s, expected in [(policy.exchange_s, True), (10.0, False)]:
+        kept = worth_keeping(32, policy.costs, policy.micro_batch_sizes, exchange_s)
+        assert kept[:2] == (True, expected)
+
+
+@pytest.mark.parametrize(("speeds", "named"), [((0.01, 1.0), 0), ((0.01, 1.0, 0.02), 2)])
+def test_a_slow_rank_0_is_named_only_where_no_other_is(speeds, named):
+    policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [None] * len(speeds))
+    for rank, speed in enumerate(speeds):
+        measure(policy, rank, 1.0 / speed)
+    plan = policy.plan(0, 0, 0, 32)
+    policy.observe([WindowReport()] * len(speeds), plan, 10.0)
+    assert [policy.rank_to_park(32) for _ in range(8)] == [None] * 7 + [named]
+
+
+def test_a_rank_that_never_had_work_is_parked_when_it_has_been_idle_for_long():
+    """By the calibration it is too slow for a sample; each exchange with it costs all the same."""
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    policy.calibrate([16.0, 1.0])
+    named = []
+    for window in range(10):  # the other rank is settled after two
+        plan = policy.plan(window, 0, 7 * window, 7)
+        assert plan.shares == (7, 0)
+        policy.observe([timed(7, 0.07), timed(0, 0.0)], plan, 0.01)
+        named.append(policy.rank_to_park(7))
+    assert named == [None] * 9 + [1]
+
+
+def test_names_of_policies():
+    assert [policy.value for policy in ApplyPolicy] == ["sync", "cadence", "async"]
+    assert ApplyPolicy("sync") is ApplyPolicy.SYNC
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_state_goes_on_in_a_team_of_another_size():
+    team = Team(at_speeds(1.0, 0.5, 0.25), noise=0.02)
+    team.run(64, 20)
+    state = json.loads(json.dumps(team.policy.state_dict()))
+    other = SyncPolicy(["member-2", "newcomer", "member-0"], [8, 8, 8])
+    other.load_state_dict(state)
+    assert not other.is_calibrated
+    slow, unknown, fast = other.solo_speeds(64)
+    assert (fast, slow) == (team.policy.solo_speeds(64)[0], team.policy.solo_speeds(64)[2])
+    assert unknown == 0.0
+    pair = SyncPolicy(["member-2", "member-0"], [8, 8])
+    pair.load_state_dict(state)
+    assert pair.is_calibrated
+    assert pair.plan(0, 0, 0, 50).shares == (10, 40)
+
+
+def test_state_goes_on_alike():
+    team = Team(at_speeds(1.0, 0.4), noise=0.03)
+    team.run(64, 15)
+    twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
+    twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
+    assert twin.costs == team.policy.costs
+    assert twin.state_dict() == team.policy.state_dict()
+
+
+def test_what_is_known_is_not_forgotten_by_a_state_that_does_not_know_it():
+    policy = SyncPolicy(["a"], [8])
+    measure(policy, 0, 0.1)
+    policy.load_state_dict({"policy": "sync", "members": {}})
+    assert policy.solo_speeds(8) == (pytest.approx(10.0),)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"policy": "cadence", "members": {}}, "policy='cadence'"),
+        ({}, "policy=None"),
+        ({"policy": "sync"}, "damaged"),
+        ({"policy": "sync", "members": {"a": {}}}, "damaged"),
+        ({"policy": "sync", "members": {"a": 3}}, "damaged"),
+    ],
+)
+def test_bad_state_is_refused(state, message):
+    with pytest.raises(CheckpointError, match=message):
+        SyncPolicy(["a"], [8]).load_state_dict(state)
+
+
+# ── arguments ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SyncPolicy([], []), "members"),
+        (lambda: SyncPolicy(["a", "a"], [1, 1]), "different ids"),
+        (lambda: SyncPolicy(["a"], [1, 1]), "2 micro-batch sizes were given for 1 members"),
+        (lambda: SyncPolicy(["a", "b"], [1, 0]), "micro_batch_size=0 of member 'b'"),
+        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0,)), "1 speeds for a team of 2"),
+        (lambda: SyncPolicy(["a", "b"], [1, 1]).hint((1.0, 0.0)), "speed_hint"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_reports_of_another_team_are_refused():
+    policy = SyncPolicy(["a", "b"], [8, 8])
+    with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
+        policy.observe([WindowReport()], policy.plan(0, 0, 0, 4), 0.0)
