@@ -1,7 +1,7 @@
 """What a rank's windows offer to ``Ddp`` and to loaders, whatever the policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
+from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, derive_seed
 from evener.data.randomness import seed_training
@@ -23,7 +24,7 @@ from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import SavedState
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share
-from evener.engine.team import Team
+from evener.engine.team import Meeting, Team
 from evener.errors import UsageError
 from evener.planning.policies import Planner
 
@@ -221,3 +222,61 @@ class Engine(ABC):
     def close_down(self) -> None:
         """Ends whatever runs beside the training loop; idempotent."""
         return  # where nothing does
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.team.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the team, those that are parked included."""
+        return self.team.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are not parked, in order."""
+        return tuple(r for r in range(self.world_size) if r not in self.team.parked)
+
+    @property
+    def comm(self) -> Communicator:
+        """Joins the ranks that are present."""
+        return self.team.comm
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies on this rank."""
+        return self.flat.groups[0].data.device
+
+    @property
+    def most_numbers(self) -> int:
+        """How many numbers ``ask`` exchanges at most."""
+        return self.team.whole.payload_length
+
+    def ask(self, purpose: Meeting, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
+        """Exchanges numbers between the ranks that are present; all of them call it together.
+
+        First commits what a loop that was left by ``break`` has applied. Takes note of ranks that
+        want to stop.
+
+        Args:
+            purpose: What this rank wants; must be the same on all ranks.
+            numbers: At most ``most_numbers``.
+
+        Returns:
+            Each rank's numbers, followed by zeros, by rank and in rank order.
+
+        Raises:
+            CollectiveMismatchError: Ranks came for different things.
+        """
+        if self.left:
+            self.settle()
+        rows, leaving = self.team.meet(
+            purpose, window=self.window, leaving=int(self.wants_stop()), payload=numbers
+        )
+        self.stopping |= leaving > 0
+        return {rank: rows[rank] for rank in self.present}
+
+    def tell_once(self, text: str) -> None:
+        """Tells the user something, the first time that it is said."""
+        self.options.habits.tell_once(text)
