@@ -40,7 +40,6 @@ def is_pure(name: str) -> bool:
     return name.startswith(("planning", "protocol", "errors", "version")) or name in {
         "averaging.weights",
         "data.cursor",
-        "data.ranges",
         "membership.roster",
         "parsing",
     }

@@ -30,7 +30,8 @@ class BufferAverager:
     process would have counted. Complex and empty buffers are left alone.
 
     Attributes:
-        names: Of the buffers, in the order of the model.
+        names: Of the buffers, in the order of the model; those that the model had at the start.
+        is_empty: Whether there are none, so that no window has to look at them.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -42,6 +43,7 @@ class BufferAverager:
                     name = f"{prefix}.{key}" if prefix else key
                     places.setdefault(id(buffer), (name, module, key))
         self.names = tuple(name for name, _, _ in places.values())
+        self.is_empty = not places
         # By place, not by object: a module may assign a new tensor instead of writing in place.
         self._places = [(module, key) for _, module, key in places.values()]
         self._seen = self._buffers

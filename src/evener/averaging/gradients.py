@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from evener.averaging.weights import correction
+from evener.averaging.weights import check_weight
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import float64_device
+from evener.errors import UsageError
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -62,8 +63,14 @@ class GradientAverager:
         Returns:
             The 2-norm of the averaged gradient, over all parameters, before clipping. Not finite
             when the sum over ranks overflowed; the gradients are then of no use.
+
+        Raises:
+            UsageError: The total is not finite or not above 0: such a window is not applied.
         """
-        factor = correction(scale, total_weight)
+        if not 0.0 < total_weight < math.inf:
+            check_weight(total_weight, owner="the window")
+            raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
+        factor = scale / total_weight
         if self.comm.world_size > 1:
             self.comm.all_reduce_each(
                 [

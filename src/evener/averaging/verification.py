@@ -46,6 +46,7 @@ class ReplicaCheck:
 
     Attributes:
         every: As given.
+        is_wanted: Whether to compare at all.
     """
 
     def __init__(
@@ -54,13 +55,9 @@ class ReplicaCheck:
         self._flat = flat
         self._buffers = buffers
         self.every = every
+        self.is_wanted = every > 0
         self._places = {name: place for place, name in enumerate(_in_order(model))}
         self._factors: dict[torch.device, Tensor] = {}
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether to compare at all."""
-        return self.every > 0
 
     def is_due(self, window: int) -> bool:
         """Whether to compare after this window, wherever in an epoch it is."""

@@ -71,25 +71,6 @@ def power_of_two_near(weight: float) -> float:
     return math.ldexp(1.0, max(-_LARGEST_EXPONENT, min(_LARGEST_EXPONENT, exponent)))
 
 
-def correction(scale: float, total_weight: float) -> float:
-    """Factor that turns the summed, pre-divided gradient of a window into its weighted mean.
-
-    Args:
-        scale: What every micro-batch was divided by; from ``power_of_two_near``.
-        total_weight: Sum of the weights over all ranks; from ``combine``.
-
-    Returns:
-        ``scale / total_weight``.
-
-    Raises:
-        UsageError: The total is not finite or not above 0: such a window is not applied.
-    """
-    check_weight(total_weight, owner="the window")
-    if total_weight == 0.0:
-        raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
-    return scale / total_weight
-
-
 def combine(rows: Sequence[Weighed]) -> tuple[float, float] | None:
     """Weight and mean loss of a window over all ranks.
 

@@ -115,7 +115,7 @@ class FlatBuffers:
         for group in self.groups_of(part):
             for parameter in group.parameters:
                 parameter.grad = None
-            self._held[group.first_index : group.indices.stop] = [None] * len(group.parameters)
+            self._held[group.indices.start : group.indices.stop] = [None] * len(group.parameters)
         self._nothing_held = part is None
 
     def stamps(self) -> list[int]:
@@ -316,7 +316,7 @@ class FlatBuffers:
 
     def _restore_data(self, i: int) -> None:
         parameter, group, name = self.parameters[i], self._group_of[i], self.names[i]
-        now, buffer, before = parameter.data, group.data, group.shapes[i - group.first_index]
+        now, buffer, before = parameter.data, group.data, group.shapes[i - group.indices.start]
         if (now.device, now.dtype) != (buffer.device, buffer.dtype):
             raise UsageError(
                 f"parameter {name!r} was on {buffer.device} as {buffer.dtype} when the team was "
@@ -328,7 +328,7 @@ class FlatBuffers:
                 f"parameter {name!r} had shape {tuple(before)} when the team was set up and has "
                 f"{tuple(now.shape)} now: change the model before Ddp.setup"
             )
-        move_parameter(parameter, buffer, group.offsets[i - group.first_index])
+        move_parameter(parameter, buffer, group.offsets[i - group.indices.start])
         if self._views:  # their strides follow the parameter's
             grad, self._views[i] = parameter.grad, self._view(i)
             if grad is not None:
@@ -336,7 +336,7 @@ class FlatBuffers:
 
     def _view(self, i: int) -> Tensor:
         group = self._group_of[i]
-        return view_like(group.grad, group.offsets[i - group.first_index], self.parameters[i])
+        return view_like(group.grad, group.offsets[i - group.indices.start], self.parameters[i])
 
 
 def _turns(

@@ -48,7 +48,7 @@ class FlatGroup:
             of the model first.
         names: Their names.
         part: Which part of the training they belong to; see ``FlatBuffers``.
-        first_index: Number of the first of them among all of ``FlatBuffers.parameters``.
+        indices: Their flat numbers: their places in ``FlatBuffers.parameters``.
         offsets: Start of each view, in elements.
         shapes: Shape of each parameter.
         data: ``(N,)``; the parameters. ``N`` is a multiple of ``world_size``.
@@ -63,7 +63,7 @@ class FlatGroup:
     parameters: tuple[Parameter, ...]
     names: tuple[str, ...]
     part: int
-    first_index: int
+    indices: range
     offsets: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     data: Tensor
@@ -71,11 +71,6 @@ class FlatGroup:
     grad_values: Tensor
     touched: Tensor
     buckets: tuple[Bucket, ...]
-
-    @property
-    def indices(self) -> range:
-        """Flat numbers of the parameters."""
-        return range(self.first_index, self.first_index + len(self.parameters))
 
     def spans(self) -> list[tuple[int, int]]:
         """First and last-plus-one element of each view."""
@@ -94,7 +89,7 @@ def build_group(
     Args:
         members: Their names and parameters, in the order of the buffers.
         part: See ``FlatGroup``.
-        first: See ``FlatGroup``.
+        first: Flat number of the first of them.
         world_size: Number of ranks.
         turns: Of each member, number and label of its bucket; the numbers do not fall.
     """
@@ -115,7 +110,7 @@ def build_group(
         parameters=parameters,
         names=names,
         part=part,
-        first_index=first,
+        indices=range(first, first + len(parameters)),
         offsets=tuple(offsets),
         shapes=tuple(p.shape for p in parameters),
         data=data,

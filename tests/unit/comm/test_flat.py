@@ -128,12 +128,12 @@ def test_one_group_for_each_dtype() -> None:
     )
     flat = flatten(model)
     assert [g.data.dtype for g in flat.groups] == [torch.float64, torch.float32, torch.bfloat16]
-    assert [g.first_index for g in flat.groups] == [0, 2, 6]
+    assert [g.indices.start for g in flat.groups] == [0, 2, 6]
     assert flat.names[2:6] == ("2.bias", "2.weight", "0.bias", "0.weight")
     for index, (name, parameter) in enumerate(zip(flat.names, flat.parameters, strict=True)):
-        group = next(g for g in reversed(flat.groups) if g.first_index <= index)
-        assert group.names[index - group.first_index] == name
-        assert group.parameters[index - group.first_index] is parameter
+        group = next(g for g in reversed(flat.groups) if g.indices.start <= index)
+        assert group.names[index - group.indices.start] == name
+        assert group.parameters[index - group.indices.start] is parameter
 
 
 def test_parameters_with_holes_and_empty_ones_fit() -> None:

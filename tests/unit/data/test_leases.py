@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.data.cursor import Cursor
+from evener.data.cursor import Cursor, RangeSet
 from evener.data.leases import LeaseBook
-from evener.data.ranges import RangeSet
 from evener.errors import ProtocolError
 
 
