@@ -1,9 +1,9 @@
 """What a rank's windows offer to ``Ddp`` and to loaders, whatever the policy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -280,3 +280,36 @@ class Engine(ABC):
     def tell_once(self, text: str) -> None:
         """Tells the user something, the first time that it is said."""
         self.options.habits.tell_once(text)
+
+    def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
+        """Calls ``function`` with every window that is committed, after those given before."""
+        self.options.on_commit.append(function)
+
+    def set_micro_batch_size(self, size: int) -> None:
+        """Tells the planner the largest micro-batch, where memory sets no other limit."""
+        self.limits.base = size
+        self.policy.set_micro_batch_sizes(self.limits.sizes)
+
+    def saved_state(self, members: Sequence[str]) -> dict[str, Any]:
+        """How far the team has got and what it has learnt, in JSON: without model and optimizers.
+
+        Args:
+            members: The ranks' names, which stay the same when ranks are numbered anew.
+        """
+        scale = self.options.loss_scale
+        return {
+            "progress": asdict(self.progress),
+            "planner": self.policy.state_dict(),
+            "micro_batch_limits": self.limits.state_dict(members),
+            "loss_scale": scale.state_dict(),
+        }
+
+    def restore_state(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
+        """Goes on from ``saved_state``, with the model as it is; of a team of any size."""
+        self.policy.load_state_dict(state["planner"])
+        self.limits.load_state_dict(state["micro_batch_limits"], members, self.team.rank)
+        self.policy.set_micro_batch_sizes(self.limits.sizes)
+        scale = self.options.loss_scale
+        scale.load_state_dict(state["loss_scale"])
+        self.restored()
+        self.progress = Progress(**state["progress"])
