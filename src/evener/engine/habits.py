@@ -2,27 +2,57 @@
 
 A window's gradients are unfinished sums until every rank has added its part. Whatever a plain loop
 does to them in between is ignored where that is what the user means, and refused with the remedy
-where it would act on something else than the user thinks.
+where it would act on something else than the user thinks. So are a model in two teams, and an
+optimizer with parameters that its team does not average.
 """
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
 from evener.engine.share import Share
-from evener.engine.waste import WINDOWS, no_weight
-from evener.errors import UsageError
+from evener.engine.waste import WINDOWS
+from evener.errors import ConfigError, UsageError
 
 _ZERO_GRAD = (
     "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
     "applied; you can remove the call"
 )
+
+#: The watch over each model that is in a team.
+_owners: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Habits]"] = weakref.WeakKeyDictionary()
+
+
+def refuse_second_team(models: Sequence[nn.Module]) -> None:
+    """Refuse models that are in a team already.
+
+    Raises:
+        ConfigError: Names the model.
+    """
+    for model in models:
+        if _is_taken(model):
+            gc.collect()  # a team that nobody holds any more, nor its optimizers, is gone
+        if _is_taken(model):
+            raise ConfigError(
+                f"this {type(model).__name__} is in a team already: Ddp.setup was called with it "
+                "before, and its gradients would be averaged twice; close that team first "
+                "(ddp.close(), or with Ddp.setup(...) as ddp), go on with it, or make the model "
+                "and its optimizers anew"
+            )
+
+
+def _is_taken(model: nn.Module) -> bool:
+    habits = owner() if (owner := _owners.get(model)) else None
+    return habits is not None and habits.is_active
 
 
 class Habits:
@@ -57,15 +87,28 @@ class Habits:
         self._stamps: Sequence[int] = ()
         self._first_backward = True
         self._optimizers = optimizers
+        #: How many parameters each optimizer had when all of them were known to be averaged.
+        self._checked = [len(_parameters(optimizer)) for optimizer in optimizers]
         self._hooks: list[RemovableHandle] = []
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        for number, optimizer in enumerate(optimizers):
+            hook = partial(self._before_step, number)
+            self._hooks.append(optimizer.register_step_pre_hook(hook))
             # On the instance, as torch's schedulers wrap ``step``; not part of what is pickled.
-            optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
+            vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the team is still there."""
+        return bool(self._hooks)
+
+    def claim(self, models: Sequence[nn.Module]) -> None:
+        """Mark models as in this team, for ``refuse_second_team``."""
+        for model in models:
+            _owners[model] = weakref.ref(self)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Lets optimizers step for the length of the block."""
+        """Let optimizers step for the length of the block."""
         before, self._stepping = self._stepping, True
         try:
             yield
@@ -73,33 +116,25 @@ class Habits:
             self._stepping = before
 
     def before_backward(self, share: Share, loss: Tensor, weight: float | None) -> None:
-        """Looks at the gradients and at the loss before they are added to.
+        """Look at the gradients and at the loss before they are added to.
 
         Raises:
             UsageError: The gradients were written by something else than ``ddp.backward``.
         """
         if self._look(share):
             self._flat.attach_grads()
-            self._tell("zero_grad", _ZERO_GRAD)
+            self.tell_once(_ZERO_GRAD)
         if self._first_backward:
             self._first_backward = False
             self._look_at_loss(share, loss, weight)
 
     def after_backward(self, share: Share) -> None:
-        """Remembers the gradients as they are now."""
+        """Remember the gradients as they are now."""
         self._flat.attach_grads()
         self._share, self._stamps = share, self._flat.stamps()
 
-    def after_update(self, share: Share) -> None:
-        """Remembers that gradients have been dropped, those of one optimizer perhaps."""
-        self._share, self._stamps = share, self._flat.stamps()
-        if self._weightless is not None:
-            self._weightless += 1
-            if self._weightless == WINDOWS:
-                self._warn(no_weight(self._rank))
-
     def before_step(self, share: Share) -> None:
-        """Looks at the gradients before they are averaged.
+        """Look at the gradients before they are averaged.
 
         Raises:
             UsageError: They were written by something else than ``ddp.backward``.
@@ -108,19 +143,34 @@ class Habits:
             self._weightless = None
         self._look(share)
 
+    def after_update(self, share: Share) -> None:
+        """Remember that gradients have been dropped, those of one optimizer perhaps."""
+        self._share, self._stamps = share, self._flat.stamps()
+        if self._weightless is not None:
+            self._weightless += 1
+            if self._weightless == WINDOWS:
+                self._warn(
+                    f"rank {self._rank} gave ddp.backward a weight of 0 in each of its first "
+                    f"{WINDOWS} windows, so that nothing it has computed counts. Remedy: weight is "
+                    "the number of samples or tokens that the loss is the mean of; leave it out "
+                    "for samples"
+                )
+
     def close(self) -> None:
-        """Gives the optimizers back as they were; idempotent."""
+        """Give the optimizers back as they were; idempotent."""
         while self._hooks:
             self._hooks.pop().remove()
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
 
     def tell_once(self, text: str) -> None:
-        """Tells the user something, the first time that it is said."""
-        self._tell(text, text)
+        """Tell the user something, the first time that it is said."""
+        if text not in self._told:
+            self._told.add(text)
+            self._notice(text)
 
     def _look(self, share: Share) -> bool:
-        """Whether gradients were dropped; raises where they were written."""
+        """Return whether gradients were dropped; raise where they were written."""
         index, dropped = self._flat.find_write(self._stamps if share is self._share else ())
         if index is None:
             return dropped
@@ -141,32 +191,38 @@ class Habits:
         number = float(divisor) if isinstance(divisor, Tensor) and divisor.numel() == 1 else 1.0
         units = share.open_samples if weight is None else weight
         if number > 1 and number == math.floor(number) and number != units:
-            self._tell(
-                "division",
+            self.tell_once(
                 f"the loss is divided by {number:g} before ddp.backward. If that is for gradient "
                 "accumulation, remove it: a window's gradient is the mean over all its units "
-                "already, and would come out too small; otherwise nothing is wrong",
+                "already, and would come out too small; otherwise nothing is wrong"
             )
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() was called in the loop, where gradients are "
                 "not averaged yet; remove it: ddp.step() steps the optimizers when a window has "
                 "been averaged. With a GradScaler: remove that too, and use precision="
             )
+        parameters = _parameters(optimizer)
+        if len(parameters) == self._checked[number]:
+            return
+        averaged = set(map(id, self._flat.parameters))
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in averaged:
+                raise UsageError(
+                    f"optimizer {number} was given a trainable parameter of shape "
+                    f"{tuple(parameter.shape)} that the model did not have when the team was set "
+                    "up, so its gradient is not averaged; add layers before Ddp.setup"
+                )
+        self._checked[number] = len(parameters)
 
-    def _zero_grad(self, optimizer: Optimizer) -> Callable[..., None]:
-        def zero_grad(set_to_none: bool = True) -> None:
-            if any(stamp >= 0 for stamp in self._flat.stamps()):
-                if any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
-                    self._tell("zero_grad", _ZERO_GRAD)
-            else:
-                type(optimizer).zero_grad(optimizer, set_to_none)
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        if all(stamp < 0 for stamp in self._flat.stamps()):
+            type(optimizer).zero_grad(optimizer, set_to_none)
+        elif any(parameter.grad is not None for parameter in _parameters(optimizer)):
+            self.tell_once(_ZERO_GRAD)
 
-        return zero_grad
 
-    def _tell(self, key: str, text: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
-            self._notice(text)
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -15,7 +15,6 @@ from evener.data.leases import LeaseBook
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.finite import PARAMETERS, find_local_non_finite, overflow
 from evener.engine.flight import Flight
-from evener.engine.local_moments import RecentMoments
 from evener.engine.local_results import (
     AppliedWindow,
     applied_of,
@@ -27,7 +26,7 @@ from evener.engine.local_results import (
 from evener.engine.local_update import LocalUpdate
 from evener.engine.local_window import Outcome
 from evener.engine.loss_scale import LocalLossScale
-from evener.engine.moments import SavedState
+from evener.engine.moments import RecentMoments, SavedState
 from evener.engine.replica import Replica
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule, digest_of

@@ -1,11 +1,9 @@
-"""Micro-batches that fit: halved when memory runs out, remembered, known to the team."""
+"""Errors of a device without memory left, and the micro-batch sizes that fit on each rank."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
-
-from evener.devices import free_cached_memory
 
 _WORDS: Final = (
     "out of memory",
@@ -69,8 +67,9 @@ class MicroBatchLimits:
 
     @property
     def sizes(self) -> list[int | None]:
-        """Largest micro-batch by rank."""
-        return [_smaller(self.base, limit) for limit in self.known]
+        """Largest micro-batch by rank; ``None`` where nothing sets a limit."""
+        limits = [[size for size in (self.base, limit) if size] for limit in self.known]
+        return [min(sizes, default=None) for sizes in limits]
 
     def shrink(self, samples: int) -> None:
         """Half of ``samples``, which did not fit, is the new limit."""
@@ -78,8 +77,8 @@ class MicroBatchLimits:
 
     def learn(self, limits: Sequence[int]) -> bool:
         """Takes what the ranks say in a meeting; returns whether something is new."""
-        before = list(self.known)
-        self.known = [new or old for new, old in zip(limits, self.known, strict=True)]
+        before = self.known
+        self.known = [new or old for new, old in zip(limits, before, strict=True)]
         return self.known != before
 
     def state_dict(self, members: Sequence[str]) -> dict[str, int]:
@@ -90,59 +89,3 @@ class MicroBatchLimits:
         """Takes over limits of members that are here."""
         self.known = [int(state.get(member, 0)) for member in members]
         self.own = self.known[rank]
-
-
-def train_epoch(
-    batches: Generator[Any, None, None],
-    compute: Callable[[Any], object],
-    step: Callable[[], object],
-    *,
-    on_redo: Callable[[], object] | None = None,
-) -> None:
-    """Goes through an epoch where evener owns the loop: out of memory, a share is done again.
-
-    Args:
-        batches: ``loader.epoch(n)``.
-        compute: Forward and backward of one micro-batch.
-        step: ``ddp.step``, or what contains it.
-        on_redo: Called when this rank's part of a window is thrown away, to be done again in
-            smaller micro-batches.
-
-    Raises:
-        RuntimeError: Or another error of ``compute``; out of memory also when the loader cannot
-            yield smaller micro-batches, with a note.
-    """
-    end = object()
-    batch = next(batches, end)
-    while batch is not end:
-        failure = _try(compute, batch)
-        if failure is None:
-            step()
-            batch = next(batches, end)
-            continue
-        del batch
-        free_cached_memory()
-        try:
-            batch = batches.throw(MicroBatchTooLarge())
-        except MicroBatchTooLarge as last:
-            explain(failure, last.samples)
-            raise failure from None
-        if on_redo is not None:
-            on_redo()
-
-
-def _try(compute: Callable[[Any], object], batch: Any) -> Exception | None:
-    try:
-        compute(batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        # Its traceback holds the frames, and they the activations.
-        return error.with_traceback(None)
-    return None
-
-
-def _smaller(base: int | None, limit: int) -> int | None:
-    if not limit:
-        return base
-    return limit if base is None else min(base, limit)

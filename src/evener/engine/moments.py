@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -10,70 +10,85 @@ from torch.optim import Optimizer
 
 from evener.checkpoint import flatten_optimizer
 from evener.comm.base import Communicator
+from evener.engine.schedule import Schedule
 
 #: Tensors by name, and the document that puts them in their places.
 SavedState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def own_state(optimizer: Optimizer) -> SavedState:
-    """An optimizer's state as tensors and a document."""
-    tensors, document = flatten_optimizer(optimizer.state_dict())
-    return dict(tensors), dict(document)
+    """Return an optimizer's state as tensors and a document."""
+    return flatten_optimizer(optimizer.state_dict())
 
 
-@torch.no_grad()
-def mean_states(
-    comm: Communicator, optimizers: Sequence[Optimizer], weight: float
-) -> list[SavedState]:
-    """Averages optimizer states over ranks; all ranks call it together.
-
-    Floating-point tensors become their mean by weight, over the ranks that have them; single
-    numbers (step counts) are rounded. Everything else is rank 0's.
+@final
+class RecentMoments:
+    """Averages the optimizer states of ranks that make local steps, weighted by recent work.
 
     Args:
         comm: The ranks.
         optimizers: This rank's.
-        weight: What this rank's work counts, such as its weight in the last window.
+        schedule: Knows the learning rates that all ranks have agreed on.
 
-    Returns:
-        A state for each optimizer, complete on every rank that has made steps of its own.
+    Attributes:
+        states: The state of each optimizer as ``form`` averaged it last; complete on rank 0.
     """
-    own = [own_state(optimizer) for optimizer in optimizers]
-    if comm.world_size == 1:
-        return own
-    return [_mean_state(comm, tensors, document, weight) for tensors, document in own]
 
+    def __init__(
+        self, comm: Communicator, optimizers: Sequence[Optimizer], schedule: Schedule
+    ) -> None:
+        self.states: list[SavedState]
+        self._comm = comm
+        self._optimizers = optimizers
+        self._schedule = schedule
+        self._weight = 0.0
+        self._window = -1
 
-def _mean_state(
-    comm: Communicator, own: dict[str, Tensor], document: dict[str, Any], weight: float
-) -> SavedState:
-    index = {
-        name: [list(t.shape), str(t.dtype)] for name, t in own.items() if t.is_floating_point()
-    }
-    note = json.dumps({"tensors": index, "weight": weight, "document": document}).encode()
-    notes = [json.loads(n) for n in comm.all_gather_bytes(note, what="optimizer states")]
-    # A rank that has made no step yet has no state; who has one speaks for it.
-    richest = max(notes, key=lambda n: len(n["tensors"]))
-    weights = [n["weight"] for n in notes]
-    if not any(weights):
-        weights = [1.0] * len(notes)
-    mean: dict[str, Tensor] = {}
-    for name, (shape, dtype) in richest["tensors"].items():
-        holders = [r for r, n in enumerate(notes) if name in n["tensors"]]
-        total = 0.0
-        for rank in holders:
-            total += weights[rank]
-        device = own[name].device if name in own else _device(own)
-        part = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-        part = part.contiguous()
-        if comm.rank in holders:
-            part.copy_(own[name])
-            part.mul_(weights[comm.rank] / total if total else 1.0 / len(holders))
-        comm.all_reduce(part, what=f"optimizer state {name}")
-        mean[name] = part.round() if not shape else part
-    rest = {name: tensor for name, tensor in own.items() if name not in mean}
-    return {**rest, **mean}, document if len(own) >= len(mean) else richest["document"]
+    def add(self, weight: float) -> None:
+        """Count this rank's weight in a window.
 
+        Each new window counts as much as all before it together, as in the moments themselves;
+        one window alone may have had no weight.
+        """
+        self._weight = 0.5 * self._weight + weight
 
-def _device(own: dict[str, Tensor]) -> torch.device:
-    return next(iter(own.values())).device if own else torch.device("cpu")
+    def form(self, window: int) -> None:
+        """Average the states, once a window; all ranks call it together.
+
+        Floating-point tensors become their mean by weight, over the ranks that have them; single
+        numbers (step counts) are rounded. Everything else is rank 0's.
+        """
+        if self._window == window:
+            return
+        with self._schedule.as_agreed():
+            self.states = [own_state(optimizer) for optimizer in self._optimizers]
+            if self._comm.world_size > 1:
+                self.states = [self._mean(*state) for state in self.states]
+        self._window = window
+
+    @torch.no_grad()
+    def _mean(self, own: dict[str, Tensor], document: dict[str, Any]) -> SavedState:
+        comm = self._comm
+        index = {
+            name: [list(t.shape), str(t.dtype)] for name, t in own.items() if t.is_floating_point()
+        }
+        note = {"tensors": index, "weight": self._weight, "document": document}
+        told = comm.all_gather_bytes(json.dumps(note).encode(), what="optimizer states")
+        notes = [json.loads(text) for text in told]
+        # A rank that has made no step yet has no state; who has one speaks for it.
+        richest = max(notes, key=lambda n: len(n["tensors"]))
+        somewhere = next(iter(own.values()), torch.empty(0))
+        mean: dict[str, Tensor] = {}
+        for name, (shape, dtype) in richest["tensors"].items():
+            weights = [n["weight"] for n in notes if name in n["tensors"]]
+            total = 0.0
+            for weight in weights:
+                total += weight
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            part = torch.zeros(shape, dtype=kind, device=own.get(name, somewhere).device)
+            if name in index:
+                part.copy_(own[name])
+                part.mul_(self._weight / total if total else 1.0 / len(weights))
+            comm.all_reduce(part, what=f"optimizer state {name}")
+            mean[name] = part if shape else part.round()
+        return {**own, **mean}, document if len(own) >= len(mean) else richest["document"]

@@ -23,7 +23,7 @@ from evener.engine.share import Share
 from evener.engine.sync_row import agree_on_part
 from evener.engine.team import Meeting, Team
 from evener.engine.updates import Updater
-from evener.engine.waste import EqualBatches, equal_batches
+from evener.engine.waste import EqualBatches
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 
@@ -301,7 +301,7 @@ class WindowEngine(Engine):
             }
         )
         if alike:
-            self.options.notice(equal_batches(alike))
+            self.options.notice(alike)
 
     def flush(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""

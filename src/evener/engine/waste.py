@@ -20,17 +20,18 @@ class EqualBatches:
         self._num_windows = 0
         self._pairs: set[tuple[int, int]] | None = None
 
-    def see(self, found: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
-        """Take a window; without effect after the first ones.
+    def see(self, found: Mapping[int, tuple[float, float]]) -> str:
+        """Compare the ranks' batches in one of the first windows; later windows have no effect.
 
         Args:
             found: Mean loss and norm of the gradient, by rank, where there is a gradient.
 
         Returns:
-            Ranks that were equal to another one in each of the first windows; once.
+            The warning about ranks that were equal to another one in each of the first windows,
+            once; empty otherwise.
         """
         if self._num_windows == WINDOWS or self._pairs == set() or len(found) < 2:
-            return ()
+            return ""
         self._num_windows += 1
         equal = {
             (one, other)
@@ -38,30 +39,16 @@ class EqualBatches:
             if all(map(_is_close, found[one], found[other]))
         }
         self._pairs = equal if self._pairs is None else self._pairs & equal
-        if self._num_windows < WINDOWS:
-            return ()
-        return tuple(sorted({rank for pair in self._pairs for rank in pair}))
-
-
-def equal_batches(ranks: tuple[int, ...]) -> str:
-    """Return the warning about ranks that read equal batches."""
-    names = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    return (
-        f"ranks {names} had the same loss and the same gradient in each of the first {WINDOWS} "
-        "windows: they read equal batches, and do the same work at the same time. Remedy: "
-        "ddp.loader(dataset, batch_size=...) in place of the DataLoader hands each sample to one "
-        "rank; or let each rank read a part of its own, by ddp.rank and ddp.world_size, such as "
-        "with torch's DistributedSampler"
-    )
-
-
-def no_weight(rank: int) -> str:
-    """Return the warning about a rank whose work never counts."""
-    return (
-        f"rank {rank} gave ddp.backward a weight of 0 in each of its first {WINDOWS} windows, so "
-        "that nothing it has computed counts. Remedy: weight is the number of samples or tokens "
-        "that the loss is the mean of; leave it out for samples"
-    )
+        if self._num_windows < WINDOWS or not self._pairs:
+            return ""
+        *ranks, last = sorted({rank for pair in self._pairs for rank in pair})
+        return (
+            f"ranks {', '.join(map(str, ranks))} and {last} had the same loss and the same "
+            f"gradient in each of the first {WINDOWS} windows: they read equal batches, and do the "
+            "same work at the same time. Remedy: ddp.loader(dataset, batch_size=...) in place of "
+            "the DataLoader hands each sample to one rank; or let each rank read a part of its "
+            "own, by ddp.rank and ddp.world_size, such as with torch's DistributedSampler"
+        )
 
 
 def _is_close(one: float, other: float) -> bool:

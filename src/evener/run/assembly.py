@@ -15,7 +15,7 @@ from evener.comm.flat import FlatBuffers
 from evener.devices import move
 from evener.engine.emulate import emulation_of_launcher
 from evener.engine.engine import Engine
-from evener.engine.ownership import OptimizerGuard, refuse_second_team
+from evener.engine.habits import refuse_second_team
 from evener.engine.registry import Registry
 from evener.engine.schedule import Schedule
 from evener.engine.team import Member, Team, describe_self, member_document, own_versions
@@ -68,7 +68,6 @@ class Assembly:
     engine: Engine
     autocast: list[AutocastForward]
     registry: Registry
-    guard: OptimizerGuard
 
     @property
     def policy(self) -> Planner:
@@ -110,7 +109,6 @@ class Assembly:
         self.engine.close_down()
         self.engine.options.habits.close()
         self.flat.close()
-        self.guard.remove()
         while self.autocast:
             self.autocast.pop().remove()
         self.comm.close()
@@ -174,8 +172,9 @@ def assemble(
         engine=engine,
         autocast=[AutocastForward(m, device, HALF[resolved]) for m in models if resolved in HALF],
         registry=registry,
-        guard=OptimizerGuard(models, optimizers, flat),
     )
+    habits = engine.options.habits
+    habits.claim(models)
     _print_team(assembly, config)
     return assembly
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from evener.checkpoint import Checkpoint
 from evener.engine.loaders.planned import TeamLoader
-from evener.engine.memory import train_epoch
 from evener.engine.results import WindowResult
+from evener.engine.training import train_epoch
 from evener.errors import CheckpointError, DataError, EvenerError
 from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
 from evener.run.config.options import PretrainOptions

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from evener.comm.base import Communicator
 from evener.engine.loaders.planned import TeamLoader
-from evener.engine.memory import train_epoch
 from evener.engine.results import WindowResult
+from evener.engine.training import train_epoch
 from evener.errors import ConfigError, UsageError
 from evener.observe.events import Sink
 from evener.run.ddp import Ddp

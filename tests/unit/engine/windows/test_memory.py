@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from evener.comm.base import Communicator
-from evener.engine.memory import MicroBatchLimits, is_out_of_memory, train_epoch
+from evener.engine.memory import MicroBatchLimits, is_out_of_memory
+from evener.engine.training import train_epoch
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 
