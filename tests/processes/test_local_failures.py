@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm import engine as engine_module
+from evener.comm import groups as engine_module
 from evener.errors import CollectiveError, CollectiveTimeoutError
 from evener.run import ddp as ddp_module
 from evener.run.ddp import Ddp

@@ -131,7 +131,8 @@ class Communicator(ABC):
             if flat.numel():
                 flats.append(torch.view_as_real(flat).view(-1) if flat.is_complex() else flat)
                 calls.append(call)
-        self._all_reduce_each(flats, calls)
+        if calls:
+            self._all_reduce_each(flats, calls)
 
     def broadcast(
         self, tensor: Tensor, src: int, *, what: str, timeout_s: float | None = None
@@ -337,7 +338,7 @@ class Communicator(ABC):
     def _all_reduce(self, flat: Tensor, call: Call) -> None: ...
 
     def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        """Sum tensors that are not empty, each in a call of its own."""
+        """Sum one tensor or more, none of them empty, each in a call of its own."""
         for flat, call in zip(flats, calls, strict=True):
             self._all_reduce(flat, call)
 

@@ -6,6 +6,7 @@ way to build a process group that is not derived from a default one.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 from torch._C._distributed_c10d import (
@@ -101,6 +102,10 @@ def nccl_version() -> str:
     return ".".join(str(number) for number in numbers[:2])
 
 
+# Every step asks for the same options again, and torch only reads them.
+
+
+@lru_cache
 def sum_options(timeout_s: float) -> AllreduceOptions:
     """Options of an ``allreduce`` that sums."""
     options = AllreduceOptions()
@@ -108,6 +113,7 @@ def sum_options(timeout_s: float) -> AllreduceOptions:
     return options
 
 
+@lru_cache
 def broadcast_options(src: int, timeout_s: float) -> BroadcastOptions:
     """Options of a ``broadcast`` from rank ``src``."""
     options = BroadcastOptions()
@@ -116,6 +122,7 @@ def broadcast_options(src: int, timeout_s: float) -> BroadcastOptions:
     return options
 
 
+@lru_cache
 def gather_options(timeout_s: float) -> AllgatherOptions:
     """Options of an ``_allgather_base``."""
     options = AllgatherOptions()

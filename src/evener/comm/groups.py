@@ -1,9 +1,12 @@
 """The communicator over ``torch.distributed`` process groups: Gloo between hosts, NCCL on CUDA."""
 
+import math
 import struct
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any, final
@@ -16,18 +19,23 @@ from evener.comm.base import (
     Call,
     Communicator,
     SingleCommunicator,
+    check_timeout,
 )
-from evener.comm.c10d import Work, broadcast_options, gather_options, sum_options
-from evener.comm.engine import GRACE_S, Engine
-from evener.comm.forks import NotInherited, leave_behind_in_children
-from evener.comm.messages import lost_message, mismatch_message
-from evener.comm.rendezvous import (
-    MeetingPoint,
-    call_roll,
-    choose_devices,
-    first_line,
-    open_store,
+from evener.comm.c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Work,
+    broadcast_options,
+    form_gloo,
+    form_nccl,
+    gather_options,
+    sum_options,
 )
+from evener.comm.causes import Cause, cause_of
+from evener.comm.forks import NotInherited, leave_behind_in_children, never_destroy
+from evener.comm.messages import closed_message, lost_message, mismatch_message
+from evener.comm.notices import Notice, NoticeBoard
+from evener.comm.rendezvous import MeetingPoint, first_line, meet
 from evener.comm.wires import Wires
 from evener.devices import kind_of
 from evener.errors import (
@@ -48,6 +56,14 @@ _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
 _MAX_ANNOUNCED = 256
 #: At which tensors of any dtype may begin in a buffer of bytes.
 _ALIGNMENT = 64
+
+# Gloo closes all connections when an operation of its own times out, which peers cannot tell from a
+# death. It gets this much longer than the deadline, in which a rank can say that it gave up.
+_GRACE_S = 0.25
+_SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
+_SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
+_ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
+_ORPHAN_S = 10.0  # how long an operation goes on when the script has ended without closing its team
 
 
 def connect(
@@ -88,32 +104,19 @@ def connect(
     if not 0 < port < 65536:
         raise ConfigError(f"port is {port}: the team's store needs one of 1 to 65535 (MASTER_PORT)")
     hosts = rank == 0 if hosts_store is None else hosts_store
-    deadline = time.monotonic() + timeout_s
-    with Wires.opened() as wires:
-        devices = choose_devices(address, port)
-        store, server = open_store(
-            address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
-        )
+    deadline = time.monotonic() + check_timeout(timeout_s)
+    key, meeting = meet(
+        rank, world_size, address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
+    )
     try:
-        left_s = max(1.0, deadline - time.monotonic())
-        key, host_rank = call_roll(store, rank, world_size, hosts=hosts, timeout_s=left_s)
-        meeting = MeetingPoint(
-            store=store,
-            server=server,
-            host=(address, port),
-            host_rank=host_rank,
-            devices=devices,
-            wires=wires,
-        )
-        left_s = max(1.0, deadline - time.monotonic())
-        return GroupCommunicator(
+        engine = GroupEngine(
             meeting,
             rank=rank,
             numbers=tuple(range(world_size)),
             key=f"evener/{key}",
             backend=backend,
             timeout_s=timeout_s,
-            form_timeout_s=left_s,
+            form_timeout_s=max(1.0, deadline - time.monotonic()),
         )
     except RuntimeError as error:
         raise LaunchError(
@@ -121,6 +124,7 @@ def connect(
             f"({first_line(error)}): look at the output of the other ranks; where hosts have "
             "several networks, name the one to use in GLOO_SOCKET_IFNAME"
         ) from None
+    return GroupCommunicator(engine)
 
 
 @final
@@ -142,44 +146,20 @@ class GroupCommunicator(Communicator, NotInherited):
     has a deadline.
     """
 
-    def __init__(
-        self,
-        meeting: MeetingPoint,
-        *,
-        rank: int,
-        numbers: tuple[int, ...],
-        key: str,
-        backend: str,
-        timeout_s: float,
-        form_timeout_s: float,
-    ) -> None:
-        """Form a group; all its ranks do so at the same time.
+    def __init__(self, engine: "GroupEngine") -> None:
+        """Exchange over process groups; all their ranks do so at the same time.
 
         Args:
-            meeting: Where addresses are exchanged.
-            rank: This rank within the group.
-            numbers: The number of each rank in the team; 2 ranks or more.
-            key: Names the group in the store; no other group may ever have used it there.
-            backend: ``"gloo"`` or ``"nccl"``.
-            timeout_s: Default deadline of calls.
-            form_timeout_s: Deadline for forming the group.
+            engine: Runs operations on them; it has 2 ranks or more, and no other user.
         """
         super().__init__(
-            rank=rank,
-            world_size=len(numbers),
-            backend=backend,
-            timeout_s=timeout_s,
-            numbers=numbers,
+            rank=engine.rank,
+            world_size=len(engine.numbers),
+            backend="nccl" if engine.has_nccl else "gloo",
+            timeout_s=engine.timeout_s,
+            numbers=engine.numbers,
         )
-        self._engine = Engine(
-            meeting,
-            rank=rank,
-            numbers=numbers,
-            key=key,
-            backend=backend,
-            timeout_s=timeout_s,
-            form_timeout_s=form_timeout_s,
-        )
+        self._engine = engine
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
         self._cell = bytearray(_CELL_BYTES)
@@ -204,26 +184,21 @@ class GroupCommunicator(Communicator, NotInherited):
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        num_bytes, words = flat.numel() * flat.element_size(), _sum_words(flat)
-        if num_bytes <= _PAYLOAD_BYTES:
-            self._swap_cells(call, words, _bytes_of(flat))
-            total = self._payload_tensor(0, flat.dtype, flat.numel()).clone()
-            for other in range(1, self.world_size):
-                total.add_(self._payload_tensor(other, flat.dtype, flat.numel()))
-            flat.copy_(total)
-            return
-        self._announce(call, words, num_bytes)
-        options = sum_options(call.timeout_s + GRACE_S)
-        self._run_on([call], [flat], lambda group, tensor: group.allreduce([tensor], options))
+        """Sum a tensor that fits into a cell."""
+        self._swap_cells(call, _sum_words(flat), _bytes_of(flat))
+        total = self._payload_tensor(0, flat.dtype, flat.numel()).clone()
+        for other in range(1, self.world_size):
+            total.add_(self._payload_tensor(other, flat.dtype, flat.numel()))
+        flat.copy_(total)
 
     def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        if len(flats) < 2:
-            super()._all_reduce_each(flats, calls)
+        if len(flats) == 1 and flats[0].numel() * flats[0].element_size() <= _PAYLOAD_BYTES:
+            self._all_reduce(flats[0], calls[0])
             return
         for flat, call in zip(flats, calls, strict=True):
             self._announce(call, _sum_words(flat), flat.numel() * flat.element_size())
-        options = sum_options(calls[0].timeout_s + GRACE_S)
-        self._run_on(calls, flats, lambda group, tensor: group.allreduce([tensor], options))
+        options = sum_options(calls[0].timeout_s + _GRACE_S)
+        self._run_on(calls, flats, lambda tensor, group: group.allreduce([tensor], options))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         words = f"broadcast of {flat.numel()} bytes from rank {self.numbers[src]}"
@@ -233,8 +208,8 @@ class GroupCommunicator(Communicator, NotInherited):
                 flat.copy_(self._payload_tensor(src, torch.uint8, flat.numel()))
             return
         self._announce(call, words, flat.numel())
-        options = broadcast_options(src, call.timeout_s + GRACE_S)
-        self._run_on([call], [flat], lambda group, tensor: group.broadcast([tensor], options))
+        options = broadcast_options(src, call.timeout_s + _GRACE_S)
+        self._run_on([call], [flat], lambda tensor, group: group.broadcast([tensor], options))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         size = flat.numel() // self.world_size
@@ -248,11 +223,11 @@ class GroupCommunicator(Communicator, NotInherited):
                     flat[other * size : (other + 1) * size].copy_(part)
             return
         self._announce(call, words, flat.numel())
-        options = gather_options(call.timeout_s + GRACE_S)
+        options = gather_options(call.timeout_s + _GRACE_S)
         self._run_on(
             [call],
             [flat],
-            lambda group, tensor: group._allgather_base(tensor, tensor[own], options),
+            lambda tensor, group: group._allgather_base(tensor, tensor[own], options),
         )
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
@@ -260,16 +235,15 @@ class GroupCommunicator(Communicator, NotInherited):
         form = struct.Struct(f"={length}d")
         words = f"{call.kind} of {length} numbers" if length else call.kind
         if form.size <= _PAYLOAD_BYTES:
-            form.pack_into(self._cell, _HEADER.size, *row)
-            self._swap_cells(call, words, None, form.size)
+            self._swap_cells(call, words, form.pack(*row))
             starts = range(_HEADER.size, len(self._cells), _CELL_BYTES)
             return [list(form.unpack_from(self._cells, start)) for start in starts]
-        self._swap_cells(call, words, None, 0)
+        self._swap_cells(call, words, b"")
         own = torch.empty(length, dtype=torch.float64)
         whole = torch.empty(length * self.world_size, dtype=torch.float64)
         form.pack_into(own.numpy().data.cast("B"), 0, *row)
-        options = gather_options(call.timeout_s + GRACE_S)
-        self._run(call, lambda group: group._allgather_base(whole, own, options))
+        options = gather_options(call.timeout_s + _GRACE_S)
+        self._run([call], [lambda group: group._allgather_base(whole, own, options)])
         view = whole.numpy().data.cast("B")
         return [list(form.unpack_from(view, r * form.size)) for r in range(self.world_size)]
 
@@ -277,7 +251,7 @@ class GroupCommunicator(Communicator, NotInherited):
         if self.rank not in members:
             return None
         try:
-            return GroupCommunicator(
+            engine = GroupEngine(
                 self._engine.meeting,
                 rank=members.index(self.rank),
                 numbers=tuple(self._numbers_of(members)),
@@ -288,6 +262,7 @@ class GroupCommunicator(Communicator, NotInherited):
             )
         except RuntimeError as error:
             raise PeerLostError(lost_message(self.number, call.what, first_line(error))) from None
+        return GroupCommunicator(engine)
 
     def _add_nccl(self, call: Call) -> None:
         self._engine.add_nccl(call.timeout_s)
@@ -304,26 +279,21 @@ class GroupCommunicator(Communicator, NotInherited):
 
     # ── cells ────────────────────────────────────────────────────────────────────────────────────
 
-    def _swap_cells(
-        self, call: Call, words: str, payload: bytes | None, size: int | None = None
-    ) -> None:
+    def _swap_cells(self, call: Call, words: str, payload: bytes) -> None:
         """Give all ranks this rank's cell, and check that all are in the same call.
 
         Args:
             call: The call.
             words: What it does; equal on all ranks.
-            payload: What to carry; ``None`` where the caller has written it already.
-            size: Bytes of payload then.
+            payload: What to carry, of one length on all ranks; it must fit into a cell.
         """
-        if payload is not None:
-            size = len(payload)
-            self._cell[_HEADER.size : _HEADER.size + size] = payload
         label = f"{call.what!r} ({words})"
         encoded = label.encode()  # the cell has room for its front only
-        _HEADER.pack_into(self._cell, 0, call.number, size, zlib.crc32(encoded), encoded)
-        options = gather_options(call.timeout_s + GRACE_S)
+        _HEADER.pack_into(self._cell, 0, call.number, len(payload), zlib.crc32(encoded), encoded)
+        self._cell[_HEADER.size : _HEADER.size + len(payload)] = payload
+        options = gather_options(call.timeout_s + _GRACE_S)
         cell, cells = self._cell_tensor, self._cells_tensor
-        self._run(call, lambda group: group._allgather_base(cells, cell, options))
+        self._run([call], [lambda group: group._allgather_base(cells, cell, options)])
         own = self._cell[: _HEADER.size]
         others = []
         for other in range(self.world_size):
@@ -354,10 +324,7 @@ class GroupCommunicator(Communicator, NotInherited):
 
     # ── running one operation ────────────────────────────────────────────────────────────────────
 
-    def _run(self, call: Call, start: Callable[[Any], Work], *, nccl: bool = False) -> None:
-        self._run_each([call], [start], nccl=nccl)
-
-    def _run_each(
+    def _run(
         self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
     ) -> None:
         try:
@@ -369,10 +336,7 @@ class GroupCommunicator(Communicator, NotInherited):
             raise
 
     def _run_on(
-        self,
-        calls: Sequence[Call],
-        flats: Sequence[Tensor],
-        start: Callable[[Any, Tensor], Work],
+        self, calls: Sequence[Call], flats: Sequence[Tensor], start: Callable[[Tensor, Any], Work]
     ) -> None:
         """Run an operation on each tensor where it lies, or on a copy in host memory.
 
@@ -381,10 +345,10 @@ class GroupCommunicator(Communicator, NotInherited):
         """
         if self._engine.has_nccl and all(flat.device.type == "cuda" for flat in flats):
             there = flats
-            self._run_each(calls, [partial(_start_on, start, flat) for flat in flats], nccl=True)
+            self._run(calls, [partial(start, flat) for flat in flats], nccl=True)
         else:
             there = self._on_host(flats)
-            self._run_each(calls, [partial(_start_on, start, part) for part in there])
+            self._run(calls, [partial(start, part) for part in there])
         for flat, part in zip(flats, there, strict=True):
             if part is not flat:
                 flat.copy_(part)
@@ -403,11 +367,228 @@ class GroupCommunicator(Communicator, NotInherited):
         return parts
 
 
+@final
+class GroupEngine:
+    """Runs operations of one communicator's process groups, to their end or to their deadline.
+
+    The groups are Gloo's always, and NCCL's beside it where asked for.
+
+    Attributes:
+        meeting: Where the groups were formed.
+        key: Their name in its store.
+        rank: As given.
+        numbers: As given.
+        timeout_s: As given.
+    """
+
+    def __init__(
+        self,
+        meeting: MeetingPoint,
+        *,
+        rank: int,
+        numbers: tuple[int, ...],
+        key: str,
+        backend: str,
+        timeout_s: float,
+        form_timeout_s: float,
+    ) -> None:
+        """Form the groups; all ranks do so at the same time.
+
+        Args:
+            meeting: Where.
+            rank: This rank within the groups.
+            numbers: The number of each rank in the team, by which errors call it.
+            key: Names the groups in the store; no others may ever have used it there.
+            backend: ``"gloo"`` or ``"nccl"``.
+            timeout_s: Default deadline of operations.
+            form_timeout_s: Deadline for forming the groups.
+        """
+        self.meeting = meeting
+        self.key = key
+        self.rank = rank
+        self.numbers = numbers
+        self.timeout_s = timeout_s
+        self._store = store = PrefixStore(key, meeting.store)
+        notices = PrefixStore("notices", store)
+        self._board = NoticeBoard(notices, numbers, meeting.host, meeting.host_rank)
+        with Wires.opened() as self._wires:
+            self._gloo: ProcessGroupGloo | None = form_gloo(
+                PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
+            )
+        self._nccl: Any = None
+        if backend == "nccl":
+            self.add_nccl(timeout_s)
+        self._busy = False
+        self._deadline = math.inf
+        self._heard_s = 0.0  # when the store answered last, in an operation of long patience
+        self._asks_at = math.inf
+        self._orphaned = False
+
+    @property
+    def has_nccl(self) -> bool:
+        """Whether CUDA tensors can stay on the device."""
+        return self._nccl is not None
+
+    def add_nccl(self, timeout_s: float) -> None:
+        """Form the NCCL group; it connects at its first collective.
+
+        Args:
+            timeout_s: Deadline of collectives.
+        """
+        store = PrefixStore("nccl", self._store)
+        self._nccl = form_nccl(store, self.rank, len(self.numbers), timeout_s)
+
+    def run(
+        self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
+    ) -> None:
+        """Start operations, each while those before are under way, and wait for all.
+
+        A Work handle keeps connections open, and a survivor that keeps them lets ranks hang which
+        are not its neighbours. So handles are deleted in every frame that an exception could carry
+        away, and the groups are let go before anybody learns of a failure.
+
+        Args:
+            calls: What is done; the deadline is that of the first.
+            starts: Start them on the process group that they are given.
+            nccl: Whether that is the NCCL group.
+
+        Raises:
+            CollectiveError: One of its kinds. The engine has ended then.
+        """
+        started = time.monotonic()
+        self._deadline = started + calls[0].timeout_s
+        self._heard_s = started
+        is_long = calls[0].timeout_s > self.timeout_s
+        self._asks_at = started + self.timeout_s / _ASKS if is_long else math.inf
+        self._busy = True
+        works: list[Work] = []
+        failure, cause = "", Cause.TIMED_OUT  # unless the process group says otherwise
+        done = 0
+        try:
+            works.extend(start(self._nccl if nccl else self._gloo) for start in starts)
+            while self._poll(works[done]) if nccl else self._wait(works[done]):
+                done += 1
+                if done == len(works):
+                    self._busy = False
+                    return
+        except RuntimeError as error:
+            self._busy = not all(work.is_completed() for work in works)
+            failure, cause = first_line(error), cause_of(error, works)
+        except BaseException:  # Ctrl-C, or a signal handler that raises
+            works.clear()
+            self.release()
+            raise
+        finally:
+            works.clear()
+        waited_s = time.monotonic() - started
+        raise self._explain(calls[done], calls, failure, cause, waited_s)
+
+    def hurry(self, deadline: float) -> None:
+        """Let the operation under way, if any, fail at ``deadline`` at the latest."""
+        self._deadline = min(self._deadline, deadline)
+
+    def release(self) -> None:
+        """Let the groups go, also under another thread's operation; again it does nothing."""
+        groups = [group for group in (self._gloo, self._nccl) if group is not None]
+        self._gloo = self._nccl = None
+        if self._busy:
+            # Ending a group waits for the operation that it is still in: until its connections are
+            # cut, its peers have gone, or its own timeout. Not a daemon thread: one that comes out
+            # of C++ while the interpreter shuts down aborts the process.
+            self._busy = False
+            self._wires.cut()
+            threading.Thread(target=groups.clear, name="evener-release").start()
+
+    def leave_behind(self) -> None:
+        """Let the groups and the store go in a forked child; see ``NotInherited``."""
+        never_destroy(vars(self).copy())
+        self._gloo = self._nccl = None
+        self._busy = False
+        self._wires.leave_behind()
+        self.meeting.leave_behind()
+
+    def forget_store(self) -> None:
+        """Let the store go, through which peers learn why this rank gave up; called once.
+
+        Before ``release`` on an orderly end: a peer that sees its connection close then finds no
+        server, rather than one that goes while it answers, over which torch prints a stack trace.
+        """
+        del self._board, self.meeting, self._store
+
+    def _explain(
+        self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float
+    ) -> CollectiveError:
+        """Let go of the groups and find out what happened, with the help of the notices.
+
+        ``call`` of ``calls`` has failed; ``failure`` is what the process group said of it.
+        """
+        number = self.numbers[self.rank]
+        if self._gloo is None:  # another thread has let it go
+            return CollectiveError(closed_message(number, call.what))
+        if cause is not Cause.TIMED_OUT:
+            self.release()
+            if not self._board.read():  # else somebody gave up waiting, and so closed them
+                if cause is Cause.LOST:
+                    return PeerLostError(lost_message(number, call.what, failure))
+                return CollectiveError(f"rank {number} failed in {call.what!r}: {failure}")
+        self._board.post(number, Notice(call.number, waited_s, call.what).text)
+        self.release()
+        return self._board.explain(number, call, calls, waited_s)
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that are left to the operation under way; none once the groups are let go."""
+        now = time.monotonic()
+        if not (self._orphaned or threading.main_thread().is_alive()):
+            self._orphaned = True
+            self.hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
+        return 0.0 if self._gloo is None else self._deadline - now
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the store has been silent for the default deadline; only long waits ask.
+
+        A network that is cut closes no connection, so nothing else would tell.
+        """
+        if time.monotonic() < self._asks_at:
+            return False
+        if self._board.read() is not None:
+            self._heard_s = time.monotonic()
+        self._asks_at = time.monotonic() + self.timeout_s / _ASKS
+        return time.monotonic() - self._heard_s >= self.timeout_s
+
+    def _wait(self, work: Work) -> bool:
+        """Whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
+        try:
+            while True:
+                left_s = self._left_s
+                if left_s < _SHORTEST_S or self._is_cut_off:
+                    return work.is_completed() and bool(work.wait())
+                try:
+                    return bool(work.wait(timedelta(seconds=min(left_s, _SLICE_S))))
+                except RuntimeError:
+                    if work.is_completed():
+                        return bool(work.wait())  # raises why it failed
+        finally:
+            del work
+
+    def _poll(self, work: Work) -> bool:
+        """The same for NCCL, whose ``wait`` returns before the device is done."""
+        try:
+            while not work.is_completed():
+                if self._left_s <= 0:
+                    return False
+                time.sleep(20e-6)
+            return bool(work.wait())
+        finally:
+            del work
+
+
 def _sum_words(flat: Tensor) -> str:
     return f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
 
 
-def _start_on(start: Callable[[Any, Tensor], Work], tensor: Tensor, group: Any) -> Work:
+def _start_on(start: Callable[[Tensor, Any], Work], tensor: Tensor, group: Any) -> Work:
     return start(group, tensor)
 
 

@@ -3,16 +3,48 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, final
+from dataclasses import dataclass
+from typing import Self, TypeVar, final
 
+from evener.comm.base import Call
 from evener.comm.c10d import Store
+from evener.comm.messages import mismatch_message, timeout_message
+from evener.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
+_LOOK_S = 0.5  # how long to look for the notices of other ranks
 PROBE_TIMEOUT_S = 0.2
 ANSWER_TIMEOUT_S = 0.5
 DYING_S = 0.03
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a rank that gave up had waited for.
+
+    Attributes:
+        number: Number of the call.
+        waited_s: For how long.
+        what: What was to be exchanged.
+    """
+
+    number: int
+    waited_s: float
+    what: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what ``text`` has written."""
+        number, waited_s, what = text.split(" ", 2)
+        return cls(int(number), float(waited_s), what)
+
+    @property
+    def text(self) -> str:
+        """How it stands on the board."""
+        return f"{self.number} {self.waited_s:.3f} {self.what}"
 
 
 @final
@@ -23,17 +55,25 @@ class NoticeBoard:
     the store may be hosted by the very rank that has died or was stopped.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], host: tuple[str, int] | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        host: tuple[str, int] | None,
+        host_rank: int | None = None,
+    ) -> None:
         """Use ``store``, with a prefix of its own.
 
         Args:
             store: Where notices are kept.
             ranks: Who may post.
             host: Address and port of the store's server; ``None`` where it cannot be probed.
+            host_rank: The rank whose process serves the store; ``None`` for none of them.
         """
         self._store = store
-        self._keys = [str(rank) for rank in ranks]
+        self._ranks = ranks
         self._host = host
+        self._host_rank = host_rank
 
     def post(self, rank: int, text: str) -> bool:
         """Pin up ``text`` for ``rank``; whether the store answered."""
@@ -52,10 +92,70 @@ class NoticeBoard:
         def task() -> dict[int, str]:
             if not self._store.check(["any"]):
                 return {}
-            present = [key for key in self._keys if self._store.check([key])]
-            return {int(key): self._store.get(key).decode() for key in present}
+            present = [rank for rank in self._ranks if self._store.check([str(rank)])]
+            return {rank: self._store.get(str(rank)).decode() for rank in present}
 
         return self._ask(task)
+
+    def explain(
+        self, rank: int, call: Call, calls: Sequence[Call], waited_s: float
+    ) -> CollectiveError:
+        """Tell a rank that gave up, and has said so, what was the matter.
+
+        Args:
+            rank: The rank.
+            call: The call that failed.
+            calls: All that were under way with it.
+            waited_s: Seconds since it was started.
+        """
+        notes = self._gather(rank)
+        if notes is None:
+            return self._explain_without_store(rank, call, waited_s)
+        together = {(each.number, each.what) for each in calls}
+        elsewhere = [
+            (other, repr(notice.what))
+            for other, notice in notes.items()
+            if (notice.number, notice.what) not in together
+        ]
+        # Who has waited much less than others came when they had already given up.
+        longest_s = max([waited_s, *(notice.waited_s for notice in notes.values())])
+        late = {r for r, notice in notes.items() if notice.waited_s < longest_s / 2}
+        absent = [r for r in self._ranks if r not in notes and r != rank]
+        if elsewhere and not absent:
+            return CollectiveMismatchError(mismatch_message(rank, repr(call.what), elsewhere))
+        missing = tuple(sorted({*absent, *late} - {rank}))
+        if waited_s < longest_s / 2:
+            return CollectiveTimeoutError(
+                f"rank {rank} came to {call.what!r} after the others had given up: their "
+                f"deadline was {longest_s:.1f} s; raise the timeout if this rank is merely slow",
+                missing=missing,
+            )
+        return CollectiveTimeoutError(
+            timeout_message(rank, call.what, waited_s, missing), missing=missing
+        )
+
+    def _explain_without_store(self, rank: int, call: Call, waited_s: float) -> CollectiveError:
+        missing = tuple(r for r in self._ranks if r == self._host_rank != rank)
+        where = f" at {self._host[0]}:{self._host[1]}" if self._host else ""
+        return CollectiveTimeoutError(
+            f"{timeout_message(rank, call.what, waited_s, missing)} (the store{where} does "
+            "not answer, so others may be missing too)",
+            missing=missing,
+        )
+
+    def _gather(self, rank: int) -> dict[int, Notice] | None:
+        """Wait a moment for the others' notices; ``None`` where the store does not answer."""
+        # Who serves the store looks for longer: others ask it until their own look is over.
+        serves = self._host_rank == rank
+        deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
+        known = texts = self.read()
+        while texts is not None and len(texts) < len(self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            texts = self.read()
+            known = known if texts is None else texts  # its host may have ended, having found out
+        if known is None:
+            return None
+        return {other: Notice.parse(text) for other, text in known.items()}
 
     def _ask(self, task: Callable[[], T]) -> T | None:
         # A request to the store of a stopped process blocks for ever, also with a timeout set, so

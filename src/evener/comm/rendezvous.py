@@ -20,7 +20,7 @@ from evener.comm.addresses import (
 )
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
 from evener.comm.messages import name_ranks
-from evener.comm.wires import Wires
+from evener.comm.wires import Wires, close_server
 from evener.errors import LaunchError
 
 _FIRST_PAUSE_S = 0.002
@@ -50,6 +50,57 @@ class MeetingPoint:
     host_rank: int | None
     devices: tuple[ProcessGroupGloo.Device, ...]
     wires: Wires
+
+    def leave_behind(self) -> None:
+        """Close a forked child's copies of the sockets; see ``NotInherited``."""
+        self.wires.leave_behind()
+        if self.server is not None and self.host is not None:
+            close_server(self.host[1])
+
+
+def meet(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    *,
+    hosts: bool,
+    listen_fd: int | None,
+    timeout_s: float,
+) -> tuple[str, MeetingPoint]:
+    """Find the other ranks of a team; all of them call it.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        address: See ``open_store``.
+        port: See ``open_store``.
+        hosts: See ``open_store``.
+        listen_fd: See ``open_store``.
+        timeout_s: How long to wait.
+
+    Returns:
+        A key, equal on all ranks and of no earlier team, and where they form their groups.
+
+    Raises:
+        LaunchError: The port is taken, or a rank cannot be reached or did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    with Wires.opened() as wires:
+        devices = choose_devices(address, port)
+        store, server = open_store(
+            address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
+        )
+    left_s = max(1.0, deadline - time.monotonic())
+    key, host_rank = call_roll(store, rank, world_size, hosts=hosts, timeout_s=left_s)
+    return key, MeetingPoint(
+        store=store,
+        server=server,
+        host=(address, port),
+        host_rank=host_rank,
+        devices=devices,
+        wires=wires,
+    )
 
 
 class _Patience:
