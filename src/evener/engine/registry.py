@@ -1,12 +1,15 @@
 """Objects of the user whose state belongs to that of the run."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
-from evener.checkpoint.codec import decode, encode
+from evener.checkpoint.codec import encode
 from evener.errors import CheckpointError, ConfigError
+
+REGISTERED: Final = "registered"
+"""What a saved state calls the objects' states, and their tensors."""
 
 
 class Stateful(Protocol):
@@ -28,10 +31,6 @@ class Registry:
         self._objects: dict[str, Stateful] = {}
         #: Restored states whose objects have not been registered yet.
         self._waiting: dict[str, Any] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._objects)
 
     def add(self, name: str, stateful: Stateful) -> None:
         """Adds an object, and restores it where its state is waiting.
@@ -57,28 +56,30 @@ class Registry:
         }
         return states, tensors
 
-    def restore(self, states: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Undoes ``collect``; what is not registered yet is restored when it is.
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Hands out states that ``collect`` gave; what is not registered yet waits until it is.
+
+        Args:
+            states: By name, what ``load_state_dict`` takes.
 
         Raises:
-            CheckpointError: The state of a registered object is missing, damaged or refused.
+            CheckpointError: The state of a registered object is missing or refused.
         """
-        decoded = {name: decode(state, tensors=tensors) for name, state in states.items()}
+        waiting = dict(states)
         for name in self._objects:
-            if name not in decoded:
+            if name not in waiting:
                 raise CheckpointError(
                     f"the checkpoint holds no state of {name!r}, which is registered; it holds "
                     f"{sorted(map(str, states))}: register it after ddp.load, or resume with "
                     "another one"
                 )
         for name, one in self._objects.items():
-            state = decoded.pop(name)
             try:
-                one.load_state_dict(state)
+                one.load_state_dict(waiting.pop(name))
             except Exception as error:
                 raise CheckpointError(
                     f"the checkpoint's state of {name!r} is refused by its load_state_dict "
                     f"({error!r}): resume with the object that it was written from, or from an "
                     "older checkpoint"
                 ) from error
-        self._waiting = decoded
+        self._waiting = waiting

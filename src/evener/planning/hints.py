@@ -35,6 +35,14 @@ class Contradiction:
     measured: float
     windows: int
 
+    def __str__(self) -> str:
+        return (
+            f"speed_hint gives rank {self.rank} {self.hinted:.0%} of the speed of the ranks "
+            f"that were measured, and it has {self.measured:.0%} ({self.windows} windows); "
+            "the work follows the measurement. In speed_hint a larger number stands for a "
+            "faster rank; DdpConfig().with_speed_hint(slow_rank, ratio) says how slow one is"
+        )
+
 
 @final
 class HintWatch:

@@ -1,88 +1,166 @@
 """Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.parameters import ParameterAverager
+from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import move
-from evener.engine.emulate import emulation_of_launcher
-from evener.engine.engine import Engine
-from evener.engine.habits import refuse_second_team
+from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher, patient_sleep
+from evener.engine.engine import Engine, EngineOptions
+from evener.engine.habits import Habits, refuse_second_team
+from evener.engine.local import LocalEngine
+from evener.engine.local_update import LocalUpdate
+from evener.engine.local_window import local_payload_length
+from evener.engine.loss_scale import LossScale
 from evener.engine.registry import Registry
+from evener.engine.replica import Replica
+from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
+from evener.engine.state import TrainingState
+from evener.engine.sync import WindowEngine
+from evener.engine.sync_row import payload_length
 from evener.engine.team import Member, Team, describe_self, member_document, own_versions
+from evener.engine.updates import Updater
 from evener.errors import CheckpointError, UsageError
-from evener.planning.policies import ApplyPolicy, Planner
-from evener.run.engines import (
-    Parts,
-    choose_policy,
-    lay_out,
-    longest_payload,
-    make_engine,
-)
+from evener.planning.cadence import CadencePolicy
+from evener.planning.fixed import FixedShares
+from evener.planning.guard import make_guard
+from evener.planning.hints import HintWatch
+from evener.planning.policies import ApplyPolicy, Planner, Policy
+from evener.planning.sync import SyncPolicy
 from evener.run.launching.child import apply_threads
-from evener.run.launching.terminal import say
+from evener.run.launching.terminal import say, warn
 from evener.run.likeness import check_training, check_versions, describe_training
 from evener.run.models import (
     Models,
     Schedulers,
+    check_identity,
     check_optimizers,
     check_parameters,
     combine_models,
     parts_of,
 )
-from evener.run.precision import HALF, AutocastForward, Precision, choose_precision
+from evener.run.precision import HALF, AutocastForward, choose_precision
 from evener.run.settings import DdpConfig
-from evener.run.team.backends import check_backend, connect_team
+from evener.run.team.backends import check_backend, check_policy, connect_team
 from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.hardware import hardware_summary, memory_in_words
+from evener.run.team.hardware import team_lines
 from evener.run.team.news import LEFT, tell
 from evener.run.team.placement import Devices, choose_device
 
 
-@dataclass(slots=True)
 class Assembly:
-    """Everything that one rank of a team holds; ``Ddp`` is its face."""
+    """Everything that one rank of a team holds; ``Ddp`` is its face.
 
-    environment: DistributedTrainConfig
-    model: nn.Module
-    optimizers: Sequence[Optimizer]
-    schedule: Schedule
-    device: torch.device
-    precision: Precision
-    comm: Communicator
-    backend_reason: str
-    team: Team
-    members: tuple[Member, ...]
-    several_models: bool
-    flat: FlatBuffers
-    buffers: BufferAverager
-    engine: Engine
-    autocast: list[AutocastForward]
-    registry: Registry
+    All ranks make one together: they find one another, compare what they are about to train, and
+    start from rank 0's model. See ``Ddp.setup`` for the arguments.
+
+    Attributes:
+        environment: This rank's place.
+        model: One module that holds all.
+        optimizers: As given.
+        schedule: Their learning rates.
+        registry: Objects of the user whose state belongs to the run's.
+        state: What a checkpoint holds, and what a rank that was away receives.
+        device: This rank's device.
+        precision: What its forward computes in.
+        comm: Joins the ranks.
+        backend_reason: Why they exchange as they do.
+        team: The ranks.
+        members: What each of them is.
+        flat: The trainable parameters.
+        buffers: Keeps the model's buffers equal.
+        engine: Runs the windows.
+        takes_turns: Whether optimizers are likely to be stepped one by one: several, of several
+            models.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizers: Sequence[Optimizer],
+        scheduler: Schedulers,
+        *,
+        policy: str | ApplyPolicy,
+        backend: str,
+        devices: Devices,
+        precision: str,
+        config: DdpConfig,
+        environment: DistributedTrainConfig,
+        communicator: Communicator | None = None,
+    ) -> None:
+        chosen = check_policy(policy)
+        config.check_policy(chosen)
+        check_backend(backend)
+        check_optimizers(optimizers, scheduler)
+        self.model, models = combine_models(model)
+        refuse_second_team(models)
+        self.environment = environment
+        self.optimizers = optimizers
+        self.takes_turns = len(models) > 1 and len(optimizers) > 1
+        self.device = choose_device(devices, environment)
+        self.precision = choose_precision(precision, self.device)
+        apply_threads(environment)
+        self._move()
+        self.comm, self.backend_reason = connect_team(
+            environment, backend, chosen, self.device, config.timeout_s, communicator
+        )
+        try:
+            self._config = _with_emulation(config, self.comm)
+            size = self.comm.world_size
+            longest = max(payload_length(size), local_payload_length(size))
+            self.team = Team(self.comm, payload_length=longest)
+            self.members = self._introduce(
+                describe_training(self.model, optimizers, scheduler, chosen, config)
+            )
+            self.flat = FlatBuffers(
+                list(self.model.named_parameters()),
+                # Local steps exchange no gradients, so these stay where autograd has put them.
+                size if chosen is ApplyPolicy.SYNC else 1,
+                parts=parts_of(optimizers),
+                buckets=config.gradient_buckets,
+            )
+            check_parameters(optimizers, self.flat)
+            _start_alike(self.model, self.comm)
+            self.model.train()
+            self.buffers = BufferAverager(self.model, self.comm)
+            self.schedule, self.registry = Schedule(optimizers, scheduler), Registry()
+            self.state = TrainingState(
+                self.model, self.flat, optimizers, self.schedule, self.registry
+            )
+            self.engine = self._make_engine(chosen)
+        except BaseException:
+            self.comm.close()
+            raise
+        half = HALF.get(self.precision)
+        self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
+        self._habits.claim(models)
+        if not config.quiet and self.comm.rank == 0:
+            exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
+            say("\n".join([*team_lines(self.members), exchange]))
 
     @property
     def policy(self) -> Planner:
         """Who does how much."""
         return self.engine.policy
 
-    def set_micro_batch_size(self, size: int) -> None:
-        """Tells the planner the largest micro-batch, where memory sets no other limit."""
-        self.engine.limits.base = size
-        self.policy.set_micro_batch_sizes(self.engine.limits.sizes)
-
     @property
-    def takes_turns(self) -> bool:
-        """Whether optimizers are likely to be stepped one by one: several, of several models."""
-        return self.several_models and len(self.optimizers) > 1
+    def names(self) -> list[str]:
+        """The members' names, in rank order."""
+        return [member.member for member in self.members]
 
     def part_of(self, optimizer: Optimizer) -> int:
         """Number of one of the optimizers.
@@ -100,113 +178,148 @@ class Assembly:
 
     def agree_on_failure(self, failure: str) -> None:
         """Raises rank 0's failure on every rank; all ranks call it together."""
-        answers = self.engine.team.introduce({"failure": failure})
+        active = self.engine.team
+        answers = active.introduce({"failure": failure})
         if answers[0]["failure"]:
             raise CheckpointError(answers[0]["failure"])
 
     def close(self) -> None:
         """Gives back hooks and connections; idempotent."""
         self.engine.close_down()
-        self.engine.options.habits.close()
+        self._habits.close()
         self.flat.close()
-        while self.autocast:
-            self.autocast.pop().remove()
+        while self._autocast:
+            self._autocast.pop().remove()
         self.comm.close()
         tell(place=LEFT)
 
+    # ── who is there ─────────────────────────────────────────────────────────────────────────
 
-def assemble(
-    model: Models,
-    optimizers: Sequence[Optimizer],
-    scheduler: Schedulers,
-    *,
-    policy: str | ApplyPolicy,
-    backend: str,
-    devices: Devices,
-    precision: str,
-    config: DdpConfig,
-    environment: DistributedTrainConfig,
-    communicator: Communicator | None = None,
-) -> Assembly:
-    """Builds a rank's parts and makes all ranks start alike; all ranks call it together."""
-    chosen = choose_policy(policy, config)
-    check_backend(backend)
-    check_optimizers(optimizers, scheduler)
-    whole, models = combine_models(model)
-    refuse_second_team(models)
-    device = choose_device(devices, environment)
-    resolved = choose_precision(precision, device)
-    apply_threads(environment)
-    _move(whole, optimizers, device)
-    wait_s = config.timeout_s
-    comm, reason = connect_team(environment, backend, chosen, device, wait_s, communicator)
-    try:
-        config = _with_emulation(config, comm)
-        team = Team(comm, payload_length=longest_payload(comm.world_size))
-        training = describe_training(whole, optimizers, scheduler, chosen, config)
-        members = _introduce(team, training, environment, device, config, resolved)
-        flat = lay_out(whole, chosen, comm.world_size, parts_of(optimizers), config)
-        check_parameters(optimizers, flat)
-        _start_alike(whole, comm)
-        whole.train()
-        schedule, registry = Schedule(optimizers, scheduler), Registry()
-        parts = Parts(team, members, whole, flat, list(optimizers), schedule, registry, config)
-        engine = make_engine(chosen, parts)
-    except BaseException:
-        comm.close()
-        raise
-    assembly = Assembly(
-        environment=environment,
-        model=whole,
-        optimizers=optimizers,
-        schedule=schedule,
-        device=device,
-        precision=resolved,
-        comm=comm,
-        backend_reason=reason,
-        team=team,
-        members=members,
-        several_models=len(models) > 1,
-        flat=flat,
-        buffers=engine.buffers,
-        engine=engine,
-        autocast=[AutocastForward(m, device, HALF[resolved]) for m in models if resolved in HALF],
-        registry=registry,
-    )
-    habits = engine.options.habits
-    habits.claim(models)
-    _print_team(assembly, config)
-    return assembly
-
-
-def _print_team(assembly: Assembly, config: DdpConfig) -> None:
-    if not config.quiet and assembly.comm.rank == 0:
-        say("\n".join(team_lines(assembly)))
-
-
-def team_lines(assembly: Assembly) -> list[str]:
-    """The team in words: its devices, one line a rank, then the backend and why."""
-    lines = [f"team of {len(assembly.members)}: {hardware_summary(assembly.members)}"]
-    for m in assembly.members:
-        slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
-        half = f", {m.precision}" if m.precision != "fp32" else ""
-        threads = f", {m.threads} threads" if m.device == "cpu" else ""
-        memory = memory_in_words(m, before=" | ")
-        lines.append(
-            f"  rank {m.rank}  {m.device:7} {m.device_name}{memory}{threads}{half}{slow} | "
-            f"{m.host} pid {m.pid}"
-        )
-    lines.append(f"  backend {assembly.comm.backend}: {assembly.backend_reason}")
-    return lines
-
-
-def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """Moves the model, and what optimizers remember to where their parameters have gone."""
-    move(model, device)
-    if device.type != "cpu":
-        for optimizer in optimizers:
+    def _move(self) -> None:
+        """Moves the model, and what optimizers remember to where their parameters have gone."""
+        move(self.model, self.device)
+        for optimizer in self.optimizers if self.device.type != "cpu" else ():
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
+
+    def _introduce(self, training: Mapping[str, Any]) -> tuple[Member, ...]:
+        self._config.check_team(self.team.world_size)
+        own = describe_self(
+            self.team.rank,
+            self.environment.local_rank,
+            self.device,
+            emulated=self._config.emulate_slow.get(self.team.rank, 1.0),
+            versions=own_versions(),
+            precision=self.precision,
+        )
+        greetings = self.team.introduce({**member_document(own), "training": training})
+        check_versions([greeting["versions"] for greeting in greetings])
+        check_training([greeting.pop("training") for greeting in greetings])
+        taken: Counter[str] = Counter()
+        for greeting in greetings:
+            # Machines may share a host name; in rank order, so that every rank finds the same ids.
+            name = greeting["member"]
+            taken[name] += 1
+            if taken[name] > 1:
+                greeting["member"] = f"{name}#{taken[name]}"
+        return tuple(Member(**greeting) for greeting in greetings)
+
+    # ── what runs the windows ────────────────────────────────────────────────────────────────
+
+    def _make_engine(self, policy: ApplyPolicy) -> Engine:
+        """The engine of a policy; all ranks call it together."""
+        speeds = self._config.hinted_speeds(self.team.world_size)
+        options = self._make_options()
+        engine: Engine
+        if policy is ApplyPolicy.SYNC:
+            engine = WindowEngine(
+                team=self.team,
+                flat=self.flat,
+                buffers=self.buffers,
+                updater=Updater(self.flat, self.buffers, self.optimizers, self.comm, options),
+                policy=self._plan_shares(speeds, options.avoid_ones),
+                options=options,
+            )
+        else:
+            engine = self._make_local_engine(speeds, options, policy)
+        if speeds is not None and len(speeds) > 1 and self.team.rank == 0:  # it knows the speeds
+            engine.call_on_commit(partial(_compare_hint, engine, HintWatch(speeds)))
+        return engine
+
+    def _plan_shares(self, speeds: Sequence[float] | None, avoid_ones: bool) -> Policy:
+        if self._config.partition_ratios is not None:
+            return FixedShares(self.names, self._config.partition_ratios, avoid_ones=avoid_ones)
+        planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
+        if speeds is not None:
+            planner.hint(list(speeds))
+        return planner
+
+    def _make_local_engine(
+        self, speeds: Sequence[float] | None, options: EngineOptions, policy: ApplyPolicy
+    ) -> LocalEngine:
+        config, team, background = self._config, self.team, None
+        if policy is ApplyPolicy.ASYNC and team.world_size > 1:
+            comm = self.comm.split(range(team.world_size), name="background")
+            assert comm is not None
+            background = Team(comm, payload_length=team.payload_length)
+        cadence = config.make_cadence(team.world_size)
+        if speeds is not None:
+            cadence.with_speeds(speeds)
+        parameters = ParameterAverager(self.flat)
+        return LocalEngine(
+            team=team,
+            replica=Replica(self.flat, parameters, self.buffers, options.check),
+            update=LocalUpdate(
+                self.flat,
+                self.optimizers,
+                max_grad_norm=config.max_grad_norm,
+                lr_factor=1.0 + (team.world_size - 1) * config.lr_scale_ratio,
+            ),
+            schedule=self.schedule,
+            policy=CadencePolicy(
+                self.names,
+                cadence,
+                make_guard(config.divergence_guard, config.divergence_threshold),
+                max_batch_diff=config.max_batch_diff,
+                in_background=background is not None,
+            ),
+            options=options,
+            background=background,
+            avoid_ones=options.avoid_ones,
+        )
+
+    def _make_options(self) -> EngineOptions:
+        config, members, own = self._config, self.members, self.members[self.team.rank]
+        stop_requested = config.stop_when or (lambda: False)
+        notice = warn if own.rank == 0 else _keep_to_oneself
+        self._habits = Habits(self.flat, self.optimizers, notice, warn=warn, rank=own.rank)
+        kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
+        return EngineOptions(
+            max_grad_norm=config.max_grad_norm,
+            non_finite=config.non_finite,
+            unlike_devices=len(kinds) > 1,
+            avoid_ones=any(isinstance(module, _BatchNorm) for module in self.model.modules()),
+            dtype=HALF.get(own.precision, torch.float32),
+            loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
+            slowdown=Slowdown(
+                own.emulated,
+                clock=compute_clock(own.device),
+                sleep=patient_sleep(stop_requested),
+            ),
+            check=ReplicaCheck(self.model, self.flat, self.buffers, every=config.verify_every or 0),
+            check_model=partial(check_identity, self.model, self.flat),
+            stop_requested=stop_requested,
+            before_update=self.schedule.before_update,
+            after_update=self.schedule.after_update,
+            transfer_state=self._bring_up_to_date,
+            notice=notice,
+            habits=self._habits,
+        )
+
+    def _bring_up_to_date(
+        self, counters: dict[str, Any], receives: bool, source: int = 0
+    ) -> dict[str, Any]:
+        return self.state.send(self.comm, counters, source=source, receives=receives)
 
 
 def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
@@ -219,52 +332,29 @@ def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
 
 
-def _introduce(
-    team: Team,
-    training: Mapping[str, Any],
-    environment: DistributedTrainConfig,
-    device: torch.device,
-    config: DdpConfig,
-    precision: Precision,
-) -> tuple[Member, ...]:
-    config.check_team(team.world_size)
-    slow = config.emulate_slow.get(team.rank, 1.0)
-    own = describe_self(
-        team.rank,
-        environment.local_rank,
-        device,
-        emulated=slow,
-        versions=own_versions(),
-        precision=precision,
-    )
-    greetings = team.introduce({**member_document(own), "training": training})
-    check_versions([greeting["versions"] for greeting in greetings])
-    check_training([greeting.pop("training") for greeting in greetings])
-    taken: set[str] = set()
-    for greeting in greetings:
-        # Machines may share a host name; in rank order, so that every rank finds the same ids.
-        name, number = greeting["member"], 2
-        while greeting["member"] in taken:
-            greeting["member"] = f"{name}#{number}"
-            number += 1
-        taken.add(greeting["member"])
-    return tuple(Member(**g) for g in greetings)
-
-
 @torch.no_grad()
 def _start_alike(model: nn.Module, comm: Communicator) -> None:
     """Gives every rank rank 0's parameters (frozen ones too) and buffers."""
     if comm.world_size == 1:
         return
-    kinds: dict[torch.dtype, list[Any]] = {}
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         kinds.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, tensors in kinds.items():
-        packed = torch.cat([t.detach().reshape(-1) for t in tensors])
-        wire = packed.to(torch.uint8) if dtype == torch.bool else packed
-        comm.broadcast(wire, 0, what="initial model")
-        offset = 0
-        for tensor in tensors:
-            part = wire[offset : offset + tensor.numel()].view(tensor.shape)
-            tensor.copy_(part.to(dtype))
-            offset += tensor.numel()
+    for tensors in kinds.values():
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        comm.broadcast(packed.view(torch.uint8), 0, what="initial model")
+        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _keep_to_oneself(text: str) -> None:
+    """What rank 0 says is not said again by the others."""
+
+
+def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:
+    """Warns, after the first windows, of ranks whose speed contradicts the hint."""
+    if not watch.is_done:
+        worked = [record.samples > 0 for record in result.ranks]
+        for found in watch.observe(worked, engine.policy.solo_speeds(result.size)):
+            warn(str(found))

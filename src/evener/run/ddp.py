@@ -23,7 +23,7 @@ from evener.errors import EvenerError
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
-from evener.run.assembly import Assembly, assemble
+from evener.run.assembly import Assembly
 from evener.run.launching.starting import start_all_ranks
 from evener.run.launching.uncaught import explain_with, forget, note
 from evener.run.loop import DataSide
@@ -132,7 +132,7 @@ class Ddp(DataSide):
         if place is None and communicator is None:
             place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
         team = cls(
-            assemble(
+            Assembly(
                 model,
                 [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
                 scheduler,

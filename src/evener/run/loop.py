@@ -328,7 +328,7 @@ class DataSide:
             micro = size
         elif not isinstance(micro_batch_size, str):
             micro = int(micro_batch_size)
-        assembly.set_micro_batch_size(micro)
+        self._engine.set_micro_batch_size(micro)
         feed = Feed(
             make_fetcher(
                 intake.samples,

@@ -108,7 +108,7 @@ class Checkpointer:
         writer.submit(
             capture(
                 self._ddp.assembly,
-                cursor_state,
+                [cursor_state],
                 assets=self._assets,
                 documents=self._documents,
                 into=old or writer.take_finished(),

@@ -1,4 +1,4 @@
-"""The team's devices in one line, for people."""
+"""The team's devices in words, for people."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,8 +28,22 @@ def hardware_summary(members: Sequence[Member]) -> str:
     return f"{' + '.join(kinds)}{likeness} | {' | '.join(parts)}"
 
 
+def team_lines(members: Sequence[Member]) -> list[str]:
+    """The team: its devices, and a line for each rank."""
+    lines = [f"team of {len(members)}: {hardware_summary(members)}"]
+    for m in members:
+        slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
+        half = f", {m.precision}" if m.precision != "fp32" else ""
+        threads = f", {m.threads} threads" if m.device == "cpu" else ""
+        lines.append(
+            f"  rank {m.rank}  {m.device:7} {m.device_name}{_memory(m, before=' | ')}{threads}"
+            f"{half}{slow} | {m.host} pid {m.pid}"
+        )
+    return lines
+
+
 def _device(member: Member) -> str:
-    text = f"{member.device_name}{memory_in_words(member, before=' ')}"
+    text = f"{member.device_name}{_memory(member, before=' ')}"
     if member.device == "cpu":
         text += f" {_plural(member.threads, 'thread')}"
     if member.emulated != 1:
@@ -37,7 +51,7 @@ def _device(member: Member) -> str:
     return text
 
 
-def memory_in_words(member: Member, *, before: str) -> str:
+def _memory(member: Member, *, before: str) -> str:
     """A device's memory, after some separator; empty where it is not known."""
     return f"{before}{member.memory_bytes / 2**30:.1f} GB" if member.memory_bytes else ""
 
