@@ -115,6 +115,10 @@ class BufferAverager:
             if id(module) in modules
         ]
 
+    def use(self, comm: Communicator) -> None:
+        """Go on with other ranks."""
+        self.comm = comm
+
     @torch.no_grad()
     def average(self, weight: float, total_weight: float, *, what: str) -> None:
         """Agrees on the buffers; all ranks call it together.
@@ -124,25 +128,11 @@ class BufferAverager:
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
         """
-        if not self._places:
-            return
-        parts = []
-        for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
-            if weight == 0 and buffer.is_floating_point():
-                buffer = agreed  # what counts for nothing may even be NaN
-            difference = (buffer - agreed) if buffer.dtype != torch.bool else buffer ^ agreed
-            factor = weight / total_weight if buffer.is_floating_point() else 1.0
-            parts.append(self._widened(difference).mul_(factor).flatten())
-        packed = torch.cat(parts)
-        if self.comm.world_size > 1:
-            self.comm.all_reduce(packed, what=f"buffers of {what}")
-        offset = 0
-        for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
-            part = packed[offset : offset + agreed.numel()].view(agreed.shape)
-            offset += agreed.numel()
-            self._move(agreed, part)
-            buffer.copy_(agreed)
-        self._mark()
+        if not self.is_empty:
+            self._snapshots = self._buffers  # no copies: nothing is written before the last step
+            packed = self._differences()
+            self.exchange(packed, self.comm, weight, total_weight, what=what)
+            self.agree(packed, moved_on=False)
 
     # ── in three steps, so that a rank can go on meanwhile ───────────────────────────────────────
 
@@ -150,6 +140,9 @@ class BufferAverager:
     def snapshot(self) -> torch.Tensor:
         """This rank's differences from the consensus as they are now, as one float64 tensor."""
         self._snapshots = [b.detach().clone() for b in self._buffers]
+        return self._differences()
+
+    def _differences(self) -> torch.Tensor:
         parts = [
             self._widened((b ^ agreed) if b.dtype == torch.bool else (b - agreed)).flatten()
             for b, agreed in zip(self._snapshots, self._consensus, strict=True)

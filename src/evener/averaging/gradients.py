@@ -36,6 +36,10 @@ class GradientAverager:
         self.comm = comm
         self.own_norm: float | None = None
 
+    def use(self, comm: Communicator) -> None:
+        """Go on with other ranks."""
+        self.comm = comm
+
     def gather(self) -> int | None:
         """Makes this rank's gradients ready for ``average`` and looks whether they are finite.
 
@@ -114,7 +118,7 @@ class GradientAverager:
         for group in self._flat.groups_of(self._part):
             if group.data.numel() % self.comm.world_size == 0:
                 self.comm.all_gather_parts(group.data, what=what)
-            else:  # ranks are parked, and the buffer was padded for the whole team
+            else:  # ranks are parked, the buffer was padded for all: the lowest present rank gives
                 self.comm.broadcast(group.data, 0, what=what)
 
 

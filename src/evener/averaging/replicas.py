@@ -143,11 +143,10 @@ class Averaged:
     @torch.no_grad()
     def hand_out(self, replicas: Sequence[Mapping[str, Parameter]]) -> None:
         """Writes it to ``.grad`` of every replica; ``None`` where no replica had a gradient."""
-        counts = self._stage.flags.tolist()
+        stage = self._stage
+        counts = stage.flags.tolist()
         for parameters in replicas:
-            for (name, _, _), view, count in zip(
-                self._layout, self._stage.views, counts, strict=True
-            ):
+            for (name, _, _), view, count in zip(self._layout, stage.views, counts, strict=True):
                 parameter = parameters[name]
                 if not count:
                     parameter.grad = None

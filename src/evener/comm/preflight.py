@@ -211,8 +211,9 @@ class _Child:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+            stdin = self._process.stdin
+            assert stdin is not None
+            stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         except OSError as error:
             self.state, self.story = _State.FAILED, f"no process could be started ({error})"
 
@@ -221,11 +222,12 @@ class _Child:
         if self._process is None or self.state is not _State.RUNNING:
             time.sleep(patience_s)
             return
-        assert self._process.stdout is not None
+        stdout = self._process.stdout
+        assert stdout is not None
         # Not select(), which refuses descriptors from 1024 on.
-        if not wait([self._process.stdout.fileno()], patience_s):
+        if not wait([stdout.fileno()], patience_s):
             return
-        chunk = os.read(self._process.stdout.fileno(), _MOST_OUTPUT_BYTES)
+        chunk = os.read(stdout.fileno(), _MOST_OUTPUT_BYTES)
         *lines, self._output = (self._output + chunk).split(b"\n")
         for line in lines:
             self._take(line)

@@ -44,6 +44,12 @@ class _Exchange:
     done: bool = False
     error: Callable[[int], CollectiveError] | None = None
 
+    def complete(self, result: Any) -> None:
+        self.result, self.done = result, True
+
+    def fail(self, why: Callable[[int], CollectiveError]) -> None:
+        self.error = why
+
 
 @final
 class ThreadTeam:
@@ -135,14 +141,15 @@ class ThreadTeam:
     def _complete(self, exchange: _Exchange, finish: Callable[[list[Any]], Any]) -> None:
         texts = {r: words for r, (words, _) in exchange.offers.items()}
         if len(set(texts.values())) > 1:
-            exchange.error = lambda rank: CollectiveMismatchError(
-                mismatch_message(
-                    rank, texts[rank], [(r, t) for r, t in texts.items() if t != texts[rank]]
+            exchange.fail(
+                lambda rank: CollectiveMismatchError(
+                    mismatch_message(
+                        rank, texts[rank], [(r, t) for r, t in texts.items() if t != texts[rank]]
+                    )
                 )
             )
         else:
-            exchange.result = finish([exchange.offers[r][1] for r in self.numbers])
-            exchange.done = True
+            exchange.complete(finish([exchange.offers[r][1] for r in self.numbers]))
         exchange.offers.clear()
         self._exchanges.pop(exchange.number, None)
         self._condition.notify_all()
@@ -177,7 +184,7 @@ class ThreadTeam:
                 timeout_message(other, call.what, waited_s, missing), missing=missing
             )
 
-        exchange.error = too_late
+        exchange.fail(too_late)
         self._condition.notify_all()
         return too_late(rank)
 
