@@ -23,15 +23,13 @@ from evener.engine.local_results import (
     report_of,
     result_of,
 )
-from evener.engine.local_update import LocalUpdate
 from evener.engine.local_window import Outcome
-from evener.engine.loss_scale import LocalLossScale
 from evener.engine.moments import RecentMoments, SavedState
 from evener.engine.replica import Replica
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule, digest_of
 from evener.engine.share import Share
-from evener.engine.steps import LocalSteps, Work
+from evener.engine.steps import LocalSteps
 from evener.engine.team import Meeting, Team
 from evener.planning.cadence import CadencePolicy
 from evener.planning.local import LocalPlan, LocalReport, decode_local_reports, encode_local_report
@@ -50,7 +48,7 @@ class LocalEngine(Engine):
     Args:
         team: The ranks.
         replica: The model's working copy, and the consensus.
-        update: Makes local steps.
+        steps: Makes local steps.
         schedule: Sets learning rates.
         policy: Plans; rank 0's word counts.
         options: What the engine is told.
@@ -66,7 +64,7 @@ class LocalEngine(Engine):
         *,
         team: Team,
         replica: Replica,
-        update: LocalUpdate,
+        steps: LocalSteps,
         schedule: Schedule,
         policy: CadencePolicy,
         options: EngineOptions,
@@ -78,12 +76,10 @@ class LocalEngine(Engine):
         self._policy = policy
         self._avoid_ones = avoid_ones
         self._replica = replica
-        self._update = update
+        self._steps = steps
         self._schedule = schedule
         self._flight = Flight(self.team, background, replica, policy, schedule)
-        self._scale = LocalLossScale(options.loss_scale, team.rank)
-        skip, slowdown = options.non_finite == "skip", options.slowdown
-        self._steps = LocalSteps(team.rank, update, schedule, slowdown, self._scale, skip=skip)
+        self._scale = options.loss_scale
         self._book: LeaseBook | None = None
         self._own: deque[Slice] = deque()
         self._plan: LocalPlan | None = None
@@ -91,7 +87,7 @@ class LocalEngine(Engine):
         self._spent_s = 0.0
         self._epoch_done = self._winding_down = self._at_rest = self._stopped = False
         self._in_batch = self._leaving = False
-        self._moments = RecentMoments(team.comm, update.optimizers, schedule)
+        self._moments = RecentMoments(team.comm, steps.optimizers, schedule)
 
     @property
     def policy(self) -> CadencePolicy:
@@ -204,7 +200,7 @@ class LocalEngine(Engine):
         """Commits the last window of an epoch; all ranks call it together."""
         if self._plan is None:  # all have met an error, and nothing is left to commit
             return
-        payload = encode_local_report(self._report(Work(), 0, changed=False))
+        payload = encode_local_report(self._report(LocalReport(), 0, changed=False))
         rows, leaving = self.team.meet(
             Meeting.FLUSH, window=self.window, leaving=int(self.wants_stop()), payload=payload
         )
@@ -218,8 +214,8 @@ class LocalEngine(Engine):
         """Starts a local step."""
         weight = self._steps.batch_weight or float(self._book.batch_size if self._book else 1)
         scale = None
-        if num_micro_batches > 1 or self._scale.is_used:
-            scale = power_of_two_near(weight) / (self._scale.value or 1.0)
+        if num_micro_batches > 1 or self._scale.own:
+            scale = power_of_two_near(weight) / (self._scale.own or 1.0)
         self.buffers.keep()
         self._in_batch = True
         self.share = Share(
@@ -239,7 +235,7 @@ class LocalEngine(Engine):
         self._in_batch = False
         self._replica.parameters.adopt()
         if not self._steps.finish(
-            self.share, self._plan, self._flight.plan, self.progress, self._leases.batch_size
+            self.share, self._flight.plan, self.progress, self._leases.batch_size
         ):
             self.buffers.rewind()
             for tell in self.options.on_left_out:
@@ -253,9 +249,9 @@ class LocalEngine(Engine):
         if not self._own or self._winding_down or self.wants_stop():
             return False
         in_flight = self._flight.plan
-        if self._steps.work.non_finite or (in_flight is not None and in_flight.blocking):
+        if in_flight is not None and in_flight.blocking:
             return False
-        return self._steps.clock.wants_another(time.perf_counter())
+        return self._steps.wants_another()
 
     def _start(self) -> None:
         """Takes the snapshot of a window that is over, and begins its exchange."""
@@ -290,9 +286,9 @@ class LocalEngine(Engine):
             divergence = self._apply(outcome)
             self.progress = progress_after(self.progress, outcome)
             self._schedule.agree(self.progress, outcome.num_steps - outcome.num_skipped)
-            result = result_of(outcome, self.progress, self._update.lr)
+            result = result_of(outcome, self.progress, self._steps.lr)
             spent_s = self._spent_s + took_s + time.perf_counter() - applying_s
-            stale = self._steps.work.steps
+            stale = self._steps.num_done
             self._applied = applied_of(outcome, result, wait_s, spent_s, divergence, stale)
         self._follow(outcome.next_plan)
         self._leaving = self._leaving or outcome.leaving
@@ -319,21 +315,21 @@ class LocalEngine(Engine):
 
     def _apply(self, outcome: Outcome) -> float:
         """Moves the consensus on, and this rank with it; returns how far it was from it."""
-        moved_on = self._steps.work.steps > 0
+        moved_on = self._steps.num_done > 0
         divergence = self._replica.agree(outcome.weight, outcome.differences, moved_on=moved_on)
         if not math.isfinite(divergence):
             raise overflow(outcome.plan, self.progress.steps + 1)
         if outcome.weight == 0:
             return divergence
         if made := outcome.num_steps - outcome.num_skipped:
-            self._steps.mean_weight = outcome.weight / made
+            self._steps.expect(outcome.weight / made)
         self._moments.add(outcome.reports[self.team.rank].weight)
         return divergence
 
     def _follow(self, plan: LocalPlan) -> None:
         """Goes on by a plan; what this rank has already done of it counts."""
         self._plan = plan
-        done = self._steps.work.steps + self._in_batch  # a batch that is open is not to come again
+        done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
         self._own = deque(self._leases.queue(self.team.rank)[done:])
         self._epoch_done = self._leases.num_left == 0
         self._steps.follow(plan)
@@ -353,7 +349,7 @@ class LocalEngine(Engine):
             self.tell_committed(result)
         self._schedule.accept()  # set in a callback, which runs on every rank for every window
 
-    def _report(self, work: Work, code: int, *, changed: bool) -> LocalReport:
+    def _report(self, work: LocalReport, code: int, *, changed: bool) -> LocalReport:
         """This rank's row about its window, and about the one before, which it now knows."""
         return replace(
             report_of(work, self._applied),

@@ -3,12 +3,11 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from evener.data.cursor import Slice
 from evener.engine.local_window import Outcome
 from evener.engine.results import CadenceRecord, Progress, RankRecord, WindowResult
-from evener.engine.steps import Work
 from evener.planning.local import LocalReport
 
 
@@ -33,9 +32,8 @@ class AppliedWindow:
     stale_steps: int
 
 
-def report_of(work: Work, before: AppliedWindow | None) -> LocalReport:
+def report_of(done: LocalReport, before: AppliedWindow | None) -> LocalReport:
     """A rank's row about its window, and about the one before, of which it now knows all."""
-    done = LocalReport(**asdict(work))
     if before is None:
         return done
     return replace(

@@ -1,7 +1,7 @@
-"""The loss scale of fp16, which belongs to the team."""
+"""The loss scale of fp16: the team's, and between averages a rank's own."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 from evener.errors import NonFiniteGradientError
 from evener.planning.local import LocalReport
@@ -15,7 +15,7 @@ GROWTH_INTERVAL: Final = 2000
 
 
 class LossScale:
-    """Keeps gradients of fp16 ranks within the range of fp16, the same way on every rank.
+    """Keeps gradients of fp16 ranks within the range of fp16.
 
     Losses are multiplied by a power of two before backward. All ranks use the same one, whatever
     their own precision, and undo it in the multiplication that divides by the weight: the average
@@ -23,65 +23,78 @@ class LossScale:
     window; then every rank leaves the window out and halves the scale. No rank decides by itself,
     so nothing has to be exchanged.
 
+    In windows of local steps a rank does decide for itself until the next average: a step that
+    overflows is left out and counts for nothing, and the next one is made at half the scale, so
+    that no more than that step is lost. With each average the ranks that compute in fp16 take the
+    smallest scale of any of them. Ranks of another precision have none, as no gradients are added
+    up.
+
     Args:
         fp16_ranks: Those whose gradients may overflow; without any, the scale is 1 for good.
+        rank: This rank, where it makes local steps.
 
     Attributes:
-        value: The scale, a power of two.
+        fp16_ranks: As given.
+        is_used: Whether a rank computes in fp16.
+        value: The scale that ranks have agreed on, a power of two.
         good_steps: Optimizer steps of the team without overflow since the scale was changed.
+        own: The scale of this rank's next local step; 0 where it computes in another precision.
     """
 
-    def __init__(self, fp16_ranks: Iterable[int]) -> None:
+    def __init__(self, fp16_ranks: Iterable[int], rank: int = 0) -> None:
         self.fp16_ranks = frozenset(fp16_ranks)
-        self.value = FIRST_SCALE if self.fp16_ranks else 1.0
+        self.is_used = bool(self.fp16_ranks)
+        self.value = FIRST_SCALE if self.is_used else 1.0
         self.good_steps = 0
-
-    @property
-    def is_used(self) -> bool:
-        """Whether a rank computes in fp16."""
-        return bool(self.fp16_ranks)
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale is left to try."""
-        return self.value > SMALLEST_SCALE
+        self._rank = rank
+        self.reset()
 
     def explains(self, reports: Sequence[WindowReport]) -> bool:
-        """Whether all that is not finite may be an overflow of fp16, and less scale may help."""
+        """Return whether all that is not finite may be an overflow, and a smaller scale is left."""
         bad = {rank for rank, report in enumerate(reports) if report.non_finite}
-        return self.can_shrink and bad <= self.fp16_ranks
+        return self.value > SMALLEST_SCALE and bad <= self.fp16_ranks
 
     def update(self, *, overflowed: bool) -> None:
-        """Learns from a window that had weight; every rank calls it with the same argument."""
-        if not self.is_used:
-            return
-        self.good_steps += 1
-        if overflowed:
-            self.value = max(self.value / 2, SMALLEST_SCALE)
-            self.good_steps = 0
-        elif self.good_steps == GROWTH_INTERVAL:
-            self.value = min(self.value * 2, LARGEST_SCALE)
-            self.good_steps = 0
+        """Learn from a window that had weight; every rank calls it with the same argument."""
+        if self.is_used:
+            self._learn(1, max(self.value / 2, SMALLEST_SCALE) if overflowed else None)
+
+    def reset(self) -> None:
+        """Go on with what the team has agreed on, in this rank's local steps."""
+        self.own = self.value if self._rank in self.fp16_ranks else 0.0
+        self._has_shrunk = False
+
+    def shrink(self) -> bool:
+        """Learn of a local step that was not finite; return whether a smaller scale was left."""
+        if self.own <= SMALLEST_SCALE:
+            return False
+        self.own = max(self.own / 2, SMALLEST_SCALE)
+        self._has_shrunk = True
+        return True
+
+    def snapshot(self) -> float:
+        """Return the scale to report at the end of a window of local steps."""
+        self._has_shrunk = False
+        return self.own
 
     def agree(self, reports: Sequence[LocalReport]) -> None:
-        """Learns from a window of local steps, in which ranks have kept scales of their own.
+        """Learn from a window of local steps; every rank calls it with the same reports.
 
-        The smallest of them becomes the team's. Every rank calls it with the same reports.
+        The smallest of the ranks' own scales becomes the team's. A local step since the snapshot
+        may have needed less.
         """
         scales = [report.loss_scale for report in reports if report.loss_scale]
-        if not scales:
-            return
-        if any(report.overflows for report in reports):
-            self.value, self.good_steps = min(scales), 0
-            return
-        self.good_steps += sum(report.steps - report.skipped for report in reports)
-        if self.good_steps >= GROWTH_INTERVAL:
-            self.value, self.good_steps = min(self.value * 2, LARGEST_SCALE), 0
+        if scales:
+            good = sum(report.steps - report.skipped for report in reports)
+            overflowed = any(report.overflows for report in reports)
+            self._learn(good, min(scales) if overflowed else None)
+        if self.own:
+            self.own = min(self.own, self.value) if self._has_shrunk else self.value
 
     def exhausted(
         self, error: NonFiniteGradientError, own: float | None = None
     ) -> NonFiniteGradientError:
-        """The error of a window that overflows at the smallest scale, with the remedy for it.
+        """Return the error of a window that overflows at the smallest scale, with its remedy.
 
         Args:
             error: What stops the team.
@@ -99,62 +112,19 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale as plain JSON types."""
+        """Return the scale as plain JSON types."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``, where this team needs a scale and that of ``state`` did, too."""
-        if not self.is_used or not state.get("value", 0.0) > 1.0:
+        """Go on from ``state``, where this team needs a scale and that of ``state`` did, too."""
+        if self.is_used and state.get("value", 0.0) > 1.0:
+            self.value = float(state["value"])
+            self.good_steps = int(state["good_steps"])
+
+    def _learn(self, good_steps: int, smaller: float | None) -> None:
+        """Count steps without overflow, and change the scale; ``smaller`` after an overflow."""
+        self.good_steps += good_steps
+        if smaller is None and self.good_steps < GROWTH_INTERVAL:
             return
-        self.value = float(state["value"])
-        self.good_steps = int(state["good_steps"])
-
-
-@final
-class LocalLossScale:
-    """The loss scale of one rank's local steps.
-
-    Between two averages a rank decides for itself: a step that overflows is left out and counts
-    for nothing, and the next one is made at half the scale, so that no more than that step is lost.
-    With each average the ranks that compute in fp16 take the smallest scale of any of them. Ranks
-    of another precision have none, as no gradients are added up.
-
-    Args:
-        team: The scale that ranks have agreed on.
-        rank: This rank.
-
-    Attributes:
-        value: The scale of the next step; 0 without fp16.
-    """
-
-    def __init__(self, team: LossScale, rank: int) -> None:
-        self._team = team
-        self.is_used = rank in team.fp16_ranks
-        self.value = 0.0
-        self._changed = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Goes on with what the team has agreed on."""
-        self.value = self._team.value if self.is_used else 0.0
-        self._changed = False
-
-    def shrink(self) -> bool:
-        """Learns of a step that was not finite; whether a smaller scale is left to try."""
-        if not self.value > SMALLEST_SCALE:
-            return False
-        self.value = max(self.value / 2, SMALLEST_SCALE)
-        self._changed = True
-        return True
-
-    def snapshot(self) -> float:
-        """The scale to report at the end of a window."""
-        self._changed = False
-        return self.value
-
-    def agree(self, reports: Sequence[LocalReport]) -> None:
-        """Takes over what comes of a window; a step since then may have needed less."""
-        own = self.value
-        self._team.agree(reports)
-        if self.is_used:
-            self.value = min(own, self._team.value) if self._changed else self._team.value
+        self.value = min(self.value * 2, LARGEST_SCALE) if smaller is None else smaller
+        self.good_steps = 0

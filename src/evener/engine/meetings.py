@@ -128,9 +128,9 @@ class WindowMeetings:
         non_finite = 0 if index is None else index + 1
         if not math.isfinite(loss_sum):
             non_finite = -1
-        warmup, update_s = share.warmup, self._updater.update_s
+        update_s = self._updater.update_s
         # The part of the update that its samples stand for goes with a warm-up.
-        idle_s = update_s * warmup.samples / share.samples if warmup.samples else 0.0
+        idle_s = update_s * share.warmup_samples / share.samples if share.warmup_samples else 0.0
         return WindowReport(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
@@ -140,9 +140,9 @@ class WindowMeetings:
             samples=share.samples,
             non_finite=non_finite,
             leaving=2 if abandon else int(self._engine.wants_stop()),
-            warmup_s=warmup.seconds + idle_s,
-            warmup_micro_batches=warmup.micro_batches,
-            warmup_samples=warmup.samples,
+            warmup_s=share.warmup_s + idle_s,
+            warmup_micro_batches=share.warmup_micro_batches,
+            warmup_samples=share.warmup_samples,
         )
 
     def _note(

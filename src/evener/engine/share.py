@@ -4,41 +4,35 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
-from evener.engine.emulate import Slowdown, Started
+from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
 from evener.errors import UsageError
 
 
-@dataclass(slots=True)
-class _MicroBatch:
-    samples: int
-    started_s: float
-    slow_start: Started
-    spent_before_s: float
-    weights: dict[int | None, float] = field(default_factory=dict)
+class Stopwatch:
+    """Measures this rank's compute, from when it is made.
 
+    Args:
+        slowdown: Stretches compute on a rank that is emulated slower.
+    """
 
-@dataclass(slots=True)
-class _Sum:
-    """What losses for the same optimizers amount to."""
+    def __init__(self, slowdown: Slowdown | None) -> None:
+        is_slow = slowdown is not None and slowdown.factor > 1
+        self._slow = (slowdown, slowdown.start()) if slowdown is not None and is_slow else None
+        self._started_s = time.perf_counter()
 
-    weight: float = 0.0
-    losses: list[tuple[float, Tensor]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Warmup:
-    """What of a share tells nothing of the rank's speed; see ``WindowReport``."""
-
-    samples: int = 0
-    micro_batches: int = 0
-    seconds: float = 0.0
+    def stop(self) -> float:
+        """Return the seconds since then, those that the emulation adds included."""
+        elapsed_s = time.perf_counter() - self._started_s
+        if self._slow is None:
+            return elapsed_s
+        slowdown, start = self._slow
+        return elapsed_s + slowdown.after(start)
 
 
 class Share:
@@ -46,6 +40,9 @@ class Share:
 
     The clock runs from the moment a micro-batch is handed out to ``end_micro_batch``, so it counts
     the user's loop and never a wait for data or for other ranks.
+
+    Losses for all optimizers together count for the part ``None``; where optimizers take turns,
+    those for one of them count for the part of its number.
 
     Args:
         planned: Micro-batches of the share.
@@ -61,7 +58,11 @@ class Share:
         samples: Samples computed.
         micro_batches: Micro-batches computed.
         compute_s: Seconds they took.
-        warmup: How much of these three belongs to first micro-batches of a size.
+        warmup_samples: How many of the samples were in the first micro-batch of a size.
+        warmup_micro_batches: The number of these micro-batches.
+        warmup_s: Seconds they took.
+        in_micro_batch: Whether a micro-batch was handed out and not yet ended.
+        open_samples: Samples of the micro-batch that is being computed; 0 outside of one.
         turns: How often an optimizer has been stepped alone.
         dropped: The rest of the share goes through for nothing, as its window was abandoned.
     """
@@ -71,81 +72,66 @@ class Share:
         planned: int,
         *,
         scale: float | None,
-        slowdown: Slowdown,
+        slowdown: Slowdown | None,
         known_sizes: set[int] | None = None,
     ) -> None:
-        self.dropped = False
-        self.warmup = Warmup()
-        self._known_sizes: set[int] = set() if known_sizes is None else known_sizes
-        self._scale = scale
-        self.samples = 0
-        self.micro_batches = 0
-        self.compute_s = 0.0
+        self.samples = self.micro_batches = self.turns = self.open_samples = 0
+        self.warmup_samples = self.warmup_micro_batches = 0
+        self.compute_s = self.warmup_s = 0.0
+        self.in_micro_batch = self.dropped = False
         self._planned = planned
+        self._scale = scale
         self._slowdown = slowdown
-        self._sums: dict[int | None, _Sum] = {}
-        self.turns = 0
-        self._open: _MicroBatch | None = None
-
-    @property
-    def in_micro_batch(self) -> bool:
-        """Whether a micro-batch was handed out and not yet ended."""
-        return self._open is not None
-
-    @property
-    def open_samples(self) -> int:
-        """Samples of the micro-batch that is being computed; 0 outside of one."""
-        return self._open.samples if self._open is not None else 0
+        self._known_sizes = set() if known_sizes is None else known_sizes
+        self._weights: dict[int | None, float] = {}
+        self._losses: list[tuple[int | None, float, Tensor]] = []
+        #: By part, the weight of the micro-batch that is being computed.
+        self._open_weights: dict[int | None, float] = {}
+        self._spent_before_s = 0.0
+        self._watch = Stopwatch(None)
 
     @property
     def micro_batch_weight(self) -> float:
         """Weight of the micro-batch that is being computed; 0 before its backward."""
-        return next(iter(self._open.weights.values()), 0.0) if self._open is not None else 0.0
+        return next(iter(self._open_weights.values()), 0.0)
 
     @property
     def weight(self) -> float:
         """Weight of the micro-batches so far; where optimizers take turns, of the first turn."""
-        return next(iter(self._sums.values())).weight if self._sums else 0.0
-
-    @property
-    def scale(self) -> float:
-        """What weights were divided by; a power of two, or the weight of the only micro-batch."""
-        return self.scale_of(None)
-
-    def scale_of(self, part: int | None) -> float:
-        """The same for the losses of one optimizer."""
-        return self._scale if self._scale is not None else self.weight_of(part) or 1.0
+        return next(iter(self._weights.values()), 0.0)
 
     def weight_of(self, part: int | None) -> float:
-        """Weight of the losses of one optimizer; of all together for ``None``."""
-        return self._sums[part].weight if part in self._sums else 0.0
+        """Return the weight of the losses of a part."""
+        return self._weights.get(part, 0.0)
 
-    @property
-    def loss_sum(self) -> float:
-        """Σ weight · loss of the micro-batches so far; waits for the device."""
-        return self.loss_sum_of(None)
+    def scale_of(self, part: int | None = None) -> float:
+        """Return what the weights of a part were divided by.
 
-    def loss_sum_of(self, part: int | None) -> float:
-        """The same for the losses of one optimizer."""
-        losses = self._sums[part].losses if part in self._sums else []
-        if len(losses) > 1:  # one transfer for all
-            values = torch.stack([v.reshape(()) for _, v in losses]).tolist()
-        else:
-            values = [loss.item() for _, loss in losses]
+        A power of two, or the weight of the only micro-batch.
+        """
+        return self._scale if self._scale is not None else self.weight_of(part) or 1.0
+
+    def loss_sum_of(self, part: int | None = None) -> float:
+        """Return Σ weight · loss of a part; waits for the device."""
+        own = [(weight, loss) for of, weight, loss in self._losses if of == part]
         total = 0.0
-        for (weight, _), value in zip(losses, values, strict=True):
-            total += weight * value
+        if own:
+            values = torch.stack([loss.reshape(()) for _, loss in own]).tolist()  # one transfer
+            for (weight, _), value in zip(own, values, strict=True):
+                total += weight * value
         return total
 
     def start_micro_batch(self, samples: int) -> None:
-        """Starts the clock on a micro-batch."""
+        """Start the clock on a micro-batch."""
+        self.resume()
         if self.micro_batches and samples not in self._known_sizes:
             # Or a GPU would do what is left of the ones before in the time of this one.
-            started_s, slow_start = time.perf_counter(), self._slowdown.start()
             self._wait_for_device()
-            self._count(started_s, slow_start)
-        started_s = time.perf_counter()
-        self._open = _MicroBatch(samples, started_s, self._slowdown.start(), self.compute_s)
+            self.pause()
+            self.resume()
+        self.in_micro_batch, self.open_samples = True, samples
+        self._spent_before_s = self.compute_s
+        self._open_weights = {}
 
     def backward(
         self,
@@ -154,7 +140,7 @@ class Share:
         part: int | None = None,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Adds ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``.
+        """Add ``weight / scale · ∇loss`` to the gradients; see ``Ddp.backward``.
 
         Args:
             loss: The mean over ``weight`` units.
@@ -162,56 +148,53 @@ class Share:
             part: Number of the optimizer that the loss is for; all together for ``None``.
             inputs: That optimizer's parameters: no other gets a gradient.
         """
-        micro = self._open
-        if micro is None:
+        if not self.in_micro_batch:
             raise UsageError(
                 "ddp.backward(loss) was called outside a micro-batch; iterate over "
                 "loader.epoch(n) and call it once per batch"
             )
-        units = float(micro.samples) if weight is None else checked_weight(weight)
-        if (None in self._sums) != (part is None) and self._sums:
+        units = float(self.open_samples) if weight is None else checked_weight(weight)
+        if (None in self._weights) != (part is None) and self._weights:
             raise UsageError(
                 "ddp.backward was called with and without optimizer= in one window; name the "
                 "optimizer for every loss, or for none"
             )
-        known = micro.weights.get(part)
-        total = self._sums.setdefault(part, _Sum())
+        known = self._open_weights.get(part)
         if known is None:
-            micro.weights[part] = units
-            total.weight += units
+            known = self._open_weights[part] = units
+            self._weights[part] = self.weight_of(part) + units
         elif weight is not None and units != known:
             raise UsageError(
                 f"second ddp.backward on one micro-batch with weight {units}, the first had "
                 f"{known}; losses of one micro-batch share one weight: scale the loss instead"
             )
-        units = micro.weights[part]
-        if units == 0:
+        if known == 0:
             return
-        total.losses.append((units, loss.detach()))
-        factor = units / self.scale_of(part)
+        self._losses.append((part, known, loss.detach()))
+        factor = known / self.scale_of(part)
         scaled = loss if factor == 1.0 else loss * factor
         try:
             scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         except Exception as error:
             refuse_loss(loss)
-            explain(error, micro.samples)
+            explain(error, self.open_samples)
             raise
 
     def not_ended(self) -> UsageError:
-        """The error of a loop that goes on without ``ddp.step()``."""
+        """Return the error of a loop that goes on without ``ddp.step()``."""
         return UsageError(
             "the loop asked for the next batch without ddp.step() on this one; call "
             "ddp.backward(loss) and ddp.step() once for every batch of the loader. To evaluate, "
             "use ddp.eval_loader, which asks for neither"
         )
 
-    def check_part(self, part: int) -> None:
-        """Refuses to step one optimizer alone where that would not act on the whole share.
+    def start_turn(self, part: int) -> None:
+        """Count a step of one optimizer alone, if that acts on the whole share.
 
         Raises:
-            UsageError: Says what is missing.
+            UsageError: It would not; says what is missing.
         """
-        if self._open is None or part not in self._open.weights:
+        if part not in self._open_weights:
             raise UsageError(
                 "ddp.step(optimizer) without ddp.backward(loss, optimizer=optimizer) on this "
                 "micro-batch; say for every loss which optimizer it is for"
@@ -223,54 +206,52 @@ class Share:
                 "micro_batch_size='share' to ddp.loader, or step all optimizers together with "
                 "ddp.step()"
             )
+        self.turns += 1
+
+    def drop(self) -> None:
+        """Let the rest of the share go through for nothing, as its window was abandoned."""
+        self.dropped = True
 
     def pause(self) -> None:
-        """Stops the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""
-        assert self._open is not None
-        self._count(self._open.started_s, self._open.slow_start)
+        """Stop the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""
+        self.compute_s += self._watch.stop()
 
     def resume(self) -> None:
-        """Lets the clock go on after ``pause``."""
-        assert self._open is not None
-        self._open.started_s, self._open.slow_start = time.perf_counter(), self._slowdown.start()
+        """Let the clock go on after ``pause``."""
+        self._watch = Stopwatch(self._slowdown)
 
     def end_micro_batch(self) -> bool:
-        """Stops the clock; True when it was the last micro-batch of the share."""
-        micro = self._open
-        if micro is None or not micro.weights:
+        """Stop the clock; return whether it was the last micro-batch of the share."""
+        if not self._open_weights:
             raise UsageError(
                 "ddp.step() without ddp.backward(loss) on this micro-batch; call backward first "
                 "(with weight=0 to leave a batch out)"
             )
-        if None not in micro.weights and not self.turns:
+        if None not in self._open_weights and not self.turns:
             raise UsageError(
                 "ddp.step() after ddp.backward(loss, optimizer=...); call ddp.step(optimizer) for "
                 "each optimizer in its turn, or leave optimizer= out to step all together"
             )
-        self._open = None
+        samples, self.open_samples, self._open_weights = self.open_samples, 0, {}
+        self.in_micro_batch = False
         self.micro_batches += 1
-        self.samples += micro.samples
+        self.samples += samples
         last = self.micro_batches == self._planned
-        is_first = micro.samples not in self._known_sizes
+        is_first = samples not in self._known_sizes
         if last or is_first:
             self._wait_for_device()
-        self._count(micro.started_s, micro.slow_start)
+        self.pause()
         if is_first:
-            self._known_sizes.add(micro.samples)
-            self.warmup.samples += micro.samples
-            self.warmup.micro_batches += 1
-            self.warmup.seconds += self.compute_s - micro.spent_before_s
+            self._known_sizes.add(samples)
+            self.warmup_samples += samples
+            self.warmup_micro_batches += 1
+            self.warmup_s += self.compute_s - self._spent_before_s
         return last
 
     def _wait_for_device(self) -> None:
-        """Waits until a GPU has done its work, so that all of it is inside the clock."""
-        losses = next(iter(self._sums.values())).losses if self._sums else []
-        if losses and losses[-1][1].device.type != "cpu":
-            losses[-1][1].item()  # reading a loss waits for all that was queued before
-
-    def _count(self, started_s: float, slow_start: Started) -> None:
-        elapsed_s = time.perf_counter() - started_s
-        self.compute_s += elapsed_s + self._slowdown.after(slow_start)
+        """Wait until a GPU has done its work, so that all of it is inside the clock."""
+        if self._losses and self._losses[-1][2].device.type != "cpu":
+            self._losses[-1][2].item()  # reading a loss waits for all that was queued before
 
 
 def checked_weight(weight: object) -> float:

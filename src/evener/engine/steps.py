@@ -1,170 +1,208 @@
-"""A rank's local steps in one window: done, timed, counted, each at its learning rate."""
+"""A rank's local steps in one window: its optimizers stepped on its own gradients, and counted."""
 
+import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
-from evener.engine.emulate import Slowdown
-from evener.engine.local_update import LocalUpdate
-from evener.engine.loss_scale import LocalLossScale
+from torch.optim import Optimizer
+
+from evener.averaging.gradients import GradientAverager
+from evener.comm.base import SingleCommunicator
+from evener.comm.flat import FlatBuffers
+from evener.engine.engine import EngineOptions
+from evener.engine.finite import LOSS
 from evener.engine.results import Progress
 from evener.engine.schedule import Schedule
-from evener.engine.share import Share
+from evener.engine.share import Share, Stopwatch
 from evener.planning.clock import WindowClock
-from evener.planning.local import LocalPlan
-
-
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """What this rank has done in the window so far; see ``LocalReport``."""
-
-    weight: float = 0.0
-    loss_sum: float = 0.0
-    compute_s: float = 0.0
-    busy_s: float = 0.0
-    micro_batches: int = 0
-    samples: int = 0
-    steps: int = 0
-    skipped: int = 0
-    overflows: int = 0
-    non_finite: int = 0
-    warmup_steps: int = 0
-    warmup_samples: int = 0
-    warmup_s: float = 0.0
-    warmup_busy_s: float = 0.0
+from evener.planning.local import LocalPlan, LocalReport
 
 
 @final
 class LocalSteps:
-    """Makes local steps and keeps account of them.
+    """Makes local steps, each at its learning rate, and keeps account of them.
 
     Args:
         rank: This rank.
-        update: Applies gradients.
+        flat: The trainable parameters, made for one rank: gradients stay where autograd puts them.
+        optimizers: The rank's own.
         schedule: Sets learning rates.
-        slowdown: Stretches compute on a rank that is emulated slower.
-        scale: The loss scale of fp16.
-        skip: Leave out steps that are not finite, instead of reporting them.
+        options: What the engine was told.
+        lr_factor: Multiplies the learning rate for the length of a step.
 
     Attributes:
-        work: The window so far.
-        clock: Says when it is over.
+        optimizers: As given.
         batch_weight: Weight of the last batch; 0 before the first.
-        mean_weight: Weight of a step of the last window, over all ranks; 0 before the first.
     """
 
     def __init__(
         self,
         rank: int,
-        update: LocalUpdate,
+        flat: FlatBuffers,
+        optimizers: Sequence[Optimizer],
         schedule: Schedule,
-        slowdown: Slowdown,
-        scale: LocalLossScale,
+        options: EngineOptions,
         *,
-        skip: bool,
+        lr_factor: float = 1.0,
     ) -> None:
-        self.work = Work()
-        self.clock = WindowClock()
+        self.optimizers = optimizers
         self.batch_weight = 0.0
-        self.mean_weight = 0.0
         self._rank = rank
-        self._update = update
+        self._flat = flat
         self._schedule = schedule
-        self._slowdown = slowdown
-        self._scale = scale
-        self._skip = skip
+        self._options = options
+        self._lr_factor = lr_factor
+        self._averager = GradientAverager(flat, SingleCommunicator())
+        self._clock = WindowClock()
+        self._work = LocalReport()
+        self._plan: LocalPlan | None = None
+        self._mean_weight = 0.0
         self._since_s = 0.0
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group, as it is applied."""
+        return float(self.optimizers[0].param_groups[0]["lr"]) * self._lr_factor
+
+    @property
+    def num_done(self) -> int:
+        """Steps of the window so far, those left out included."""
+        return self._work.steps
+
+    def wants_another(self) -> bool:
+        """Return whether to start another step now."""
+        return not self._work.non_finite and self._clock.wants_another(time.perf_counter())
+
     def resume_clock(self) -> None:
-        """Goes on measuring after an exchange: what came before was not this rank's own work."""
+        """Go on measuring after an exchange: what came before was not this rank's own work."""
         self._since_s = time.perf_counter()
 
-    def next_window(self, most: int) -> Work:
-        """Begins a window of at most ``most`` steps; returns the work of the one before."""
-        done, self.work = self.work, Work()
-        self.clock.open(most)
+    def next_window(self, most: int) -> LocalReport:
+        """Begin a window of at most ``most`` steps; return the work of the one before."""
+        done, self._work = self._work, LocalReport()
+        self._clock.open(most)
         return done
 
     def follow(self, plan: LocalPlan) -> None:
-        """Goes on by a plan, whose time runs from now."""
+        """Go on by a plan, whose time runs from now."""
+        self._plan = plan
         deadline_s = time.perf_counter() + plan.window_s
-        self.clock.limit(plan.most[self._rank], deadline_s, least=plan.least)
+        self._clock.limit(plan.most[self._rank], deadline_s, least=plan.least)
         self.resume_clock()
 
+    def expect(self, weight: float) -> None:
+        """Take the mean weight of a step of the last window, over all ranks, for the next ones'."""
+        self._mean_weight = weight
+
     def finish(
-        self,
-        share: Share,
-        plan: LocalPlan,
-        in_flight: LocalPlan | None,
-        progress: Progress,
-        batch_size: int,
+        self, share: Share, in_flight: LocalPlan | None, progress: Progress, batch_size: int
     ) -> bool:
-        """Makes the step of a batch whose last micro-batch has been computed.
+        """Make the step of a batch whose last micro-batch has been computed.
 
         Args:
             share: The batch.
-            plan: The plan in force.
-            in_flight: That of a window whose average has not landed.
+            in_flight: The plan of a window whose average has not landed.
             progress: What the team has applied.
             batch_size: Samples of a usual batch.
 
         Returns:
             Whether it was made. A step that is not finite, or has no weight, is left out.
         """
-        started_s, slow_start = time.perf_counter(), self._slowdown.start()
-
-        def set_rates() -> None:
-            steps, ahead = self._ahead(plan, in_flight, progress, batch_size)
-            self._schedule.run_ahead(ahead, steps)
-
-        loss_sum = share.loss_sum
-        code = self._update.apply(share, set_rates)
-        work = self.work
-        work.steps += 1
-        work.samples += share.samples
-        work.micro_batches += share.micro_batches
+        watch = Stopwatch(self._options.slowdown)
+        loss_sum = share.loss_sum_of()
+        code = self._average(share, loss_sum)
         made = not code and share.weight > 0
-        if not made:
-            overflowed = bool(code) and self._scale.shrink()
-            work.skipped += 1
-            work.overflows += overflowed
-            work.non_finite = 0 if self._skip or overflowed else code
-        else:
-            work.weight += share.weight
-            work.loss_sum += loss_sum
+        overflowed = False
+        if made:
             self.batch_weight = share.weight
-        elapsed_s = time.perf_counter() - started_s
-        compute_s = share.compute_s + elapsed_s + self._slowdown.after(slow_start)
+            self._run_ahead(in_flight, progress, batch_size)
+            self._update()
+        elif code:
+            scale = self._options.loss_scale
+            overflowed = scale.shrink()
+            if overflowed or self._options.non_finite == "skip":
+                code = 0
+        self._flat.zero_()
+        compute_s = share.compute_s + watch.stop()
         now_s = time.perf_counter()
         busy_s, self._since_s = now_s - self._since_s, now_s
-        work.compute_s += compute_s
-        work.busy_s += busy_s
-        if share.warmup.samples:
-            work.warmup_steps += 1
-            work.warmup_samples += share.samples
-            work.warmup_s += compute_s
-            work.warmup_busy_s += busy_s
-        self.clock.count_step(None if share.warmup.samples else busy_s)
+        warms_up = share.warmup_samples > 0
+        self._clock.count_step(None if warms_up else busy_s)
+        work = self._work
+        self._work = replace(
+            work,
+            steps=work.steps + 1,
+            samples=work.samples + share.samples,
+            micro_batches=work.micro_batches + share.micro_batches,
+            weight=work.weight + share.weight * made,
+            loss_sum=work.loss_sum + (loss_sum if made else 0.0),
+            skipped=work.skipped + (not made),
+            overflows=work.overflows + overflowed,
+            non_finite=code,
+            compute_s=work.compute_s + compute_s,
+            busy_s=work.busy_s + busy_s,
+            warmup_steps=work.warmup_steps + warms_up,
+            warmup_samples=work.warmup_samples + share.samples * warms_up,
+            warmup_s=work.warmup_s + compute_s * warms_up,
+            warmup_busy_s=work.warmup_busy_s + busy_s * warms_up,
+        )
         return made
 
-    def _ahead(
-        self,
-        plan: LocalPlan,
-        in_flight: LocalPlan | None,
-        progress: Progress,
-        batch_size: int,
-    ) -> tuple[int, Progress]:
-        """What the team is predicted to have done by now: steps since the average, and progress.
+    def _average(self, share: Share, loss_sum: float) -> int:
+        """Divide the gradients by their weight, and clip them.
 
-        Committed, plus the planned total times this rank's own way through the window.
+        Returns:
+            0, or what is not finite (nothing may be applied then): -1 for the loss, k + 1 for the
+            gradient of trainable parameter k.
         """
-        own = plan.steps[self._rank]
-        steps = plan.total_steps * min(1.0, self.work.steps / own) if own else 0.0
+        index = self._averager.gather()
+        if not math.isfinite(loss_sum):
+            return LOSS
+        if index is not None:
+            return index + 1
+        if share.weight > 0:
+            max_norm = self._options.max_grad_norm
+            norm = self._averager.average(
+                share.scale_of(), share.weight, what="a local step", max_norm=max_norm
+            )
+            if not math.isfinite(norm):
+                return LOSS
+        return 0
+
+    def _run_ahead(self, in_flight: LocalPlan | None, progress: Progress, batch_size: int) -> None:
+        """Set the learning rates for what the team is predicted to have done by now.
+
+        That is what it has applied, plus the planned total times this rank's own way through the
+        window.
+        """
+        plan, steps = self._plan, 0.0
+        assert plan is not None, "a step follows a plan"
+        if own := plan.steps[self._rank]:
+            steps = plan.total_steps * min(1.0, self._work.steps / own)
         if in_flight is not None:
             steps += in_flight.total_steps
-        return int(steps), replace(
+        predicted = replace(
             progress,
             steps=progress.steps + int(steps),
             samples=progress.samples + int(steps * batch_size),
-            weight=progress.weight + steps * (self.mean_weight or batch_size),
+            weight=progress.weight + steps * (self._mean_weight or batch_size),
         )
+        self._schedule.run_ahead(predicted, int(steps))
+
+    def _update(self) -> None:
+        # Schedulers compute from what is in the groups, so the factor is there only for a moment.
+        # Without one a rate is not touched: if it is a tensor, a graph may have kept it.
+        groups = [g for o in self.optimizers for g in o.param_groups if self._lr_factor != 1.0]
+        rates = [group["lr"] for group in groups]
+        self._flat.mask_untouched()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * self._lr_factor
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        self._flat.attach_data()

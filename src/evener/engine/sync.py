@@ -168,8 +168,7 @@ class WindowEngine(Engine):
             The update; ``None`` where it is dropped.
         """
         share = self.share
-        share.check_part(part)
-        share.turns += 1
+        share.start_turn(part)
         if share.dropped:
             self.flat.zero_(part)
             return None
@@ -183,7 +182,7 @@ class WindowEngine(Engine):
         result = None
         if met.abandoned:
             self._abandon()
-            share.dropped = True  # what is left of this batch goes through, for nothing
+            share.drop()  # what is left of this batch goes through, for nothing
         else:
             agree_on_part(met.rows, plan.shares, part)
             result = self._take_turn(part, plan, met)

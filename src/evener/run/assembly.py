@@ -22,7 +22,6 @@ from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
-from evener.engine.local_update import LocalUpdate
 from evener.engine.local_window import local_payload_length
 from evener.engine.loss_scale import LossScale
 from evener.engine.registry import Registry
@@ -30,6 +29,7 @@ from evener.engine.replica import Replica
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
+from evener.engine.steps import LocalSteps
 from evener.engine.sync import WindowEngine
 from evener.engine.sync_row import payload_length
 from evener.engine.team import Member, Team, describe_self, member_document, own_versions
@@ -269,10 +269,12 @@ class Assembly:
         return LocalEngine(
             team=team,
             replica=Replica(self.flat, parameters, self.buffers, options.check),
-            update=LocalUpdate(
+            steps=LocalSteps(
+                team.rank,
                 self.flat,
                 self.optimizers,
-                max_grad_norm=config.max_grad_norm,
+                self.schedule,
+                options,
                 lr_factor=1.0 + (team.world_size - 1) * config.lr_scale_ratio,
             ),
             schedule=self.schedule,
@@ -300,7 +302,7 @@ class Assembly:
             unlike_devices=len(kinds) > 1,
             avoid_ones=any(isinstance(module, _BatchNorm) for module in self.model.modules()),
             dtype=HALF.get(own.precision, torch.float32),
-            loss_scale=LossScale(m.rank for m in members if m.precision == "fp16"),
+            loss_scale=LossScale((m.rank for m in members if m.precision == "fp16"), own.rank),
             slowdown=Slowdown(
                 own.emulated,
                 clock=compute_clock(own.device),

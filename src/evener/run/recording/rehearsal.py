@@ -125,7 +125,7 @@ class Rehearsal:
             total = 0.0
             for row in self._meet([weight]):
                 total += row[0]
-        scale = engine.share.scale
+        scale = engine.share.scale_of()
         averager = self._alone if alone else self._together
         slowdown = engine.options.slowdown
         slow_start = slowdown.start()

@@ -135,7 +135,7 @@ class Replica:
             correct.append(result.correct)
             share.end_micro_batch()
         index = self._averager.gather()
-        loss_sum = share.loss_sum
+        loss_sum = share.loss_sum_of()
         finite = torch.isfinite(torch.tensor(loss_sum)).item()
         return Computed(
             WindowReport(
@@ -145,9 +145,9 @@ class Replica:
                 micro_batches=share.micro_batches,
                 samples=share.samples,
                 non_finite=(0 if index is None else index + 1) if finite else -1,
-                warmup_s=share.warmup.seconds,
-                warmup_micro_batches=share.warmup.micro_batches,
-                warmup_samples=share.warmup.samples,
+                warmup_s=share.warmup_s,
+                warmup_micro_batches=share.warmup_micro_batches,
+                warmup_samples=share.warmup_samples,
             ),
             sum(int(c.item()) for c in correct),
         )

@@ -14,7 +14,6 @@ from evener.engine.loss_scale import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
     LARGEST_SCALE,
-    LocalLossScale,
     LossScale,
 )
 from evener.errors import NonFiniteGradientError
@@ -201,7 +200,7 @@ def test_the_scale_goes_on_with_another_team_and_policy(policy: str, tmp_path: P
             if resume:
                 ddp.load(tmp_path)
                 share = engine.open_share(1)
-                return scale_of(ddp).state_dict(), 1 / share.scale
+                return scale_of(ddp).state_dict(), 1 / share.scale_of()
             scale_of(ddp).value = 512.0
             engine.restored()
             train(ddp, model, loader)
@@ -218,9 +217,8 @@ def report(scale: float, *, overflows: int = 0, steps: int = 10) -> LocalReport:
 
 
 def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> None:
-    teams = [LossScale([1, 2]) for _ in range(3)]
-    first, second, third = (LocalLossScale(team, rank) for rank, team in enumerate(teams))
-    assert (first.is_used, first.value, second.value) == (False, 0.0, FIRST_SCALE)
+    scales = first, second, third = [LossScale([1, 2], rank) for rank in range(3)]
+    assert (first.own, second.own) == (0.0, FIRST_SCALE)
     assert not first.shrink()
     assert [second.shrink() for _ in range(3)] == [True] * 3
     reports = [
@@ -229,23 +227,22 @@ def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> N
         report(third.snapshot()),
     ]
     assert second.shrink(), "after the snapshot, while the average is on its way"
-    for scale in (first, second, third):
+    for scale in scales:
         scale.agree(reports)
-    assert [team.value for team in teams] == [FIRST_SCALE / 8] * 3
-    assert (second.value, third.value, first.value) == (FIRST_SCALE / 16, FIRST_SCALE / 8, 0.0)
+    assert [scale.value for scale in scales] == [FIRST_SCALE / 8] * 3
+    assert (second.own, third.own, first.own) == (FIRST_SCALE / 16, FIRST_SCALE / 8, 0.0)
 
 
 def test_the_scale_grows_after_many_good_steps_of_the_team() -> None:
-    team = LossScale([0])
-    own = LocalLossScale(team, 0)
+    scale = LossScale([0], 0)
     for _ in range(GROWTH_INTERVAL // 20 - 1):
-        own.agree([report(own.snapshot()), report(0.0)])
-    assert own.value == FIRST_SCALE
-    own.agree([report(own.snapshot()), report(0.0)])
-    assert (own.value, team.good_steps) == (2 * FIRST_SCALE, 0)
+        scale.agree([report(scale.snapshot()), report(0.0)])
+    assert scale.own == FIRST_SCALE
+    scale.agree([report(scale.snapshot()), report(0.0)])
+    assert (scale.own, scale.good_steps) == (2 * FIRST_SCALE, 0)
     for _ in range(20 * GROWTH_INTERVAL // 20):
-        own.agree([report(own.snapshot()), report(0.0)])
-    assert own.value == LARGEST_SCALE
-    while own.shrink():
+        scale.agree([report(scale.snapshot()), report(0.0)])
+    assert scale.own == LARGEST_SCALE
+    while scale.shrink():
         pass
-    assert own.value == 1.0
+    assert scale.own == 1.0
