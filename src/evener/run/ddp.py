@@ -281,9 +281,8 @@ class Ddp(DataSide):
         """
         units = checked_weight(weight)
         product = checked_value(value) * units if units else 0.0
-        rows = self._meet(Meeting.MEAN, [product, units])
         numerator = denominator = 0.0
-        for row in rows:
+        for row in self._engine.ask(Meeting.MEAN, [product, units]).values():
             numerator += row[0]
             denominator += row[1]
         return numerator / denominator if denominator else float("nan")

@@ -1,17 +1,17 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from evener.data.cursor import Cursor
-from evener.data.loader import Prefetch, make_fetcher
+from evener.data.loader import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Intake, is_stream, read_dataset, read_loader
+from evener.engine.loaders.intake import Collate, Given, Intake, is_stream, read
 from evener.engine.loaders.making import make_loader
 from evener.engine.loaders.planned import Feed, TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
@@ -26,7 +26,7 @@ from evener.run.settings import whole_number
 from evener.run.state import find_state, restore, save_state
 
 T = TypeVar("T")
-
+MicroBatchSize = int | Literal["auto", "share"]
 
 _LEAST_FOR_STATISTICS = 3
 """Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
@@ -39,9 +39,9 @@ class LoaderOptions(TypedDict, total=False):
     batch_size: int | None
     seed: int
     shuffle: bool | None
-    collate_fn: Callable[[list[Any]], Any] | None
+    collate_fn: Collate | None
     num_workers: int | None
-    micro_batch_size: int | Literal["auto", "share"]
+    micro_batch_size: MicroBatchSize
     prefetch: Prefetch
     max_steps: int | None
 
@@ -57,7 +57,7 @@ class DataSide:
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)
         #: What a checkpoint says of each loader, for those that are made after it was loaded.
-        self._positions: Sequence[Mapping[str, Any]] | None = None
+        self._positions: Sequence[Mapping[str, Any]] = ()
         self._allows_new_data = False
 
     @overload
@@ -72,14 +72,14 @@ class DataSide:
     ) -> TeamLoader | StreamLoader: ...
     def loader(
         self,
-        dataset: Dataset[Any] | DataLoader[Any],
+        dataset: Given,
         *,
         batch_size: int | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
-        micro_batch_size: int | Literal["auto", "share"] = "auto",
+        micro_batch_size: MicroBatchSize = "auto",
         prefetch: Prefetch = "auto",
         max_steps: int | None = None,
     ) -> TeamLoader | StreamLoader:
@@ -122,37 +122,38 @@ class DataSide:
         num_workers = _optional("num_workers", num_workers, 0)
         max_steps = _optional("max_steps", max_steps, 0)
         seed = whole_number("seed", seed, 0)
+        engine = self._engine
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
-            loader = StreamLoader(
-                self._engine,
-                stream_of(
-                    dataset,  # type: ignore[arg-type]  # is_stream has looked
-                    rank=self.assembly.team.rank,
-                    world_size=self.assembly.team.world_size,
-                    batch_size=batch_size,
-                    collate_fn=collate_fn,
-                    num_workers=num_workers,
-                ),
-                seed=seed,
-                max_steps=max_steps,
+            batches = stream_of(
+                dataset,  # type: ignore[arg-type]  # is_stream has looked
+                rank=engine.rank,
+                world_size=engine.world_size,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
             )
+            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
         else:
-            intake = _read(dataset, shuffle, seed, batch_size, collate_fn, num_workers)
-            loader = self._team_loader(intake, seed, micro_batch_size, prefetch, max_steps)
-        if isinstance(loader, TeamLoader):
-            self.events.num_samples = loader.cursor.num_samples
+            intake = read(
+                dataset,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+                shuffle=shuffle,
+                seed=seed,
+            )
+            loader = self._team_loader(intake, micro_batch_size, prefetch, max_steps)
         self._loaders.append(loader)
-        if self._positions is not None:
-            self._restore_position(len(self._loaders) - 1)
+        self._restore_position(len(self._loaders) - 1)
         return loader
 
     def eval_loader(
         self,
-        dataset: Dataset[Any] | DataLoader[Any],
+        dataset: Given,
         *,
         batch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_workers: int | None = None,
     ) -> EvaluationLoader:
         """A loader for evaluation: each sample on one rank, once, in the data set's order.
@@ -186,20 +187,13 @@ class DataSide:
                 "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
                 "map-style data set, or let every rank evaluate on all of it"
             )
-        batch_size = _optional("batch_size", batch_size, 1)
-        num_workers = _optional("num_workers", num_workers, 0)
-        intake = _read(dataset, False, 0, batch_size, collate_fn, num_workers)
-        size = _batch_size(intake)
-        loader = EvaluationLoader(
-            self._engine,
-            self._gatherer,
-            intake,
-            make_fetcher(
-                intake.samples, intake.collate_fn, 0, intake.num_workers, context=intake.context
-            ),
-            intake.order,
-            batch_size=size,
+        intake = read(
+            dataset,
+            batch_size=_optional("batch_size", batch_size, 1),
+            collate_fn=collate_fn,
+            num_workers=_optional("num_workers", num_workers, 0),
         )
+        loader = EvaluationLoader(self._engine, self._gatherer, intake)
         self._eval_loaders.add(loader)
         return loader
 
@@ -249,15 +243,17 @@ class DataSide:
             CheckpointError: Rank 0 could not write it.
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
-        self._meet(Meeting.SAVE)
-        self._engine.prepare_save()
-        self._engine.settle()  # parameters may be a window ahead of the data position
-        self._engine.verify()
+        engine = self._engine
+        engine.ask(Meeting.SAVE)
+        engine.prepare_save()
+        engine.settle()  # parameters may be a window ahead of the data position
+        engine.verify()
         failure, written = "", None
-        if self.assembly.team.rank == 0:
-            with self._engine.consensus():
+        if engine.rank == 0:
+            positions = [loader.state_dict() for loader in self._loaders]
+            with engine.consensus():
                 try:
-                    written = save_state(self.assembly, self._position(), Path(path))
+                    written = save_state(self.assembly, positions, Path(path))
                 except (EvenerError, OSError) as error:
                     failure = str(error)
         self.assembly.agree_on_failure(failure)
@@ -278,16 +274,13 @@ class DataSide:
             CheckpointError: Missing, damaged, of another model or data set, or not the same on
                 every rank.
         """
-        saved, refused = None, None
+        assembly = self.assembly
         try:
-            saved = find_state(self.assembly, Path(path))
+            saved = find_state(assembly, Path(path))
         except CheckpointError as error:
-            refused = error
-        own = {"window": saved and saved.progress.window, "refused": refused and str(refused)}
-        others = self.assembly.team.introduce(own)
-        if saved is None:
-            assert refused is not None
-            raise refused
+            assembly.team.introduce({"refused": str(error)})
+            raise
+        others = assembly.team.introduce({"refused": "", "window": saved.progress.window})
         for rank, other in enumerate(others):
             if other["refused"]:
                 raise CheckpointError(f"rank {rank} cannot load it: {other['refused']}")
@@ -299,114 +292,50 @@ class DataSide:
         self._positions, self._allows_new_data = saved.positions, "data" in allow
         for number in range(len(self._loaders)):
             self._restore_position(number)
-        restore(self.assembly, saved)
-        self.events.resumed_from, self.events.first_window = saved.path, self._engine.window
+        restore(assembly, saved)
+        self.events.resume_from(saved.path, self._engine.window)
 
     def _team_loader(
         self,
         intake: Intake,
-        seed: int,
-        micro_batch_size: int | Literal["auto", "share"],
+        micro_batch_size: MicroBatchSize,
         prefetch: Prefetch,
         max_steps: int | None,
     ) -> TeamLoader:
-        assembly = self.assembly
-        size = _batch_size(intake)
-        num_samples = intake.order.num_samples
-        if intake.drop_last:
-            num_samples -= num_samples % size
-        _check_sizes(num_samples, micro_batch_size, intake)
+        num_samples = intake.count_trained()
+        micro_batch_size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
         for remark in intake.remarks:
-            self._engine.options.habits.tell_once(remark)
-        if micro_batch_size == "auto" and assembly.takes_turns:
-            micro_batch_size = "share"
-        splits = 1 if isinstance(self._engine, LocalEngine) else assembly.team.world_size
-        micro = -(-min(size, num_samples) // splits)
-        if self._engine.options.avoid_ones:
-            micro = max(micro, min(size, _LEAST_FOR_STATISTICS))
-        if micro_batch_size == "share":
-            micro = size
-        elif not isinstance(micro_batch_size, str):
-            micro = int(micro_batch_size)
-        self._engine.set_micro_batch_size(micro)
+            self._engine.tell_once(remark)
+        self._engine.set_micro_batch_size(micro_batch_size)
+        self.events.train_on(num_samples)
         feed = Feed(
-            make_fetcher(
-                intake.samples,
-                intake.collate_fn,
-                seed,
-                intake.num_workers,
-                prefetch,
-                intake.context,
-            ),
-            Cursor(num_samples, seed),
+            intake.fetcher(prefetch),
+            Cursor(num_samples, intake.seed),
             intake.order,
-            batch_size=size,
-            micro_batch_size=micro,
+            batch_size=intake.batch_size,
+            micro_batch_size=micro_batch_size,
             max_steps=max_steps,
             given=intake,
         )
         return make_loader(self._engine, feed)
 
-    def _meet(self, kind: Meeting, payload: Sequence[float] = ()) -> list[list[float]]:
+    def _most_samples(self, given: MicroBatchSize, batch_size: int, num_samples: int) -> int:
+        """Return the most samples of one forward/backward; see ``loader``."""
+        if not isinstance(given, str):
+            return whole_number("micro_batch_size", given, 1)
+        if given not in ("auto", "share"):
+            raise ConfigError(f"micro_batch_size is {given!r}; give a number, 'share' or 'auto'")
+        if given == "share" or self.assembly.takes_turns:
+            return batch_size
         engine = self._engine
-        if engine.left:
-            engine.settle()
-        rows, leaving = engine.team.meet(
-            kind, window=engine.window, leaving=int(engine.wants_stop()), payload=payload
-        )
-        engine.stopping |= leaving > 0
-        return rows
-
-    def _position(self) -> list[Mapping[str, Any]]:
-        return [loader.state_dict() for loader in self._loaders]
+        parts = 1 if isinstance(engine, LocalEngine) else engine.world_size
+        equal = -(-min(batch_size, num_samples) // parts)
+        least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
+        return max(equal, min(batch_size, least))
 
     def _restore_position(self, number: int) -> None:
-        assert self._positions is not None
-        if number < len(self._positions) and self._positions[number]:
-            state = self._positions[number]
+        if number < len(self._positions) and (state := self._positions[number]):
             self._loaders[number].restore(state, allow_new_data=self._allows_new_data)
-
-
-def _read(
-    dataset: Dataset[Any] | DataLoader[Any],
-    shuffle: bool | None,
-    seed: int,
-    batch_size: int | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int | None,
-) -> Intake:
-    """What was given, with what the user says of it here."""
-    if isinstance(dataset, DataLoader):
-        intake = read_loader(dataset, shuffle=shuffle, seed=seed)
-    else:
-        intake = read_dataset(dataset, shuffle=shuffle is not False, seed=seed)
-    return intake.override(batch_size, collate_fn, num_workers)
-
-
-def _batch_size(intake: Intake) -> int:
-    size = intake.batch_size
-    if size is None:
-        raise ConfigError(
-            "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
-        )
-    return size
-
-
-def _check_sizes(num_samples: int, micro_batch_size: int | str, intake: Intake) -> None:
-    if num_samples < 1 and intake.order.num_samples:
-        raise ConfigError(
-            f"drop_last leaves nothing of {intake.order.num_samples} samples in batches of "
-            f"{intake.batch_size}; use a smaller batch_size, or no drop_last"
-        )
-    if num_samples < 1:
-        raise ConfigError("the data set is empty; give at least one sample")
-    if isinstance(micro_batch_size, str):
-        if micro_batch_size not in ("auto", "share"):
-            raise ConfigError(
-                f"micro_batch_size is {micro_batch_size!r}; give a number, 'share' or 'auto'"
-            )
-    else:
-        whole_number("micro_batch_size", micro_batch_size, 1)
 
 
 def _optional(name: str, value: int | None, least: int) -> int | None:

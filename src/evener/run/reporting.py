@@ -251,6 +251,14 @@ class LoopEvents(EventStream):
         self.add_sink(open_sinks(sinks))
         self._assembly.engine.options.on_commit.append(self.window)
 
+    def train_on(self, num_samples: int) -> None:
+        """Take note of what the run is trained on."""
+        self.num_samples = num_samples
+
+    def resume_from(self, path: Path, window: int) -> None:
+        """Take note of the checkpoint that was loaded, and of the first window after it."""
+        self.resumed_from, self.first_window = path, window
+
     def emit(self, event: Mapping[str, Any]) -> None:
         """Hand an event to every sink; before the first one, that of the start."""
         if self._has_sinks:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
-from evener.data.loader import Fetcher, Pending
 from evener.engine.engine import Engine
-from evener.engine.loaders.facts import Described, LikeDataLoader
+from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Order
+from evener.engine.loaders.intake import Intake
 from evener.engine.team import Meeting
 from evener.errors import UsageError
 from evener.planning.rounds import Round, evaluation_rounds
@@ -33,26 +32,17 @@ class EvaluationLoader(LikeDataLoader):
     gather before their loop ends.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        gatherer: Gatherer,
-        given: Described,
-        fetcher: Fetcher,
-        order: Order,
-        *,
-        batch_size: int,
-    ) -> None:
-        super().__init__(given)
+    def __init__(self, engine: Engine, gatherer: Gatherer, intake: Intake) -> None:
+        super().__init__(intake)
         self.drop_last = False  # an evaluation leaves no sample out
+        self.batch_size = intake.batch_size
         self._engine = engine
         self._gatherer = gatherer
-        self._fetcher = fetcher
+        self._order = intake.order
+        self._fetcher = intake.fetcher()
         # A loader made anew for each evaluation takes its workers with it.
-        self._closing = weakref.finalize(self, fetcher.close)
+        self._closing = weakref.finalize(self, self._fetcher.close)
         self._closing.atexit = False
-        self._order = order
-        self.batch_size = batch_size
 
     def __len__(self) -> int:
         """Batches that one process would go through; each rank has some of them."""
@@ -70,86 +60,62 @@ class EvaluationLoader(LikeDataLoader):
                 after an epoch.
             UsageError: Ranks have data sets of unlike length or order.
         """
-        engine = self._engine
-        if engine.left:
-            engine.settle()
         indices = self._order.of(0)
         rounds = self._agree(self._order.fingerprint(indices))
-        self._tell_of_few_samples()
-        parts = _parts_of(rounds, engine.team.rank)
-        wanted = (self._fetch([indices[p] for p in part]) for part in parts if part)
+        parts = _parts_of(rounds, self._engine.comm.rank)
+        wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in parts if part)
         fetched = deque(islice(wanted, _AHEAD))
-        with self._gatherer.evaluating(rounds) as gathering:
-            for number, part in enumerate(parts):
-                if part:
-                    gathering.begin(number)
-                    batch = self._received(fetched.popleft())
-                    fetched.extend(islice(wanted, 1))
-                    yield batch
-            gathering.finish()
+        for _ in self._gatherer.evaluate(rounds):
+            batch = self._received(fetched.popleft())
+            fetched.extend(islice(wanted, 1))
+            yield batch
 
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
         self._closing()
 
-    def _fetch(self, indices: Sequence[int]) -> Pending:
-        return self._fetcher.submit(0, indices)
-
     def _agree(self, fingerprint: int) -> list[Round]:
-        """The rounds, the same on every rank; rank 0's speeds count.
+        """Return the rounds of the ranks that are present; the speeds of the lowest one count.
 
         Raises:
             UsageError: Ranks have unlike data.
         """
-        engine, team = self._engine, self._engine.team
-        own = [self._order.num_samples, fingerprint, self.batch_size]
-        rows, leaving = team.meet(
-            Meeting.EVALUATE,
-            window=engine.window,
-            leaving=int(engine.wants_stop()),
-            payload=[*map(float, own), *self._speeds()],
-        )
-        engine.stopping |= leaving > 0
-        for rank, row in enumerate(rows):
-            if rank in team.parked:
-                continue
-            if row[0] != own[0]:
+        engine, count = self._engine, self._order.num_samples
+        speeds = engine.policy.solo_speeds(self.batch_size)
+        if not all(speed > 0 for speed in speeds):
+            speeds = (1.0,) * engine.world_size
+        rows = engine.ask(Meeting.EVALUATE, [count, fingerprint, self.batch_size, *speeds])
+        for rank, (samples, order, *_) in rows.items():
+            if samples != count:
                 raise UsageError(
-                    f"the data set for evaluation has {row[0]:.0f} samples on rank {rank} and "
-                    f"{own[0]} on rank {team.rank}; give every rank all of it, ddp.eval_loader "
+                    f"the data set for evaluation has {samples:.0f} samples on rank {rank} and "
+                    f"{count} on rank {engine.rank}; give every rank all of it, ddp.eval_loader "
                     "splits it"
                 )
-            if row[1] != own[1]:
+            if order != fingerprint:
                 raise UsageError(
                     f"the sampler for evaluation draws other samples on rank {rank} than on rank "
-                    f"{team.rank}; it must draw the same on every rank"
+                    f"{engine.rank}; it must draw the same on every rank"
                 )
-        batch_sizes = [max(1, int(row[2])) for row in rows]
-        return evaluation_rounds(own[0], batch_sizes, rows[0][len(own) :][: team.world_size])
-
-    def _tell_of_few_samples(self) -> None:
-        count, team = self._order.num_samples, self._engine.team
-        ranks = team.world_size - len(team.parked)
-        if 0 < count < ranks:
-            self._engine.options.habits.tell_once(
-                f"an evaluation of {count} sample(s) on {ranks} ranks: the loop's body does not "
-                f"run on the last {ranks - count}, which ddp.gather gives no rows; compute what "
-                "needs them on rank 0 (ddp.is_main_process)"
+        if 0 < count < len(rows):
+            engine.tell_once(
+                f"an evaluation of {count} sample(s) on {len(rows)} ranks: the loop's body does "
+                f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
+                "what needs them on rank 0 (ddp.is_main_process)"
             )
+        lowest = next(iter(rows.values()))
+        return evaluation_rounds(
+            count,
+            [int(size) for _, _, size, *_ in rows.values()],
+            [lowest[3 + rank] for rank in rows],
+        )
 
-    def _speeds(self) -> list[float]:
-        team = self._engine.team
-        speeds = list(self._engine.policy.solo_speeds(self.batch_size))
-        if not all(speed > 0 for speed in speeds):
-            speeds = [1.0] * team.world_size
-        return [0.0 if rank in team.parked else speed for rank, speed in enumerate(speeds)]
 
-
-def _parts_of(rounds: Sequence[Round], rank: int) -> list[range]:
-    """A rank's positions in each round."""
+def _parts_of(rounds: Sequence[Round], place: int) -> list[range]:
+    """Return the positions of one of the ranks that are present, by round."""
     parts, start = [], 0
     for sizes in rounds:
-        first = start + sum(sizes[:rank])
-        parts.append(range(first, first + sizes[rank]))
+        first = start + sum(sizes[:place])
+        parts.append(range(first, first + sizes[place]))
         start += sum(sizes)
     return parts

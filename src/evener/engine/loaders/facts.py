@@ -1,45 +1,16 @@
 """What scripts read on a ``DataLoader``, on evener's loaders, too."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
 from evener.data.loader import Pending
+from evener.engine.loaders.intake import Collate, Intake
 
-#: Makes a batch of a list of samples.
-Collate = Callable[[list[Any]], Any]
-
-
-class Described(Protocol):
-    """A ``DataLoader``, or what else says how data is loaded."""
-
-    @property
-    def dataset(self) -> Any:
-        """The data set that was given, or that of the ``DataLoader`` that was."""
-        ...
-
-    @property
-    def collate_fn(self) -> Collate | None:
-        """Makes a batch; torch's default for ``None``."""
-        ...
-
-    @property
-    def num_workers(self) -> int:
-        """Worker processes of this rank."""
-        ...
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether the samples that fill no whole batch are left out."""
-        ...
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches are copied to page-locked memory."""
-        ...
+#: What says how data is loaded.
+Described = DataLoader[Any] | Intake
 
 
 class LikeDataLoader:
@@ -47,7 +18,7 @@ class LikeDataLoader:
 
     def __init__(self, given: Described) -> None:
         self.dataset: Any = given.dataset
-        self.collate_fn: Collate = given.collate_fn or default_collate
+        self.collate_fn: Collate = given.collate_fn
         self.num_workers = given.num_workers
         self.drop_last = given.drop_last
         self.pin_memory = given.pin_memory

@@ -1,12 +1,11 @@
 """What a user's data set or ``DataLoader`` asks for, in evener's terms."""
 
 import hashlib
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, Self, final
+from typing import Any, Protocol, final
 
 from torch.utils.data import (
     BatchSampler,
@@ -21,10 +20,16 @@ from torch.utils.data import (
 )
 
 from evener.data.cursor import derive_seed
+from evener.data.loader import Fetcher, Prefetch, make_fetcher
 from evener.data.order import EpochOrder
 from evener.data.randomness import generators_lock, preserved_generators, seed_generators
 from evener.devices import pins_memory
 from evener.errors import ConfigError, UsageError
+
+#: Makes a batch of a list of samples.
+Collate = Callable[[list[Any]], Any]
+#: What data may be given as.
+Given = Dataset[Any] | DataLoader[Any]
 
 
 class Indices(Protocol):
@@ -35,47 +40,27 @@ class Indices(Protocol):
         ...
 
 
-class Order(ABC):
+class Order:
     """In which order an epoch goes through the data set.
 
-    Attributes:
+    Args:
         num_samples: Positions of an epoch.
+        seed: Gives each epoch another permutation; ``None`` goes from first to last.
     """
 
-    num_samples: int
-
-    @abstractmethod
-    def of(self, epoch: int) -> Indices:
-        """The order of an epoch, the same on every rank."""
-
-    def fingerprint(self, indices: Indices) -> int:
-        """What ranks compare, below 2**53; 0 where the order cannot differ."""
-        return 0
-
-
-@final
-class Shuffled(Order):
-    """Another permutation in each epoch, from the seed."""
-
-    def __init__(self, num_samples: int, seed: int) -> None:
+    def __init__(self, num_samples: int, seed: int | None = None) -> None:
         self.num_samples = num_samples
         self._seed = seed
 
     def of(self, epoch: int) -> Indices:
-        """The permutation of the epoch."""
+        """Return the order of an epoch, the same on every rank."""
+        if self._seed is None:
+            return range(self.num_samples)
         return EpochOrder(self.num_samples, self._seed, epoch)
 
-
-@final
-class InOrder(Order):
-    """From first to last, in every epoch."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def of(self, epoch: int) -> Indices:
-        """The positions themselves."""
-        return range(self.num_samples)
+    def fingerprint(self, indices: Indices) -> int:
+        """Return what ranks compare, below 2**53; 0 where the order cannot differ."""
+        return 0
 
 
 @final
@@ -83,9 +68,9 @@ class Drawn(Order):
     """As a sampler of the user draws it, from generators that are seeded by the epoch."""
 
     def __init__(self, sampler: Iterable[int], seed: int) -> None:
-        self.num_samples = len(sampler)  # type: ignore[arg-type]
+        super().__init__(len(sampler))  # type: ignore[arg-type]
         self._sampler = sampler
-        self._seed = seed
+        self._sampler_seed = seed
 
     def of(self, epoch: int) -> Indices:
         """Draws the epoch's indices.
@@ -94,7 +79,7 @@ class Drawn(Order):
             UsageError: The sampler does not give as many as its length says.
         """
         with generators_lock, preserved_generators():
-            seed_generators(derive_seed(self._seed, "sampler", epoch))
+            seed_generators(derive_seed(self._sampler_seed, "sampler", epoch))
             indices = array("q", map(int, self._sampler))
         if len(indices) != self.num_samples:
             raise UsageError(
@@ -117,9 +102,10 @@ class Intake:
         dataset: Map-style data set, as given.
         samples: What is read by index: the data set, or a part of it.
         order: Which sample comes when.
-        batch_size: Samples of an optimizer step, if the user has said so.
+        seed: Of the permutations and of the random numbers that samples draw.
+        batch_size: Samples of an optimizer step, or of a batch of an evaluation.
         drop_last: Leave out the samples that fill no whole batch.
-        collate_fn: Makes a batch; torch's default for ``None``.
+        collate_fn: Makes a batch.
         num_workers: Worker processes.
         context: How they start, where the user has named it.
         pin_memory: Copy batches to page-locked memory.
@@ -129,118 +115,138 @@ class Intake:
     dataset: Any
     samples: Any
     order: Order
-    batch_size: int | None
-    drop_last: bool = False
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    num_workers: int = 0
-    context: BaseContext | None = None
-    pin_memory: bool = False
-    remarks: list[str] = field(default_factory=list)
+    seed: int
+    batch_size: int
+    drop_last: bool
+    collate_fn: Collate
+    num_workers: int
+    context: BaseContext | None
+    pin_memory: bool
+    remarks: list[str]
 
-    def override(
-        self,
-        batch_size: int | None,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        num_workers: int | None,
-    ) -> Self:
-        """The same with what the user says beside it; ``None`` says nothing."""
-        return replace(
-            self,
-            batch_size=self.batch_size if batch_size is None else batch_size,
-            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
-            num_workers=self.num_workers if num_workers is None else num_workers,
+    def fetcher(self, prefetch: Prefetch = "auto") -> Fetcher:
+        """Return what loads the samples."""
+        return make_fetcher(
+            self.samples, self.collate_fn, self.seed, self.num_workers, prefetch, self.context
         )
 
+    def count_trained(self) -> int:
+        """Return how many samples an epoch trains on.
 
-def is_stream(given: Dataset[Any] | DataLoader[Any]) -> bool:
-    """Whether samples cannot be asked for by index, or batches are the user's own business."""
-    if isinstance(given, DataLoader):
-        own_batches = given.batch_size is None and given.batch_sampler is not None
-        own_batches &= not _is_plain_batches(given.batch_sampler)
-        return own_batches or isinstance(given.dataset, IterableDataset)
-    return isinstance(given, IterableDataset)
+        Raises:
+            ConfigError: None.
+        """
+        count = self.order.num_samples
+        if count < 1:
+            raise ConfigError("the data set is empty; give at least one sample")
+        left_out = count % self.batch_size if self.drop_last else 0
+        if left_out == count:
+            raise ConfigError(
+                f"drop_last leaves nothing of {count} samples in batches of {self.batch_size}; "
+                "use a smaller batch_size, or no drop_last"
+            )
+        return count - left_out
 
 
-def read_dataset(dataset: Any, *, shuffle: bool, seed: int) -> Intake:
-    """A bare map-style data set."""
-    num_samples = _count(dataset)
-    order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
-    return Intake(dataset=dataset, samples=dataset, order=order, batch_size=None)
+def is_stream(given: Given) -> bool:
+    """Return whether samples have no index, or batches are the user's own business."""
+    if not isinstance(given, DataLoader):
+        return isinstance(given, IterableDataset)
+    # A plain batch sampler only cuts what its sampler draws, as ``batch_size`` does.
+    own_batches = given.batch_size is None and given.batch_sampler is not None
+    own_batches &= type(given.batch_sampler) is not BatchSampler
+    return own_batches or isinstance(given.dataset, IterableDataset)
 
 
-def read_loader(loader: DataLoader[Any], *, shuffle: bool | None, seed: int) -> Intake:
-    """A ``DataLoader`` over a map-style data set.
+def read(
+    given: Given,
+    *,
+    batch_size: int | None,
+    collate_fn: Collate | None,
+    num_workers: int | None,
+    shuffle: bool | None = False,
+    seed: int = 0,
+) -> Intake:
+    """Read a map-style data set, or a ``DataLoader`` over one, which is not a stream.
+
+    Args:
+        given: A bare data set is shuffled unless the user has said otherwise.
+        batch_size: What the user says beside it, here and below; ``None`` says nothing.
+        collate_fn: Makes a batch.
+        num_workers: Worker processes.
+        shuffle: Another order in each epoch.
+        seed: Of these orders.
 
     Raises:
-        ConfigError: Its sampler splits the data among ranks itself.
+        ConfigError: There is no batch size, the data set cannot be split, or the sampler splits it
+            itself.
     """
-    sampler, batch_size, drop_last = loader.sampler, loader.batch_size, loader.drop_last
-    batches = loader.batch_sampler
-    if batch_size is None and isinstance(batches, BatchSampler):
-        sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
-    if batch_size is None:
+    if not isinstance(given, DataLoader):
+        _check_map_style(given)
+        if batch_size is None:
+            raise ConfigError(
+                "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
+            )
+        given, shuffle = DataLoader(given, batch_size), shuffle is not False
+    sampler, size, drop_last = given.sampler, given.batch_size, given.drop_last
+    if size is None and isinstance(batches := given.batch_sampler, BatchSampler):
+        sampler, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
+    if size is None:
         raise ConfigError(
             "the DataLoader has batch_size=None, so its samples are batches of an unknown size; "
             "give it a batch_size, or pass the data set to ddp.loader with one"
         )
-    samples, remarks = loader.dataset, []
-    num_samples = _count(samples)
-    order: Order
+    samples, order, remarks = _put_in_order(given.dataset, sampler, shuffle, seed)
+    if given.worker_init_fn is not None and given.num_workers:
+        remarks.append(
+            "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, "
+            "epoch, index); open resources in the data set, when the first sample is read"
+        )
+    return Intake(
+        dataset=given.dataset,
+        samples=samples,
+        order=order,
+        seed=seed,
+        batch_size=batch_size or size,
+        drop_last=drop_last,
+        collate_fn=collate_fn or given.collate_fn,
+        num_workers=given.num_workers if num_workers is None else num_workers,
+        context=given.multiprocessing_context,
+        pin_memory=given.pin_memory and pins_memory(),
+        remarks=remarks,
+    )
+
+
+def _put_in_order(
+    dataset: Any, sampler: Any, shuffle: bool | None, seed: int
+) -> tuple[Any, Order, list[str]]:
+    """Return what a sampler picks of a data set, its order, and what cannot be guaranteed."""
+    _check_map_style(dataset)
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
             "the DataLoader has a DistributedSampler, but ddp.loader splits the data itself, by "
             "speed; leave the sampler out, pass shuffle=True, and give batch_size for the whole "
             "team (a DistributedSampler's loader has it for each rank)"
         )
-    if isinstance(sampler, SequentialSampler) and len(sampler) == num_samples:
-        order = Shuffled(num_samples, seed) if shuffle else InOrder(num_samples)
-    elif isinstance(sampler, RandomSampler) and _is_plain(sampler, num_samples):
-        order = InOrder(num_samples) if shuffle is False else Shuffled(num_samples, seed)
-    elif isinstance(sampler, SubsetRandomSampler):
-        samples = Subset(samples, list(sampler.indices))
-        order = InOrder(len(sampler)) if shuffle is False else Shuffled(len(sampler), seed)
-    else:
-        order = Drawn(sampler, seed)
-        remarks.append(
-            f"the order of samples comes from {type(sampler).__name__}: each position of what it "
-            "draws is trained on once an epoch. It must draw from torch's, NumPy's or Python's "
-            "global generators (which are seeded by the epoch) or be the same on every rank; "
-            "otherwise going on in mid-epoch may repeat or miss samples"
-        )
-    if loader.worker_init_fn is not None and loader.num_workers:
-        remarks.append(
-            "worker_init_fn is not called: each sample is loaded with generators seeded by (seed, "
-            "epoch, index); open resources in the data set, when the first sample is read"
-        )
-    return Intake(
-        dataset=loader.dataset,
-        samples=samples,
-        order=order,
-        batch_size=batch_size,
-        drop_last=drop_last,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        context=loader.multiprocessing_context,
-        pin_memory=loader.pin_memory and pins_memory(),
-        remarks=remarks,
+    count = len(sampler)
+    if isinstance(sampler, SequentialSampler) and count == len(dataset):
+        return dataset, Order(count, seed if shuffle else None), []
+    mixed = Order(count, None if shuffle is False else seed)
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, list(sampler.indices)), mixed, []
+    whole = count == len(dataset)
+    if isinstance(sampler, RandomSampler) and whole and not sampler.replacement:
+        return dataset, mixed, []
+    remark = (
+        f"the order of samples comes from {type(sampler).__name__}: each position of what it draws "
+        "is trained on once an epoch. It must draw from torch's, NumPy's or Python's global "
+        "generators (which are seeded by the epoch) or be the same on every rank; otherwise going "
+        "on in mid-epoch may repeat or miss samples"
     )
+    return dataset, Drawn(sampler, seed), [remark]
 
 
-def _is_plain(sampler: RandomSampler, num_samples: int) -> bool:
-    return not sampler.replacement and sampler.num_samples == num_samples
-
-
-def _is_plain_batches(batches: object) -> bool:
-    """Whether a batch sampler only cuts what its sampler draws, as ``batch_size`` does."""
-    return type(batches) is BatchSampler
-
-
-def _count(dataset: Any) -> int:
-    """Samples of a map-style data set.
-
-    Raises:
-        ConfigError: It is none.
-    """
+def _check_map_style(dataset: Any) -> None:
     kind = type(dataset)
     if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
         raise ConfigError(
@@ -248,4 +254,3 @@ def _count(dataset: Any) -> int:
             "sample by index, so it cannot be split; give a data set with len and [index] (a list "
             "does: list(generator)), or wrap it in a torch.utils.data.IterableDataset"
         )
-    return len(dataset)

@@ -2,6 +2,7 @@
 
 import dis
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -35,12 +36,8 @@ class Loop:
 
     def holds(self, error: BaseException) -> bool:
         """Return whether an exception has passed through the loop's body."""
-        body, entry = self._body(), error.__traceback__
-        while entry is not None:
-            if entry.tb_frame.f_code is self.code and entry.tb_lasti in body:
-                return True
-            entry = entry.tb_next
-        return False
+        offsets = {instruction.offset for instruction in self._body()}
+        return not offsets.isdisjoint(self._passed(error))
 
     def explain(self, error: BaseException, rank: int) -> str:
         """Return why a name has no value after a loop whose body did not run; empty otherwise.
@@ -50,7 +47,7 @@ class Loop:
             rank: This rank.
         """
         found = re.search("'(.+?)'", str(error)) if isinstance(error, NameError) else None
-        if found is None or not self.skipped or not self._sets(found[1], error):
+        if not (found and self.skipped and self._passed(error) and self._sets(found[1])):
             return ""
         return (
             f"evener: the body of the loop at {self.place} did not run on rank {rank}: "
@@ -61,23 +58,28 @@ class Loop:
             "ddp.on_commit(fn), which runs for every window on every rank that is not parked"
         )
 
-    def _body(self) -> range:
-        """Offsets of the body's instructions; empty where this is not a ``for`` loop."""
+    def _passed(self, error: BaseException) -> list[int]:
+        """Return where in the loop's code, as offsets, an exception has passed through."""
+        offsets, entry = [], error.__traceback__
+        while entry is not None:
+            if entry.tb_frame.f_code is self.code:
+                offsets.append(entry.tb_lasti)
+            entry = entry.tb_next
+        return offsets
+
+    def _body(self) -> Iterator[dis.Instruction]:
+        """Yield the instructions of the body; none where this is not a ``for`` loop."""
+        end = -1
         for instruction in dis.get_instructions(self.code) if self.code is not None else ():
             if instruction.offset == self.start and instruction.opname == "FOR_ITER":
-                return range(self.start, instruction.argval)
-        return range(0)
+                end = instruction.argval
+            if instruction.offset < end:
+                yield instruction
 
-    def _sets(self, name: str, error: BaseException) -> bool:
-        """Return whether the body sets the name, and the error came through the same code."""
-        entry = error.__traceback__
-        while entry is not None and entry.tb_frame.f_code is not self.code:
-            entry = entry.tb_next
-        if self.code is None or entry is None:
-            return False
-        body = self._body()
+    def _sets(self, name: str) -> bool:
+        """Return whether the body sets the name."""
         return any(
             name == i.argval or (isinstance(i.argval, tuple) and name in i.argval)
-            for i in dis.get_instructions(self.code)
-            if i.offset in body and i.opname.startswith("STORE_")
+            for i in self._body()
+            if i.opname.startswith("STORE_")
         )
