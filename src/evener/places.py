@@ -9,7 +9,7 @@ from types import FrameType
 
 _FOREIGN = (
     "<frozen ",
-    str(Path(__file__).resolve().parents[2]),  # evener itself
+    str(Path(__file__).resolve().parent),  # evener itself
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")),
 )
 _INSTALLED = frozenset({"site-packages", "dist-packages"})

@@ -2,7 +2,6 @@
 
 import dis
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -36,8 +35,9 @@ class Loop:
 
     def holds(self, error: BaseException) -> bool:
         """Return whether an exception has passed through the loop's body."""
-        offsets = {instruction.offset for instruction in self._body()}
-        return not offsets.isdisjoint(self._passed(error))
+        body = self._body()
+        passed = self._passed(error)
+        return any(body[0].offset <= offset <= body[-1].offset for offset in passed if body)
 
     def explain(self, error: BaseException, rank: int) -> str:
         """Return why a name has no value after a loop whose body did not run; empty otherwise.
@@ -67,14 +67,12 @@ class Loop:
             entry = entry.tb_next
         return offsets
 
-    def _body(self) -> Iterator[dis.Instruction]:
-        """Yield the instructions of the body; none where this is not a ``for`` loop."""
-        end = -1
-        for instruction in dis.get_instructions(self.code) if self.code is not None else ():
-            if instruction.offset == self.start and instruction.opname == "FOR_ITER":
-                end = instruction.argval
-            if instruction.offset < end:
-                yield instruction
+    def _body(self) -> list[dis.Instruction]:
+        """Return the instructions of the body; none where this is not a ``for`` loop."""
+        code = list(dis.get_instructions(self.code)) if self.code is not None else []
+        ends = (i.argval for i in code if i.offset == self.start and i.opname == "FOR_ITER")
+        end = next(ends, self.start)
+        return [i for i in code if self.start <= i.offset < end]
 
     def _sets(self, name: str) -> bool:
         """Return whether the body sets the name."""
