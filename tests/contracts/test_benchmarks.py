@@ -105,6 +105,17 @@ def test_overhead(tmp_path):
         assert row["parameters"] > 50_000
 
 
+def test_scale(tmp_path):
+    rows = run(tmp_path, "scale.py", "--ranks", "2,16", "--rounds", "2")["rows"]
+    assert [(row["name"], row["ranks"]) for row in rows] == [
+        (f"{name}{policy}", ranks)
+        for policy in ("", " of cadence")
+        for ranks in (2, 16)
+        for name in ("decision", "observe")
+    ]
+    assert all(0 < row["seconds"] <= row["median_s"] for row in rows)
+
+
 def test_startup(tmp_path):
     document = run(tmp_path, "startup.py", "--only", "help", "--rounds", "1")
     [row] = document["rows"]

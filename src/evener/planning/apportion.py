@@ -1,7 +1,7 @@
 """Divides a whole number in given proportions, without losing or inventing one."""
 
 from collections.abc import Sequence
-from fractions import Fraction
+from math import lcm
 
 from evener.errors import ConfigError
 
@@ -23,18 +23,19 @@ def apportion(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
         ConfigError: No ratio is positive, or one is negative or not finite.
     """
     try:
-        exact = [Fraction(r) for r in ratios]
+        exact = [r.as_integer_ratio() for r in ratios]
     except (ValueError, OverflowError):
         exact = []
-    if not exact or min(exact) < 0 or sum(exact) == 0:
+    unit = lcm(*(denominator for _, denominator in exact))
+    parts = [numerator * (unit // denominator) for numerator, denominator in exact]
+    whole = sum(parts)
+    if whole == 0 or min(parts) < 0:
         raise ConfigError(
             f"cannot divide {total} in proportions {list(ratios)}; give one finite number >= 0 per "
             "rank, at least one of them positive"
         )
-    whole = sum(exact)
-    quotas = [total * e / whole for e in exact]
-    shares = [int(q) for q in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda i: (shares[i] - quotas[i], i))
+    shares = [total * part // whole for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda i: -(total * parts[i] % whole))
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1
     return tuple(shares)

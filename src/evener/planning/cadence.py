@@ -117,7 +117,8 @@ class CadencePolicy(Planner):
         available = left if limit is None else min(left, limit)
         most = tuple(c + max(2, c // 2) for c in counts)
         if self._max_batch_diff is not None:
-            most = tuple(min(m, min(counts) + self._max_batch_diff) for m in most)
+            furthest = min(counts) + self._max_batch_diff
+            most = tuple(min(m, furthest) for m in most)
         is_tail = available <= max(_TAIL * sum(counts), sum(most))
         if is_tail:
             steps = most = self._last_steps(available, counts)
@@ -198,7 +199,8 @@ class CadencePolicy(Planner):
         if not elche.is_calibrated and not elche.has_speed_hint:
             counts = (1,) * len(self._members)
         if self._max_batch_diff is not None:
-            counts = tuple(min(c, min(counts) + self._max_batch_diff) for c in counts)
+            furthest = min(counts) + self._max_batch_diff
+            counts = tuple(min(c, furthest) for c in counts)
         return counts
 
     def _least(self, most: Sequence[int]) -> int:

@@ -34,7 +34,7 @@ class FixedShares(Policy):
         apportion(1, ratios)  # refuses impossible ratios before the first window does
         self._members = tuple(members)
         self._ratios = tuple(ratios)
-        self._idle = [rank for rank, ratio in enumerate(ratios) if ratio == 0]
+        self._idle = frozenset(rank for rank, ratio in enumerate(ratios) if ratio == 0)
         self._avoid_ones = avoid_ones
         self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
 

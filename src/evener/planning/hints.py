@@ -84,12 +84,13 @@ class HintWatch:
         if len(known) < 2:
             return []
         found = []
+        all_hinted = sum(self._hinted[rank] for rank in known)
+        all_measured = sum(speeds[rank] for rank in known)
         for rank in known:
             if rank in self._judged:
                 continue
             self._judged.add(rank)
-            hinted = self._hinted[rank] / sum(self._hinted[r] for r in known)
-            measured = speeds[rank] / sum(speeds[r] for r in known)
+            hinted, measured = self._hinted[rank] / all_hinted, speeds[rank] / all_measured
             if _contradicts(hinted, measured, even=1.0 / len(known)):
                 found.append(Contradiction(rank, hinted, measured, self._windows[rank]))
         return found

@@ -142,6 +142,5 @@ class Policy(Planner):
     def rank_to_park(self, batch_size: int) -> int | None:
         """The rank without which a window is predicted to be shorter, asked once a window.
 
-        Rank 0 is named only where no other one is: it keeps the team's books and cannot be parked,
-        so that people should be told.
+        Rank 0 is named only where no other one is: it keeps the team's books.
         """

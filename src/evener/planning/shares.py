@@ -4,16 +4,19 @@ Pure functions of predicted costs.
 """
 
 from collections.abc import Collection, Sequence
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from evener.errors import ConfigError
 from evener.planning.speed import CostModel
 
-_MOST_HALVINGS = 64
-"""Halvings of the deadline after which float64 cannot tell more."""
+_MOST_DEADLINES = 64
+"""Deadlines tried at most; after that there is more to take back, but nothing else is lost."""
 
 _WORTHWHILE = 0.05
 """The team is changed only for a window that is shorter by more than this."""
+
+_Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
+"""Costs, most samples in a micro-batch, and least shares, each by rank."""
 
 
 def equal_shares(total: int, world_size: int) -> tuple[int, ...]:
@@ -26,10 +29,7 @@ def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
 ) -> float:
     """Predicted seconds until the last rank has finished its share."""
-    return max(
-        cost.seconds(share, size)
-        for share, cost, size in zip(shares, costs, micro_batch_sizes, strict=True)
-    )
+    return max(_seconds(shares, costs, micro_batch_sizes))
 
 
 def fastest_shares(
@@ -40,10 +40,10 @@ def fastest_shares(
 ) -> tuple[int, ...]:
     """Whole shares of ``total`` whose latest finish is earliest.
 
-    Costs grow with the share, so what a rank can do by a deadline does too: the deadline is halved
-    down to a few samples too many, which are then taken, one by one, from whoever finishes last.
-    Each step keeps the best allocation within reach, so the result is optimal up to rounding in
-    float64. At equal micro-batch sizes a rank that is no slower never gets less.
+    Costs grow with the share, so what a rank can do by a deadline does too: a deadline is sought by
+    which ranks can do a few samples too many, which are then taken, one by one, from whoever
+    finishes last. So the result is optimal up to rounding in float64. At equal micro-batch sizes a
+    rank that is no slower never gets less.
 
     Args:
         total: Samples to share out.
@@ -60,63 +60,35 @@ def fastest_shares(
     least = [0] * len(costs) if min_shares is None else list(min_shares)
     if sum(least) > total:
         raise ConfigError(f"shares of at least {least} do not fit into {total} samples")
-    ranks = tuple(zip(costs, micro_batch_sizes, least, strict=True))
-    # One rank could do it all by then; the margin covers rounding on the way back.
-    latest = min(cost.seconds(total, size) for cost, size, _ in ranks) * (1.0 + 1e-9)
-    earliest = 0.0
-    shares = _by_deadline(ranks, total, latest)
-    for _ in range(_MOST_HALVINGS):
-        if sum(shares) <= total + len(shares):
-            break
-        deadline = 0.5 * (earliest + latest)
-        tried = _by_deadline(ranks, total, deadline)
-        if sum(tried) >= total:
-            latest, shares = deadline, tried
-        else:
-            earliest = deadline
-    return _trimmed(shares, total, ranks)
+    if total == 0:
+        return tuple(least)
+    sizes = [size or total for size in micro_batch_sizes]
+    fewer, more = _nearly(total, (costs, sizes, least))
+    return _between(fewer, more, total, costs, sizes)
 
 
-def worth_keeping(
+def better_alone(
     total: int,
     costs: Sequence[CostModel],
     micro_batch_sizes: Sequence[int | None],
-    exchange_s: float,
-    kept: Sequence[bool] | None = None,
-) -> tuple[bool, ...]:
-    """Which ranks make the window shorter than it would be without them.
+    together_s: float,
+) -> int | None:
+    """The rank that would finish the window by itself clearly before all do together, if any.
 
-    Compares the fastest one, two, ... ranks, each time with the best shares. A single rank has
-    nothing to exchange.
+    No other choice of ranks can be better than all: the exchange takes as long with fewer of them,
+    and the best shares of fewer ranks never finish earlier.
 
     Args:
         total: Samples of the global batch.
         costs: Cost by rank, in seconds.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        exchange_s: Seconds that the exchange of two or more ranks adds to a window.
-        kept: Which ranks are in at present, all unless given. They stay unless another choice is
-            more than 5 % shorter, so that noise does not park and recall.
-
-    Returns:
-        By rank, whether it should be in.
+        together_s: Seconds of the window with the best shares of all ranks, its exchange included.
+            Alone a rank must be 5 % faster, so that noise decides nothing.
     """
-    world_size = len(costs)
-    by_speed = sorted(
-        range(world_size), key=lambda rank: costs[rank].seconds(total, micro_batch_sizes[rank])
-    )
-
-    def window_s(chosen: Sequence[int]) -> float:
-        sizes = [micro_batch_sizes[rank] for rank in chosen]
-        chosen_costs = [costs[rank] for rank in chosen]
-        compute_s = finish_s(fastest_shares(total, chosen_costs, sizes), chosen_costs, sizes)
-        return compute_s + (exchange_s if len(chosen) > 1 else 0.0)
-
-    choices = [by_speed[:count] for count in range(world_size, 0, -1)]
-    best = min(choices, key=window_s)
-    present = [rank for rank in range(world_size) if kept is None or kept[rank]]
-    if present and window_s(best) >= (1.0 - _WORTHWHILE) * window_s(present):
-        best = present
-    return tuple(rank in best for rank in range(world_size))
+    alone_s = _seconds([total] * len(costs), costs, micro_batch_sizes)
+    fastest_s = min(alone_s)
+    is_better = fastest_s < (1.0 - _WORTHWHILE) * together_s
+    return alone_s.index(fastest_s) if is_better else None
 
 
 def without_ones(
@@ -139,28 +111,37 @@ def without_ones(
         Shares of the same sum; the largest ones give and take.
     """
     result = list(shares)
-    active = [rank for rank in range(len(result)) if rank not in idle]
+    active = sorted(set(range(len(result))).difference(idle))
+    partners = [(-result[rank], rank) for rank in active]
+    heapify(partners)
+
+    def step_with(rank: int, other: int) -> int:
+        """1 if ``rank`` can take a sample from ``other``, -1 if it can give one, or else 0."""
+        for step in (1, -1):
+            mine, theirs = result[rank] + step, result[other] - step
+            if (
+                mine >= min_share
+                and theirs >= max(0, min(min_share, result[other]))
+                and not _has_one(mine, micro_batch_sizes[rank])
+                and not _has_one(theirs, micro_batch_sizes[other])
+            ):
+                return step
+        return 0
+
     for rank in active:
         if not _has_one(result[rank], micro_batch_sizes[rank]):
             continue
-        by_share = sorted((r for r in active if r != rank), key=lambda r: -result[r])
-        for other in by_share:
-            moved = next(
-                (
-                    step
-                    for step in (1, -1)  # take one, or give one
-                    if result[rank] + step >= min_share
-                    and result[other] - step >= min(min_share, result[other])
-                    and result[other] - step >= 0
-                    and not _has_one(result[rank] + step, micro_batch_sizes[rank])
-                    and not _has_one(result[other] - step, micro_batch_sizes[other])
-                ),
-                None,
-            )
-            if moved is not None:
-                result[rank] += moved
-                result[other] -= moved
-                break
+        step = 0
+        while partners and not step:
+            share, other = heappop(partners)
+            # Whoever can help nobody now is asked again when its share has changed.
+            if other != rank and share == -result[other]:
+                step = step_with(rank, other)
+        if step:
+            result[rank] += step
+            result[other] -= step
+            heappush(partners, (-result[other], other))
+        heappush(partners, (-result[rank], rank))
     return tuple(result)
 
 
@@ -171,41 +152,78 @@ def _has_one(share: int, micro_batch_size: int | None) -> bool:
     return micro_batch_size > 1 and share % micro_batch_size == 1
 
 
-def _by_deadline(
-    ranks: Sequence[tuple[CostModel, int | None, int]], total: int, deadline_s: float
-) -> list[int]:
-    """Samples, up to ``total``, that each rank finishes by the deadline, but its least share."""
-    shares = []
-    for cost, size, least in ranks:
-        fixed_s, per_sample_s = cost.fixed_s, cost.per_sample_s
-        if size is None:
-            share = int((deadline_s - fixed_s) / per_sample_s)
+def _seconds(
+    shares: Sequence[int], costs: Sequence[CostModel], sizes: Sequence[int | None]
+) -> list[float]:
+    """``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
+    return [
+        fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
+        for share, (fixed_s, per_sample_s), size in zip(shares, costs, sizes, strict=True)
+    ]
+
+
+def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
+    """Shares by two deadlines: one that is too early for ``total``, and one that is late enough.
+
+    By the later one ranks do at most a sample each too many. It lies between 0 and when one rank
+    could do it all, and is guessed from how many samples ranks can do by the two: nearly always the
+    second or third guess will do. Each guess halves the weight of the end that it leaves, so that
+    steps of many ranks at once, which guesses do not see, cannot keep them on one side.
+    """
+    costs, sizes, fewer = ranks
+    wanted = total + 0.25 * len(costs)
+    alone_s = _seconds([total] * len(costs), costs, sizes)
+    early_s, late_s = 0.0, min(alone_s) * (1.0 + 1e-9)  # a margin for rounding
+    missing, surplus = wanted, late_s * sum(total / seconds for seconds in alone_s) - wanted
+    more = None
+    for _ in range(_MOST_DEADLINES):
+        part = missing / (missing + surplus) if surplus > 0 else 1.0
+        deadline_s = early_s + part * (late_s - early_s)
+        shares = _by_deadline(deadline_s, ranks)
+        reached = sum(shares)
+        if reached < total:
+            early_s, fewer = deadline_s, shares
+            missing, surplus = wanted - reached, 0.5 * surplus
         else:
-            full_s = fixed_s + per_sample_s * size
-            full = int(deadline_s / full_s)
-            rest = int((deadline_s - full * full_s - fixed_s) / per_sample_s)
-            share = full * size + max(rest, 0)
-        shares.append(max(least, min(share, total)))
-    return shares
+            late_s, more = deadline_s, shares
+            missing, surplus = 0.5 * missing, reached - wanted
+            if reached <= total + len(costs):
+                break
+    return fewer, more or _by_deadline(late_s, ranks)
 
 
-def _trimmed(
-    shares: list[int], total: int, ranks: Sequence[tuple[CostModel, int | None, int]]
+def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
+    """Samples that each rank finishes by the deadline, but its least share."""
+    return [
+        max(
+            least,
+            int(deadline_s // (full_s := fixed_s + per_sample_s * size)) * size
+            + max(int((deadline_s % full_s - fixed_s) / per_sample_s), 0),
+        )
+        for (fixed_s, per_sample_s), size, least in zip(*ranks, strict=True)
+    ]
+
+
+def _between(
+    fewer: Sequence[int],
+    more: Sequence[int],
+    total: int,
+    costs: Sequence[CostModel],
+    sizes: Sequence[int],
 ) -> tuple[int, ...]:
     """Take samples from whoever finishes last, the highest rank first, until ``total`` are left."""
-    excess = sum(shares) - total
+    shares = list(more)
     last = [
-        (-cost.seconds(share, size), -rank)
-        for rank, (share, (cost, size, least)) in enumerate(zip(shares, ranks, strict=True))
-        if share > least
+        (-seconds, -rank)
+        for rank, seconds in enumerate(_seconds(shares, costs, sizes))
+        if more[rank] > fewer[rank]
     ]
     heapify(last)
-    for _ in range(excess):
+    for _ in range(sum(more) - total):
         rank = -last[0][1]
-        cost, size, least = ranks[rank]
         shares[rank] -= 1
-        if shares[rank] > least:
-            heapreplace(last, (-cost.seconds(shares[rank], size), -rank))
+        if shares[rank] > fewer[rank]:
+            heapreplace(last, (-costs[rank].seconds(shares[rank], sizes[rank]), -rank))
         else:
             heappop(last)
     return tuple(shares)

@@ -11,12 +11,10 @@ in less than half the time makes old ones be forgotten at once. Pure: times come
 
 import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations
 from statistics import median, median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.errors import CheckpointError, ConfigError
 
@@ -48,8 +46,7 @@ _LEAST_SECONDS = 1e-9
 """Anything shorter was not measured: the clock did not move."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
+class CostModel(NamedTuple):
     """Predicted seconds of compute on one rank.
 
     Attributes:
@@ -82,19 +79,13 @@ class CostModel:
 
 def num_micro_batches(samples: int, micro_batch_size: int | None) -> int:
     """Micro-batches that ``samples`` are computed in: as few as fit."""
-    if micro_batch_size is None:
-        return min(samples, 1)
-    return -(-samples // micro_batch_size)
+    return -(-samples // (micro_batch_size or samples or 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Observation:
+class _Observation(NamedTuple):
     samples: int
     micro_batches: int
     seconds: float
-
-    def predicted(self, cost: CostModel) -> float:
-        return cost.fixed_s * self.micro_batches + cost.per_sample_s * self.samples
 
 
 class SpeedModel:
@@ -109,23 +100,21 @@ class SpeedModel:
         self._recent: list[_Observation] = []
         self._surprises = 0
         self._cost: CostModel | None = None
-        # Fitted when the cost is asked for: a rank that trains alone hardly ever is.
-        self._pending: deque[_Observation] = deque(maxlen=2 * _MEMORY)
 
     @property
     def is_known(self) -> bool:
         """Whether anything is known: a hint or an observation."""
-        return self.is_measured or self._hint is not None
+        return (self._cost or self._hint) is not None
 
     @property
     def is_measured(self) -> bool:
         """Whether ``cost`` is in seconds; after a hint alone its unit is arbitrary."""
-        return bool(self._recent) or bool(self._pending)
+        return self._cost is not None
 
     @property
     def is_settled(self) -> bool:
         """Whether enough windows were measured that one which was disturbed has no say."""
-        return len(self._recent) + len(self._pending) >= _SURPRISES_IN_A_ROW
+        return len(self._recent) >= _SURPRISES_IN_A_ROW
 
     @property
     def cost(self) -> CostModel:
@@ -134,7 +123,6 @@ class SpeedModel:
         Raises:
             ConfigError: Nothing is known; ask ``is_known`` before.
         """
-        self._fit()
         cost = self._cost or self._hint
         if cost is None:
             raise ConfigError("the speed of this rank is not known: measure it or give a hint")
@@ -171,15 +159,18 @@ class SpeedModel:
         """
         if samples <= 0 or micro_batches <= 0 or not _LEAST_SECONDS <= compute_s < math.inf:
             return
-        self._pending.append(_Observation(samples, micro_batches, compute_s))
+        observation = _Observation(samples, micro_batches, compute_s)
+        if self._cost is not None:
+            self._count_surprise(self._unexpected(observation, self._cost))
+        self._recent = [*self._recent[-_MEMORY + 1 :], observation]
+        if abs(self._surprises) >= _SURPRISES_IN_A_ROW:
+            self._recent = self._recent[-_SURPRISES_IN_A_ROW:]
+            self._surprises = 0
+        self._cost = _fitted(self._recent)
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, as plain JSON types; a hint is not part of it."""
-        self._fit()
-        return {
-            "recent": [[one.samples, one.micro_batches, one.seconds] for one in self._recent],
-            "surprises": self._surprises,
-        }
+        return {"recent": [list(one) for one in self._recent], "surprises": self._surprises}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``.
@@ -201,20 +192,7 @@ class SpeedModel:
                 "checkpoint"
             ) from error
         self._recent, self._surprises = recent, surprises
-        self._pending.clear()
-        self._refit()
-
-    def _fit(self) -> None:
-        """Learns from what has been observed since the cost was last asked for."""
-        while self._pending:
-            observation = self._pending.popleft()
-            if self._cost is not None:
-                self._count_surprise(self._unexpected(observation, self._cost))
-            self._recent = [*self._recent[-_MEMORY + 1 :], observation]
-            if abs(self._surprises) >= _SURPRISES_IN_A_ROW:
-                self._recent = self._recent[-_SURPRISES_IN_A_ROW:]
-                self._surprises = 0
-            self._refit()
+        self._cost = _fitted(recent) if recent else None
 
     def _unexpected(self, observation: _Observation, cost: CostModel) -> float:
         """Measured over predicted time, as far as another size of micro-batch cannot explain it.
@@ -222,11 +200,13 @@ class SpeedModel:
         How much of the cost is fixed is not known before sizes have differed: any time between that
         by the estimate and that by a cost which is all fixed is then to be expected.
         """
-        by_estimate = observation.predicted(cost)
-        all_fixed_s = median(one.seconds / one.micro_batches for one in self._recent)
-        if_fixed = all_fixed_s * observation.micro_batches
+        samples, micro_batches, seconds = observation
+        by_estimate = cost.fixed_s * micro_batches + cost.per_sample_s * samples
+        if 1.0 / _SURPRISE <= seconds / by_estimate <= _SURPRISE:
+            return 1.0
+        if_fixed = micro_batches * median(one.seconds / one.micro_batches for one in self._recent)
         least, most = sorted((by_estimate, if_fixed))
-        return observation.seconds / min(max(observation.seconds, least), most)
+        return seconds / min(max(seconds, least), most)
 
     def _count_surprise(self, ratio: float) -> None:
         """Count how often in a row ``ratio``, measured over predicted, is off to one side."""
@@ -239,49 +219,44 @@ class SpeedModel:
         else:
             self._surprises = 0
 
-    def _refit(self) -> None:
-        """Fit the cost to the windows that are remembered."""
-        if not self._recent:
-            self._cost = None
-            return
-        # The lower median: where two values share the middle, the disturbed one is the larger.
-        fixed_s = self._fixed_s()
-        rests = [one.seconds - fixed_s * one.micro_batches for one in self._recent]
-        per_sample_s = median_low(
-            rest / one.samples for rest, one in zip(rests, self._recent, strict=True)
-        )
-        usual = median(one.seconds / one.samples for one in self._recent)
-        self._cost = CostModel(fixed_s, max(per_sample_s, _LEAST_SLOPE * usual))
 
-    def _fixed_s(self) -> float:
-        """The fixed cost of a micro-batch, as far as windows of unlike sizes show it.
+def _fitted(windows: Sequence[_Observation]) -> CostModel:
+    """The cost that explains the windows best, of which there is one at least."""
+    points = [(batches / samples, seconds / samples) for samples, batches, seconds in windows]
+    # The lower median: where two values share the middle, the disturbed one is the larger.
+    usual_s = median_low([y for _, y in points])
+    batches_a_sample = [x for x, _ in points]
+    if len(points) < 4 or max(batches_a_sample) < _LEAST_SPREAD * min(batches_a_sample):
+        return CostModel(0.0, usual_s)
+    fixed_s = _fixed_s(sorted(points))
+    per_sample_s = median_low([y - fixed_s * x for x, y in points])
+    return CostModel(fixed_s, max(per_sample_s, _LEAST_SLOPE * usual_s))
 
-        A sample took ``y = fixed_s * x + per_sample_s`` seconds, with ``x`` micro-batches
-        per sample. The slope is the median over all pairs (Theil and Sen), each with the weight of
-        its distance: sizes that hardly differ say hardly anything. It is believed as far as noise
-        allows: its weight against 0 is that of two normal estimates, by their variances.
-        """
-        points = sorted(
-            (one.micro_batches / one.samples, one.seconds / one.samples) for one in self._recent
-        )
-        if len(points) < 4 or points[-1][0] < _LEAST_SPREAD * points[0][0]:
-            return 0.0
-        slopes = [
-            ((right[1] - left[1]) / (right[0] - left[0]), right[0] - left[0])
-            for left, right in combinations(points, 2)
-            if right[0] > left[0]
-        ]
-        middle_x = median(x for x, _ in points)
-        middle_y = median(y for _, y in points)
-        largest = (1.0 - _LEAST_SLOPE) * median(y / x for x, y in points)
-        slope = min(max(_weighted_median(slopes), 0.0), largest)
-        rests = [y - slope * x for x, y in points]
-        rest = median(rests)
-        noise = max(1.48 * median(abs(y - rest) for y in rests), _LEAST_NOISE * middle_y)
-        spread = math.sqrt(math.fsum((x - middle_x) ** 2 for x, _ in points))
-        slope_error = 1.25 * noise / spread
-        usual_error = _USUAL_FIXED * middle_y / middle_x
-        return slope * usual_error**2 / (usual_error**2 + slope_error**2)
+
+def _fixed_s(points: Sequence[tuple[float, float]]) -> float:
+    """The fixed cost of a micro-batch, as far as windows of unlike sizes show it; points in order.
+
+    A sample took ``y = fixed_s * x + per_sample_s`` seconds, with ``x`` micro-batches
+    per sample. The slope is the median over all pairs (Theil and Sen), each with the weight of
+    its distance: sizes that hardly differ say hardly anything. It is believed as far as noise
+    allows: its weight against 0 is that of two normal estimates, by their variances.
+    """
+    slopes = [
+        ((right[1] - left[1]) / (right[0] - left[0]), right[0] - left[0])
+        for left, right in combinations(points, 2)
+        if right[0] > left[0]
+    ]
+    middle_x = median(x for x, _ in points)
+    middle_y = median(y for _, y in points)
+    largest = (1.0 - _LEAST_SLOPE) * median(y / x for x, y in points)
+    slope = min(max(_weighted_median(slopes), 0.0), largest)
+    rests = [y - slope * x for x, y in points]
+    rest = median(rests)
+    noise = max(1.48 * median(abs(y - rest) for y in rests), _LEAST_NOISE * middle_y)
+    spread = math.sqrt(math.fsum((x - middle_x) ** 2 for x, _ in points))
+    slope_error = 1.25 * noise / spread
+    usual_error = _USUAL_FIXED * middle_y / middle_x
+    return slope * usual_error**2 / (usual_error**2 + slope_error**2)
 
 
 def _weighted_median(values: Sequence[tuple[float, float]]) -> float:

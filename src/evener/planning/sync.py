@@ -9,11 +9,11 @@ from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning.plan import WindowPlan, WindowReport
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.shares import (
+    better_alone,
     equal_shares,
     fastest_shares,
     finish_s,
     without_ones,
-    worth_keeping,
 )
 from evener.planning.speed import CostModel, SpeedModel
 
@@ -74,6 +74,10 @@ class SyncPolicy(Policy):
         self._members = tuple(members)
         self._avoid_ones = avoid_ones
         self._speeds = tuple(SpeedModel() for _ in members)
+        # What follows from the speeds that are known now: costs, and by size the best shares and
+        # their finish.
+        self._costs: tuple[CostModel, ...] | None = None
+        self._best: dict[int, tuple[tuple[int, ...], float]] = {}
         self._idle_windows = [0] * len(members)
         self._exchanges_s: list[float] = []
         self._parked: frozenset[int] = frozenset()
@@ -111,6 +115,7 @@ class SyncPolicy(Policy):
                 )
         self._micro_batch_sizes = tuple(sizes)
         self._in_use = {}
+        self._best = {}
 
     @property
     def exchange_s(self) -> float:
@@ -124,31 +129,9 @@ class SyncPolicy(Policy):
         A rank of which nothing is known is taken for a middling one, so that it gets work and is
         measured. A rank that is only hinted at is put on the scale of those that are measured.
         """
-        measured = [speed for speed in self._speeds if speed.is_measured]
-        known = measured or [speed for speed in self._speeds if speed.is_known]
-        if not known:
-            return None
-        middle = CostModel(
-            median(speed.cost.fixed_s for speed in known),
-            median(speed.cost.per_sample_s for speed in known),
-        )
-        scales = [
-            speed.cost.per_sample_s / speed.hinted.per_sample_s
-            for speed in known
-            if speed.hinted is not None
-        ]
-        slowest_s = _LARGEST_RATIO * min(speed.cost.per_sample_s for speed in known)
-        costs = []
-        for speed in self._speeds:
-            if speed in known:
-                unsettled = speed.is_measured and not speed.is_settled
-                surplus = speed.cost.per_sample_s / slowest_s if unsettled else 1.0
-                costs.append(speed.cost.scaled(1.0 / max(surplus, 1.0)))
-            elif speed.hinted is not None and scales:
-                costs.append(speed.hinted.scaled(median(scales)))
-            else:
-                costs.append(middle)
-        return tuple(costs)
+        if self._costs is None:
+            self._costs = _presumed_costs(self._speeds)
+        return self._costs
 
     def hint(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks relative to one another, until they are measured.
@@ -166,6 +149,7 @@ class SyncPolicy(Policy):
             )
         for speed, relative_speed in zip(self._speeds, speeds, strict=True):
             speed.hint(relative_speed)
+        self._forget_forecasts()
 
     def calibrate(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks until they are measured; see ``Policy``."""
@@ -174,21 +158,23 @@ class SyncPolicy(Policy):
             self.hint([max(speed, fastest / _LARGEST_RATIO) for speed in speeds])
 
     def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
-        """Learn from a window; see ``Policy``. Ranks that abandoned it are left out."""
+        """Learn from a window; see ``Policy``."""
         if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
             raise ProtocolError(
                 f"window {plan.window} has {len(reports)} reports and {len(plan.shares)} shares "
                 f"for a team of {len(self._members)}"
             )
-        for rank, report in enumerate(reports):
-            if report.leaving != 2:
-                self._speeds[rank].observe(
-                    report.samples - report.warmup_samples,
-                    report.micro_batches - report.warmup_micro_batches,
-                    report.compute_s - report.warmup_s,
-                )
-            idle = plan.shares[rank] == 0
-            self._idle_windows[rank] = self._idle_windows[rank] + 1 if idle else 0
+        for speed, report in zip(self._speeds, reports, strict=True):
+            speed.observe(
+                report.samples - report.warmup_samples,
+                report.micro_batches - report.warmup_micro_batches,
+                report.compute_s - report.warmup_s,
+            )
+        self._idle_windows = [
+            0 if share else windows + 1
+            for share, windows in zip(plan.shares, self._idle_windows, strict=True)
+        ]
+        self._forget_forecasts()
         if 0.0 <= sync_s < math.inf:
             self._exchanges_s = [*self._exchanges_s[-_MEMORY + 1 :], sync_s]
 
@@ -213,6 +199,7 @@ class SyncPolicy(Policy):
         self._parked = ranks
         self._misfits = []
         self._in_use = {}
+        self._best = {}
 
     def rank_to_park(self, batch_size: int) -> int | None:
         """The rank without which a window would be shorter; see ``Policy``.
@@ -228,17 +215,19 @@ class SyncPolicy(Policy):
         if len(present) == 1 or undecided:
             self._misfits = []
             return None
-        costs = self.costs
+        costs, sizes = self.costs, self._micro_batch_sizes
         assert costs is not None
-        keep = worth_keeping(
+        fastest = better_alone(
             batch_size,
             [costs[r] for r in present],
-            [self._micro_batch_sizes[r] for r in present],
-            self.exchange_s,
+            [sizes[r] for r in present],
+            self._best_shares(batch_size, costs)[1] + self.exchange_s,
         )
-        misfits = [r for r, kept in zip(present, keep, strict=True) if not kept]
-        others = [r for r in misfits if r != 0]
-        slowest = max(others or misfits, key=lambda r: costs[r].per_sample_s, default=None)
+        slowest = None
+        if fastest is not None:
+            misfits = [r for r in present if r != present[fastest]]
+            others = [r for r in misfits if r != 0]
+            slowest = max(others or misfits, key=lambda r: costs[r].per_sample_s)
         self._misfits = [*self._misfits[-_PATIENCE + 1 :], slowest]
         sure = len(self._misfits) == _PATIENCE and set(self._misfits) == {slowest}
         return slowest if sure else None
@@ -284,17 +273,29 @@ class SyncPolicy(Policy):
             if member in saved:
                 speed.load_state_dict(saved[member])
         self._in_use = {}
+        self._forget_forecasts()
 
-    def _best_shares(
-        self, size: int, costs: Sequence[CostModel], least: int | Mapping[int, int] = 0
+    def _forget_forecasts(self) -> None:
+        self._costs = None
+        self._best = {}
+
+    def _best_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[tuple[int, ...], float]:
+        """The shares with the earliest finish, and that."""
+        if size not in self._best:
+            shares = self._fastest(size, costs, {})
+            self._best[size] = shares, finish_s(shares, costs, self._micro_batch_sizes)
+        return self._best[size]
+
+    def _fastest(
+        self, size: int, costs: Sequence[CostModel], least: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """The shares with the earliest finish, of at least ``least`` for those who are present."""
+        """The shares with the earliest finish, and no less than ``least`` by rank."""
         present = [r for r in range(len(costs)) if r not in self._parked]
         best = fastest_shares(
             size,
             [costs[r] for r in present],
             [self._micro_batch_sizes[r] for r in present],
-            [least if isinstance(least, int) else least.get(r, 0) for r in present],
+            [least.get(r, 0) for r in present],
         )
         shares = [0] * len(costs)
         for rank, share in zip(present, best, strict=True):
@@ -304,19 +305,18 @@ class SyncPolicy(Policy):
     def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
         """The best shares, or those in use where the best are hardly better."""
         sizes = self._micro_batch_sizes
-        best = self._best_shares(size, costs)
-        best_s = finish_s(best, costs, sizes)
+        best, best_s = self._best_shares(size, costs)
         retried = self._rank_to_retry(best, best_s, costs)
         if retried is not None:
             self._idle_windows[retried] = 0
-            return self._best_shares(size, costs, {retried: 1})
-        held, windows = self._in_use.get(size, (best, 0))
+            return self._fastest(size, costs, {retried: 1})
+        held, windows = self._in_use.pop(size, (best, 0))
         band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
         if best_s < (1.0 - band) * finish_s(held, costs, sizes):
             held, windows = best, 0
-        others = {key: kept for key, kept in self._in_use.items() if key != size}
-        recent = dict(list(others.items())[-_NUM_SIZES + 1 :])
-        self._in_use = {**recent, size: (held, windows + 1)}
+        self._in_use[size] = held, windows + 1
+        if len(self._in_use) > _NUM_SIZES:
+            del self._in_use[next(iter(self._in_use))]  # the one that was not used for longest
         return held
 
     def _with_work_for_all(
@@ -329,7 +329,7 @@ class SyncPolicy(Policy):
             return shares, 0
         if min(shares[r] for r in present) >= least:
             return shares, least
-        raised = self._best_shares(sum(shares), costs, least)
+        raised = self._fastest(sum(shares), costs, dict.fromkeys(present, least))
         best_s, raised_s = (finish_s(s, costs, self._micro_batch_sizes) for s in (shares, raised))
         if raised_s - best_s > affordable * (best_s + self.exchange_s):
             return shares, 0
@@ -348,3 +348,35 @@ class SyncPolicy(Policy):
         # work should not go round in circles either.
         affordable_s = _RETRY * self._idle_windows[rank] * best_s
         return rank if max(lost_s, best_s) <= affordable_s else None
+
+
+def _presumed_costs(speeds: Sequence[SpeedModel]) -> tuple[CostModel, ...] | None:
+    """Costs as measured, or as far as may be presumed; see ``SyncPolicy.costs``."""
+    if all(speed.is_settled for speed in speeds):
+        return tuple(speed.cost for speed in speeds)
+    measured = [speed for speed in speeds if speed.is_measured]
+    known = [speed.cost for speed in measured or speeds if speed.is_known]
+    if not known:
+        return None
+    middle = CostModel(
+        median(cost.fixed_s for cost in known), median(cost.per_sample_s for cost in known)
+    )
+    scales = [
+        speed.cost.per_sample_s / speed.hinted.per_sample_s
+        for speed in measured
+        if speed.hinted is not None
+    ]
+    scale = median(scales) if scales else 1.0
+    slowest_s = _LARGEST_RATIO * min(cost.per_sample_s for cost in known)
+    costs = []
+    for speed in speeds:
+        if speed.is_settled:
+            costs.append(speed.cost)
+        elif speed.is_measured:
+            surplus = speed.cost.per_sample_s / slowest_s
+            costs.append(speed.cost.scaled(1.0 / max(surplus, 1.0)))
+        elif speed.hinted is not None and (scales or not measured):
+            costs.append(speed.hinted.scaled(scale))
+        else:
+            costs.append(middle)
+    return tuple(costs)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning.plan import WindowPlan, WindowReport
 from evener.planning.policies import ApplyPolicy
-from evener.planning.shares import worth_keeping
+from evener.planning.shares import better_alone, finish_s
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
 
@@ -351,15 +351,6 @@ def test_micro_batch_sizes_can_change():
     assert policy.plan(1, 0, 16, 16).shares == (12, 4)
 
 
-def test_abandoned_windows_teach_nothing():
-    policy = SyncPolicy(["a", "b"], [8, 8])
-    plan = policy.plan(0, 0, 0, 16)
-    report = WindowReport(samples=8, micro_batches=1, compute_s=0.1)
-    abandoned = WindowReport(samples=8, micro_batches=1, compute_s=9.0, leaving=2)
-    policy.observe([report, abandoned], plan, 0.0)
-    assert policy.solo_speeds(8) == (pytest.approx(80.0), 0.0)
-
-
 def test_exchange_is_the_usual_one():
     policy = SyncPolicy(["a"], [None])
     plan = policy.plan(0, 0, 0, 1)
@@ -374,9 +365,10 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
     team.run(32, 10)
     policy = team.policy
     assert policy.costs is not None
-    for exchange_s, expected in [(policy.exchange_s, True), (10.0, False)]:
-        kept = worth_keeping(32, policy.costs, policy.micro_batch_sizes, exchange_s)
-        assert kept[:2] == (True, expected)
+    costs, sizes = policy.costs, policy.micro_batch_sizes
+    together_s = finish_s(policy.plan(10, 0, 0, 32).shares, costs, sizes)
+    for exchange_s, expected in [(policy.exchange_s, None), (10.0, 0)]:
+        assert better_alone(32, costs, sizes, together_s + exchange_s) == expected
 
 
 @pytest.mark.parametrize(("speeds", "named"), [((0.01, 1.0), 0), ((0.01, 1.0, 0.02), 2)])
