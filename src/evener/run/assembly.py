@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,6 +69,7 @@ class Assembly:
     start from rank 0's model. See ``Ddp.setup`` for the arguments.
 
     Attributes:
+        apply_policy: What a window is.
         environment: This rank's place.
         model: One module that holds all.
         optimizers: As given.
@@ -102,7 +103,7 @@ class Assembly:
         environment: DistributedTrainConfig,
         communicator: Communicator | None = None,
     ) -> None:
-        chosen = check_policy(policy)
+        self.apply_policy = chosen = check_policy(policy)
         config.check_policy(chosen)
         check_backend(backend)
         check_optimizers(optimizers, scheduler)
@@ -202,7 +203,7 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Mapping[str, Any]) -> tuple[Member, ...]:
+    def _introduce(self, training: Sequence[Any]) -> tuple[Member, ...]:
         self._config.check_team(self.team.world_size)
         own = describe_self(
             self.team.rank,

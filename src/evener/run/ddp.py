@@ -145,7 +145,6 @@ class Ddp(DataSide):
                 communicator=communicator,
             )
         )
-        team.events.policy = str(policy)
         try:
             team.events.report_to(sinks)
         except BaseException:

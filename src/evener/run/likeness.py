@@ -3,7 +3,7 @@
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +21,37 @@ _OWN_ENTRIES = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
 
+_MODEL: Final = "; build the same model on every rank"
+_OPTIMIZERS: Final = "; make the same optimizers on every rank"
+_SCHEDULERS: Final = "; make the same schedulers on every rank"
+_GROUP: Final = "optimizer {0} of rank {rank}, parameter group {1}: "
+
+#: How a difference is told, by the kind of fact. Numbers stand for the fact's place.
+_SAYINGS: Final = {
+    "parameter": "rank {rank} trains another model: its parameter is {theirs} where rank 0 has "
+    "{mine}" + _MODEL,
+    "parameters": "rank {rank} trains another model: {theirs} parameters where rank 0 has {mine}"
+    + _MODEL,
+    "buffer": "rank {rank} trains another model: its buffer is {theirs} where rank 0 has {mine}"
+    + _MODEL,
+    "buffers": "rank {rank} trains another model: {theirs} buffers where rank 0 has {mine}"
+    + _MODEL,
+    "option": "rank {rank} trains with {0} {theirs!r}, rank 0 with {mine!r}; give Ddp.setup and "
+    "DdpConfig the same options on every rank",
+    "schedulers": "rank {rank} schedules learning rates by {theirs}, rank 0 by {mine}"
+    + _SCHEDULERS,
+    "optimizers": "rank {rank} has {theirs} optimizers where rank 0 has {mine}" + _OPTIMIZERS,
+    "class": "optimizer {0} of rank {rank} is {theirs}, rank 0 has {mine}" + _OPTIMIZERS,
+    "groups": "optimizer {0} of rank {rank} has {theirs} parameter groups, that of rank 0 has "
+    "{mine}" + _OPTIMIZERS,
+    "entry": _GROUP + "{2} is {theirs!r} where rank 0 has {mine!r}" + _OPTIMIZERS,
+    "held": _GROUP + "holds {theirs!r} where rank 0 has {mine!r}" + _OPTIMIZERS,
+    "number held": _GROUP + "holds {theirs} parameters, that of rank 0 {mine}" + _OPTIMIZERS,
+    "setting": "{0} of rank {rank}: {1} is {theirs!r} where rank 0 has {mine!r}" + _SCHEDULERS,
+}
+#: Where a rank has more of these than another, the fact that follows, their number, says so.
+_COUNTED: Final = ("parameter", "buffer", "held")
+
 
 def describe_training(
     model: nn.Module,
@@ -28,26 +59,44 @@ def describe_training(
     scheduler: Schedulers,
     policy: ApplyPolicy,
     config: DdpConfig,
-) -> dict[str, Any]:
-    """This rank's model, options, optimizers and schedulers as plain JSON types.
+) -> list[list[Any]]:
+    """This rank's model, options, optimizers and schedulers, for ``check_training``.
 
-    They are for ``check_training``.
+    Returns:
+        Facts in plain JSON types, in the order in which they are compared: kind, value, place.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        "parameters": [[n, list(p.shape), str(p.dtype)] for n, p in model.named_parameters()],
-        "buffers": [[n, list(b.shape), str(b.dtype)] for n, b in model.named_buffers()],
-        "options": {
-            "policy": policy.value,
-            **{
-                f.name: _plain(getattr(config, f.name))
-                for f in fields(config)
-                if f.name not in _OWN_OPTIONS
-            },
-        },
-        "optimizers": [_describe_optimizer(optimizer, names) for optimizer in optimizers],
-        "schedulers": [_describe_scheduler(one) for one in _each(scheduler)],
-    }
+    facts: list[tuple[Any, ...]] = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        shown = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+        facts += [(kind, text, position) for position, text in enumerate(shown)]
+        facts.append((f"{kind}s", str(len(shown))))
+    facts.append(("option", policy.value, "policy"))
+    facts += [
+        ("option", getattr(config, option.name), option.name)
+        for option in fields(config)
+        if option.name not in _OWN_OPTIONS
+    ]
+    # Kinds of schedulers first: they leave traces in optimizers, which would be named instead.
+    several = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    schedulers = [_name_and_settings(one) for one in several if one is not None]
+    facts.append(("schedulers", ", ".join(name for name, _ in schedulers) or "nothing"))
+    facts.append(("optimizers", str(len(optimizers))))
+    for number, optimizer in enumerate(optimizers):
+        facts.append(("class", type(optimizer).__name__, number))
+        facts.append(("groups", str(len(optimizer.param_groups)), number))
+        for place, group in enumerate(optimizer.param_groups):
+            entries = sorted(group.keys() - _OWN_ENTRIES)
+            facts += [("entry", group[key], number, place, key) for key in entries]
+            held = [names.get(id(parameter), "a foreign one") for parameter in group["params"]]
+            facts += [("held", name, number, place, i) for i, name in enumerate(held)]
+            facts.append(("number held", str(len(held)), number, place))
+    for number, (name, settings) in enumerate(schedulers):
+        facts += [("setting", settings[key], name, key, number) for key in sorted(settings)]
+    return [[kind, _plain(value), *map(str, place)] for kind, value, *place in facts]
 
 
 def check_versions(versions: Sequence[Mapping[str, str]]) -> None:
@@ -66,7 +115,7 @@ def check_versions(versions: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def check_training(trainings: Sequence[Mapping[str, Any]]) -> None:
+def check_training(trainings: Sequence[Sequence[Sequence[Any]]]) -> None:
     """Refuses ranks that train differently.
 
     Args:
@@ -75,40 +124,22 @@ def check_training(trainings: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.
     """
-    first = trainings[0]
-    for rank, other in enumerate(trainings):
-        _check_model(rank, first, other)
-        _check_options(rank, first["options"], other["options"])
-        # Kinds of schedulers first: they leave traces in optimizers, which would be named instead.
-        _check_kinds(rank, first["schedulers"], other["schedulers"])
-        _check_optimizers(rank, first["optimizers"], other["optimizers"])
-        _check_schedulers(rank, first["schedulers"], other["schedulers"])
+    first, *others = (
+        {(kind, *place): value for kind, value, *place in facts} for facts in trainings
+    )
+    for rank, other in enumerate(others, 1):
+        for kind, *place in {**first, **other}:
+            mine, theirs = (facts.get((kind, *place), "not set") for facts in (first, other))
+            if mine != theirs and not (kind in _COUNTED and "not set" in (mine, theirs)):
+                saying = _SAYINGS[kind]
+                raise ConfigError(saying.format(*place, rank=rank, mine=mine, theirs=theirs))
 
 
-def _each(scheduler: Schedulers) -> Sequence[object]:
-    if scheduler is None:
-        return ()
-    return scheduler if isinstance(scheduler, Sequence) else (scheduler,)
-
-
-def _describe_scheduler(scheduler: object) -> dict[str, Any]:
-    """Its kind and settings; of a function, its name."""
+def _name_and_settings(scheduler: object) -> tuple[str, Mapping[str, Any]]:
+    """A scheduler's kind and settings; of a function, its name."""
     if isinstance(scheduler, LRScheduler):
-        return {"what": type(scheduler).__name__, "settings": _plain(scheduler.state_dict())}
-    return {"what": getattr(scheduler, "__qualname__", type(scheduler).__name__), "settings": {}}
-
-
-def _describe_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    return {
-        "class": type(optimizer).__name__,
-        "groups": [
-            {
-                "entries": {k: _plain(v) for k, v in group.items() if k not in _OWN_ENTRIES},
-                "parameters": [names.get(id(p), "a foreign one") for p in group["params"]],
-            }
-            for group in optimizer.param_groups
-        ],
-    }
+        return type(scheduler).__name__, scheduler.state_dict()
+    return getattr(scheduler, "__qualname__", type(scheduler).__name__), {}
 
 
 def _plain(value: object) -> Any:
@@ -124,90 +155,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     return type(value).__name__
-
-
-def _check_model(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    for what in ("parameter", "buffer"):
-        mine, theirs = first[f"{what}s"], other[f"{what}s"]
-        for a, b in zip(mine, theirs, strict=False):
-            if a != b:
-                raise ConfigError(
-                    f"rank {rank} trains another model: its {what} is {b[0]} {b[1]} {b[2]} "
-                    f"where rank 0 has {a[0]} {a[1]} {a[2]}; build the same model on every rank"
-                )
-        if len(mine) != len(theirs):
-            raise ConfigError(
-                f"rank {rank} trains another model: {len(theirs)} {what}s where rank 0 has "
-                f"{len(mine)}; build the same model on every rank"
-            )
-
-
-def _check_options(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    for name, mine in first.items():
-        if other[name] != mine:
-            raise ConfigError(
-                f"rank {rank} trains with {name} {other[name]!r}, rank 0 with {mine!r}; give "
-                "Ddp.setup and DdpConfig the same options on every rank"
-            )
-
-
-def _check_optimizers(
-    rank: int, first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
-) -> None:
-    remedy = "make the same optimizers on every rank"
-    if len(first) != len(other):
-        raise ConfigError(
-            f"rank {rank} has {len(other)} optimizers where rank 0 has {len(first)}; {remedy}"
-        )
-    for number, (mine, theirs) in enumerate(zip(first, other, strict=True)):
-        where = f"optimizer {number} of rank {rank}"
-        if mine["class"] != theirs["class"]:
-            raise ConfigError(f"{where} is {theirs['class']}, rank 0 has {mine['class']}; {remedy}")
-        if len(mine["groups"]) != len(theirs["groups"]):
-            raise ConfigError(
-                f"{where} has {len(theirs['groups'])} parameter groups, that of rank 0 has "
-                f"{len(mine['groups'])}; {remedy}"
-            )
-        for g, (a, b) in enumerate(zip(mine["groups"], theirs["groups"], strict=True)):
-            _check_group(f"{where}, parameter group {g}:", a, b, remedy)
-
-
-_SAME_SCHEDULERS = "make the same schedulers on every rank"
-
-
-def _check_kinds(
-    rank: int, first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
-) -> None:
-    names = [[one["what"] for one in those] for those in (first, other)]
-    if names[0] != names[1]:
-        by = [", ".join(kinds) or "nothing" for kinds in names]
-        raise ConfigError(
-            f"rank {rank} schedules learning rates by {by[1]}, rank 0 by {by[0]}; "
-            f"{_SAME_SCHEDULERS}"
-        )
-
-
-def _check_schedulers(
-    rank: int, first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
-) -> None:
-    for mine, theirs in zip(first, other, strict=True):
-        for key in sorted({*mine["settings"], *theirs["settings"]}):
-            a, b = (s["settings"].get(key, "not set") for s in (mine, theirs))
-            if a != b:
-                raise ConfigError(
-                    f"{theirs['what']} of rank {rank}: {key} is {b!r} where rank 0 has {a!r}; "
-                    f"{_SAME_SCHEDULERS}"
-                )
-
-
-def _check_group(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], do: str) -> None:
-    for key in sorted({*mine["entries"], *theirs["entries"]}):
-        a, b = mine["entries"].get(key, "not set"), theirs["entries"].get(key, "not set")
-        if a != b:
-            raise ConfigError(f"{where} {key} is {b!r} where rank 0 has {a!r}; {do}")
-    for a, b in zip(mine["parameters"], theirs["parameters"], strict=False):
-        if a != b:
-            raise ConfigError(f"{where} holds {b!r} where rank 0 has {a!r}; {do}")
-    a, b = len(mine["parameters"]), len(theirs["parameters"])
-    if a != b:
-        raise ConfigError(f"{where} holds {b} parameters, that of rank 0 {a}; {do}")

@@ -293,7 +293,7 @@ class DataSide:
         for number in range(len(self._loaders)):
             self._restore_position(number)
         restore(assembly, saved)
-        self.events.resume_from(saved.path, self._engine.window)
+        self.events.learn(resumed_from=saved.path, window=self._engine.window)
 
     def _team_loader(
         self,
@@ -307,7 +307,7 @@ class DataSide:
         for remark in intake.remarks:
             self._engine.tell_once(remark)
         self._engine.set_micro_batch_size(micro_batch_size)
-        self.events.train_on(num_samples)
+        self.events.learn(num_samples=num_samples)
         feed = Feed(
             intake.fetcher(prefetch),
             Cursor(num_samples, intake.seed),

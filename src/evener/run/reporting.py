@@ -47,9 +47,11 @@ class EventStream:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
-        self._active = assembly.team.rank == 0
+        self._engine = assembly.engine
+        self._names = assembly.names
+        self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
-        self._watch = StragglerWatch(assembly.team.world_size)
+        self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: tuple[int, ...] = ()
         self.has_started = False
         self.parked: tuple[int, ...] = ()
@@ -63,25 +65,47 @@ class EventStream:
         if self._active:
             self._sinks.emit(event)
 
-    def start_run(
+    def start(
         self,
         *,
-        t: float,
-        window: int,
         run: str,
         policy: str,
         unit: str,
         num_samples: int,
         total_windows: int | None,
+        resumed_from: Path | None,
+        new_data: bool = False,
+        window: int | None = None,
+        t: float | None = None,
         **details: Any,
     ) -> None:
-        """Tell who is there and what will be done; see ``run_started_event``."""
+        """Tell who is there and what will be done; at a resume, first which events are void.
+
+        Args:
+            run: See ``run_started_event``.
+            policy: So also this,
+            unit: this,
+            num_samples: this,
+            total_windows: and this.
+            resumed_from: The checkpoint that was loaded.
+            new_data: Whether the run goes on with other data.
+            window: The first window of this session; the present one by default.
+            t: Unix seconds of the start; now by default.
+            **details: Anything else that describes the run (JSON).
+        """
+        if not self._active:
+            return
         self.has_started, members = True, self._assembly.members
+        t = time.time() if t is None else t
+        window = self._engine.window if window is None else window
+        if resumed_from is not None:
+            path = str(resumed_from)
+            self.emit(run_resumed_event(t=t, window=window, path=path, new_data=new_data))
         self.emit(
             run_started_event(
                 t=t,
                 run=run,
-                members=[m.member for m in members],
+                members=self._names,
                 policy=policy,
                 backend=self._assembly.comm.backend,
                 unit=unit,
@@ -105,7 +129,7 @@ class EventStream:
         """Records a committed window, its plan where shares changed, and stragglers."""
         if not self._active:
             return
-        shares = tuple(r.samples for r in result.ranks)
+        shares = tuple(record.samples for record in result.ranks)
         # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
         planned = shares if result.cadence is None else (result.cadence.anchor,)
         if planned != self._shares:
@@ -121,32 +145,15 @@ class EventStream:
                     shares=shares,
                 )
             )
-        event = window_event(
-            t=result.applied_t,
-            window=result.window,
-            generation=GENERATION,
-            epoch=result.epoch,
-            committed=result.ranges or [result.committed],
-            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
-        )
-        self.parked = tuple(sorted(self._assembly.engine.team.parked))
-        self.emit(
-            {
-                **event,
-                "loss": result.loss,
-                "lr": result.lr,
-                "grad_norm": result.grad_norm,
-                "skipped": result.skipped,
-                "parked": list(self.parked),
-                **_cadence_fields(event, result),
-            }
-        )
+        active = self._engine.team
+        self.parked = tuple(sorted(active.parked))
+        self.emit(self._window_event(result))
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
             self.emit(
                 straggler_event(
                     t=time.time(),
                     rank=rank,
-                    member=self._assembly.members[rank].member,
+                    member=self._names[rank],
                     window=result.window,
                     compute_s=compute_s,
                     expected_s=expected_s,
@@ -171,44 +178,53 @@ class EventStream:
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started."""
-        if not self.has_started:
-            return
-        self.emit(run_finished_event(t=time.time(), window=window, reason=reason, message=message))
+        if self.has_started:
+            t = time.time()
+            self.emit(run_finished_event(t=t, window=window, reason=reason, message=message))
 
     def close(self) -> None:
         """Close all sinks; idempotent."""
         self._sinks.close()
 
-    def _row(self, rank: int, record: RankRecord) -> RankRow:
-        return RankRow(
-            rank=rank,
-            member=self._assembly.members[rank].member,
-            samples=record.samples,
-            weight=record.weight,
-            loss=record.loss_sum / record.weight if record.weight else None,
-            compute_s=record.compute_s,
-            wait_s=record.wait_s,
-            sync_s=record.sync_s,
+    def _window_event(self, result: WindowResult) -> dict[str, Any]:
+        event = window_event(
+            t=result.applied_t,
+            window=result.window,
+            generation=GENERATION,
+            epoch=result.epoch,
+            committed=result.ranges or [result.committed],
+            ranks=[
+                RankRow(
+                    rank=rank,
+                    member=self._names[rank],
+                    samples=record.samples,
+                    weight=record.weight,
+                    loss=record.loss_sum / record.weight if record.weight else None,
+                    compute_s=record.compute_s,
+                    wait_s=record.wait_s,
+                    sync_s=record.sync_s,
+                )
+                for rank, record in enumerate(result.ranks)
+            ],
         )
-
-
-def _cadence_fields(event: Mapping[str, Any], result: WindowResult) -> dict[str, Any]:
-    """What an event of a window of local steps says beside."""
-    cadence = result.cadence
-    if cadence is None:
-        return {}
-    rows = [
-        {**row, "steps": record.steps, "stale_steps": record.stale_steps}
-        for row, record in zip(event["ranks"], result.ranks, strict=True)
-    ]
-    return {
-        "ranks": rows,
-        "turns": result.progress.steps + result.progress.skipped,
-        "anchor": cadence.anchor,
-        "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
-        "divergence": cadence.divergence,
-        "guard": cadence.guard,
-    }
+        event |= {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "parked": list(self.parked),
+        }
+        if (cadence := result.cadence) is not None:  # a window of local steps
+            for row, record in zip(event["ranks"], result.ranks, strict=True):
+                row |= {"steps": record.steps, "stale_steps": record.stale_steps}
+            event |= {
+                "turns": result.progress.steps + result.progress.skipped,
+                "anchor": cadence.anchor,
+                "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
+                "divergence": cadence.divergence,
+                "guard": cadence.guard,
+            }
+        return event
 
 
 SinkMaker = Callable[[], Sink]
@@ -220,24 +236,25 @@ class LoopEvents(EventStream):
 
     The start is told with the first event, which is that of a window or a checkpoint: by then it is
     known what is trained on.
-
-    Attributes:
-        run: Name of the run.
-        policy: Apply policy.
-        num_samples: Samples of one epoch; 0 where that is not known.
-        resumed_from: The checkpoint that was loaded.
-        first_window: The first window of this session.
     """
 
     def __init__(self, assembly: Assembly) -> None:
         super().__init__(assembly)
-        self.run = Path(sys.argv[0]).stem or "run"
-        self.policy = ""
-        self.num_samples = 0
-        self.resumed_from: Path | None = None
-        self.first_window = 0
-        self._began_t = time.time()
         self._has_sinks = False
+        self._facts: dict[str, Any] = {
+            "t": time.time(),
+            "run": Path(sys.argv[0]).stem or "run",
+            "policy": str(assembly.apply_policy),
+            "unit": "samples",
+            "num_samples": 0,  # not known yet
+            "total_windows": None,
+            "resumed_from": None,
+            "window": 0,
+        }
+
+    def learn(self, **facts: Any) -> None:
+        """Keep what ``start`` shall say of the run."""
+        self._facts |= facts
 
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
         """Hand events to these; on rank 0, where alone functions that make a sink are called.
@@ -245,11 +262,10 @@ class LoopEvents(EventStream):
         Raises:
             ConfigError: A function returned something else.
         """
-        if not self._active or not sinks:
-            return
-        self._has_sinks = True
-        self.add_sink(open_sinks(sinks))
-        self._assembly.engine.options.on_commit.append(self.window)
+        if self._active and sinks:
+            self._has_sinks = True
+            self.add_sink(open_sinks(sinks))
+            self._engine.call_on_commit(self.window)
 
     def train_on(self, num_samples: int) -> None:
         """Take note of what the run is trained on."""
@@ -269,7 +285,7 @@ class LoopEvents(EventStream):
         """Tell the end of the run, and close all sinks; idempotent."""
         if self._has_sinks:
             self._start()
-            engine = self._assembly.engine
+            engine = self._engine
             reason = "failed" if failed else "stopped" if engine.stopping else "completed"
             message = f"{type(error).__name__}: {error}" if failed and error is not None else None
             self.finish(engine.window, reason, message)
@@ -277,24 +293,8 @@ class LoopEvents(EventStream):
         self.close()
 
     def _start(self) -> None:
-        if self.has_started:
-            return
-        self.has_started = True
-        if self.resumed_from is not None:
-            self.emit(
-                run_resumed_event(
-                    t=self._began_t, window=self.first_window, path=str(self.resumed_from)
-                )
-            )
-        self.start_run(
-            t=self._began_t,
-            window=self.first_window,
-            run=self.run,
-            policy=self.policy,
-            unit="samples",
-            num_samples=self.num_samples,
-            total_windows=None,
-        )
+        if not self.has_started:
+            self.start(**self._facts)
 
 
 def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
@@ -346,23 +346,14 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Sink:
     """
     fanout = Fanout(warn)
     for given in sinks:
-        fanout.add(given if isinstance(given, Sink) else make_sink(given))
+        sink: object = given if isinstance(given, Sink) else given()
+        if not isinstance(sink, Sink):
+            raise ConfigError(
+                f"sinks holds {given!r}, which returned {sink!r}, a {type(sink).__name__}; return "
+                "an evener.Sink, a class with emit(event) and close()"
+            )
+        fanout.add(sink)
     return fanout
-
-
-def make_sink(maker: SinkMaker) -> Sink:
-    """Return what a function makes.
-
-    Raises:
-        ConfigError: It is not a ``Sink``.
-    """
-    sink: object = maker()
-    if not isinstance(sink, Sink):
-        raise ConfigError(
-            f"sinks holds {maker!r}, which returned {sink!r}, a {type(sink).__name__}; return an "
-            "evener.Sink, a class with emit(event) and close()"
-        )
-    return sink
 
 
 class StragglerWatch:

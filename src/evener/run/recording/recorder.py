@@ -7,10 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evener.observe.events import (
-    eval_event,
-    run_resumed_event,
-)
+from evener.observe.events import eval_event
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.lineage import effective_events
 from evener.observe.progress import ProgressSink
@@ -53,47 +50,16 @@ class RunRecorder(EventStream):
             self.add_sink(TensorBoardSink(tensorboard))
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Hands an event to every sink."""
-        if self._active:
-            self.tally.add(event)
-        super().emit(event)
-
-    def start(
-        self,
-        *,
-        run: str,
-        policy: str,
-        unit: str,
-        num_samples: int,
-        total_windows: int,
-        resumed_from: Path | None,
-        new_data: bool = False,
-        **details: Any,
-    ) -> None:
-        """Says who is there and what will be done; at a resume, which events are void.
+        """Hands an event to every sink, and adds it up.
 
         What earlier sessions of a resumed run have done counts in the tally.
         """
-        if not self._active:
-            return
-        now = time.time()
-        if resumed_from is not None:
-            event = run_resumed_event(
-                t=now, window=self._ddp.window, path=str(resumed_from), new_data=new_data
-            )
-            events = read_events(self._path, self._skip)
-            self.tally = EventTally.of(effective_events([*events, event])[:-1])
-            self.emit(event)
-        self.start_run(
-            t=now,
-            window=self._ddp.window,
-            run=run,
-            policy=policy,
-            unit=unit,
-            num_samples=num_samples,
-            total_windows=total_windows,
-            **details,
-        )
+        if self._active:
+            if event["type"] == "run_resumed":
+                earlier = read_events(self._path, self._skip)
+                self.tally = EventTally.of(effective_events([*earlier, event])[:-1])
+            self.tally.add(event)
+        super().emit(event)
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Records a held-out loss."""
