@@ -21,7 +21,7 @@ from evener.engine.team import Meeting
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.run.assembly import Assembly
 from evener.run.config.options import Allowed
-from evener.run.reporting import LoopEvents
+from evener.run.reporting import EventStream
 from evener.run.settings import whole_number
 from evener.run.state import find_state, restore, save_state
 
@@ -52,7 +52,7 @@ class DataSide:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self._engine = assembly.engine
-        self.events = LoopEvents(assembly)
+        self.events = EventStream(assembly)
         self._loaders: list[TeamLoader | StreamLoader] = []
         self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
         self._gatherer = Gatherer(assembly.engine)

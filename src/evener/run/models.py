@@ -1,6 +1,6 @@
 """The models and optimizers that a user gives to ``Ddp.setup``: brought into one form, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -73,29 +73,20 @@ def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     Raises:
         ConfigError: None was given, or one is wrapped for data-parallel training already.
     """
-    if isinstance(models, nn.Module):
-        _refuse_wrapped(models)
-        models = unwrap_compiled(models)
-        return models, (models,)
     if isinstance(models, Mapping):
-        models = {name: unwrap_compiled(part) for name, part in models.items()}
+        named = dict(models)
     else:
-        models = [unwrap_compiled(part) for part in models]
-    parts = tuple(models.values() if isinstance(models, Mapping) else models)
-    for part in parts:
-        if not isinstance(part, nn.Module):
-            raise ConfigError(
-                f"model holds {type(part).__name__}, which is no torch.nn.Module; give a "
-                "module, or a list or dict of modules"
-            )
-        _refuse_wrapped(part)
-    if not parts:
+        several = [models] if isinstance(models, nn.Module) else models
+        named = {str(number): part for number, part in enumerate(several)}
+    for name, part in named.items():
+        named[name] = unwrap_compiled(part)
+        _check_module(named[name])
+    if not named:
         raise ConfigError("no model was given; pass a module, or a list or dict of modules")
-    if isinstance(models, Mapping):
-        if dotted := [name for name in models if "." in name or not name]:
-            raise ConfigError(f"a model is named {dotted[0]!r}; use names without dots")
-        return nn.ModuleDict(models), parts
-    return nn.ModuleList(parts), parts
+    if dotted := [name for name in named if "." in name or not name]:
+        raise ConfigError(f"a model is named {dotted[0]!r}; use names without dots")
+    parts = tuple(named.values())
+    return (parts[0] if isinstance(models, nn.Module) else nn.ModuleDict(named)), parts
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
@@ -104,7 +95,12 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
+def _check_module(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model holds {type(model).__name__}, which is no torch.nn.Module; give a "
+            "module, or a list or dict of modules"
+        )
     for name, module in model.named_modules():
         if isinstance(module, _WRAPPERS):
             kind = type(module).__name__
@@ -165,17 +161,15 @@ def check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None
     Raises:
         ConfigError: It holds a trainable parameter of another model.
     """
-    averaged = {id(p) for p in flat.parameters}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in averaged:
-                    raise ConfigError(
-                        f"optimizer {number} holds a trainable parameter of shape "
-                        f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
-                        "not be averaged; make it a parameter of the model, or give Ddp.setup "
-                        "every model: [generator, discriminator]"
-                    )
+    averaged = {id(parameter) for parameter in flat.parameters}
+    for number, parameter in _held_by(optimizers):
+        if parameter.requires_grad and id(parameter) not in averaged:
+            raise ConfigError(
+                f"optimizer {number} holds a trainable parameter of shape "
+                f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
+                "not be averaged; make it a parameter of the model, or give Ddp.setup "
+                "every model: [generator, discriminator]"
+            )
 
 
 def check_identity(model: nn.Module, flat: FlatBuffers) -> None:
@@ -201,12 +195,18 @@ def parts_of(optimizers: Sequence[Optimizer]) -> dict[int, int]:
         ConfigError: Two optimizers hold the same parameter.
     """
     owner: dict[int, int] = {}
+    for number, parameter in _held_by(optimizers):
+        if owner.setdefault(id(parameter), number) != number:
+            raise ConfigError(
+                f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
+                f"of shape {tuple(parameter.shape)}; give each parameter to one of them"
+            )
+    return owner
+
+
+def _held_by(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, nn.Parameter]]:
+    """The parameters of all optimizers, each with the number of the optimizer that holds it."""
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if owner.setdefault(id(parameter), number) != number:
-                    raise ConfigError(
-                        f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
-                        f"of shape {tuple(parameter.shape)}; give each parameter to one of them"
-                    )
-    return owner
+                yield number, parameter

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any, final
+from typing import Any, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
 from evener.engine.results import RankRecord, WindowResult
@@ -34,14 +34,38 @@ GENERATION = 0
 """A fixed team has one generation."""
 
 
+SinkMaker = Callable[[], Sink]
+
+
+class RunFacts(TypedDict, total=False):
+    """What is known of a run when its start is told; see ``run_started_event``.
+
+    ``t`` and ``window`` are those of the start, ``resumed_from`` is the checkpoint that was loaded,
+    and ``new_data`` says whether the run goes on with other data.
+    """
+
+    t: float
+    window: int
+    run: str
+    policy: str
+    unit: str
+    num_samples: int
+    total_windows: int | None
+    skipped_records: int
+    resumed_from: Path | None
+    new_data: bool
+
+
 class EventStream:
     """Hands the team's events to sinks, on rank 0; other ranks keep silent.
+
+    Where nobody calls ``start``, as in a loop that the user has written, the start is told with the
+    first event, which is that of a window or a checkpoint: by then it is known what is trained on.
 
     Args:
         assembly: The team.
 
     Attributes:
-        has_started: Whether the run's start has been told.
         parked: Ranks that were parked in the newest committed window.
     """
 
@@ -51,77 +75,80 @@ class EventStream:
         self._names = assembly.names
         self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
+        self._has_sinks = self._has_started = False
         self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: tuple[int, ...] = ()
-        self.has_started = False
         self.parked: tuple[int, ...] = ()
+        self._facts: dict[str, Any] = {
+            "t": time.time(),
+            "window": 0,
+            "run": Path(sys.argv[0]).stem or "run",
+            "policy": str(assembly.apply_policy),
+            "unit": "samples",
+            "num_samples": 0,
+            "total_windows": None,
+        }
+
+    def learn(self, **facts: Unpack[RunFacts]) -> None:
+        """Keep what the start shall say of the run."""
+        self._facts |= facts
 
     def add_sink(self, sink: Sink) -> None:
         """Hand every further event to this sink, too; it is closed with the others."""
         self._sinks.add(sink)
+        self._has_sinks = self._active
+
+    def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
+        """Hand the events of a user's loop to these.
+
+        Functions that make a sink are called on rank 0 alone.
+
+        Raises:
+            ConfigError: A function returned something else.
+        """
+        if self._active and sinks:
+            self.add_sink(open_sinks(sinks))
+            self._engine.call_on_commit(self.window)
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        """Hand an event to every sink."""
-        if self._active:
+        """Hand an event to every sink; before the first one, that of the start."""
+        if self._has_sinks:
+            self._tell_start()
             self._sinks.emit(event)
 
-    def start(
-        self,
-        *,
-        run: str,
-        policy: str,
-        unit: str,
-        num_samples: int,
-        total_windows: int | None,
-        resumed_from: Path | None,
-        new_data: bool = False,
-        window: int | None = None,
-        t: float | None = None,
-        **details: Any,
-    ) -> None:
-        """Tell who is there and what will be done; at a resume, first which events are void.
+    def start(self, **facts: Unpack[RunFacts]) -> None:
+        """Tell who is there and what will be done; at a resume, first which events are void."""
+        self.learn(**facts)
+        self.learn(t=time.time(), window=self._engine.window)
+        self._tell_start()
 
-        Args:
-            run: See ``run_started_event``.
-            policy: So also this,
-            unit: this,
-            num_samples: this,
-            total_windows: and this.
-            resumed_from: The checkpoint that was loaded.
-            new_data: Whether the run goes on with other data.
-            window: The first window of this session; the present one by default.
-            t: Unix seconds of the start; now by default.
-            **details: Anything else that describes the run (JSON).
-        """
-        if not self._active:
+    def _tell_start(self) -> None:
+        if self._has_started or not self._has_sinks:
             return
-        self.has_started, members = True, self._assembly.members
-        t = time.time() if t is None else t
-        window = self._engine.window if window is None else window
-        if resumed_from is not None:
-            path = str(resumed_from)
-            self.emit(run_resumed_event(t=t, window=window, path=path, new_data=new_data))
+        self._has_started, facts, members = True, self._facts, self._assembly.members
+        place = {"t": facts["t"], "window": facts["window"]}
+        path, new_data = facts.pop("resumed_from", None), facts.pop("new_data", False)
+        if path is not None:
+            self.emit(run_resumed_event(path=str(path), new_data=new_data, **place))
         self.emit(
             run_started_event(
-                t=t,
-                run=run,
                 members=self._names,
-                policy=policy,
                 backend=self._assembly.comm.backend,
-                unit=unit,
-                num_samples=num_samples,
-                total_windows=total_windows,
-                window=window,
                 backend_reason=self._assembly.backend_reason,
                 emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
-                **details,
+                **facts,
             )
         )
         for m in members:
             device = f"{m.device} ({m.device_name})"
             self.emit(
                 worker_started_event(
-                    t=t, rank=m.rank, member=m.member, pid=m.pid, host=m.host, device=device
+                    t=place["t"],
+                    rank=m.rank,
+                    member=m.member,
+                    pid=m.pid,
+                    host=m.host,
+                    device=device,
                 )
             )
 
@@ -129,25 +156,43 @@ class EventStream:
         """Records a committed window, its plan where shares changed, and stragglers."""
         if not self._active:
             return
-        shares = tuple(record.samples for record in result.ranks)
+        place: dict[str, Any] = {
+            "t": result.applied_t,
+            "window": result.window,
+            "generation": GENERATION,
+            "epoch": result.epoch,
+        }
+        shares, cadence = tuple(record.samples for record in result.ranks), result.cadence
         # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
-        planned = shares if result.cadence is None else (result.cadence.anchor,)
+        planned = shares if cadence is None else (cadence.anchor,)
         if planned != self._shares:
             self._shares = planned
-            self.emit(
-                plan_event(
-                    t=result.applied_t,
-                    window=result.window,
-                    generation=GENERATION,
-                    epoch=result.epoch,
-                    start=result.start,
-                    size=result.size,
-                    shares=shares,
-                )
-            )
+            self.emit(plan_event(start=result.start, size=result.size, shares=shares, **place))
         active = self._engine.team
         self.parked = tuple(sorted(active.parked))
-        self.emit(self._window_event(result))
+        event = window_event(
+            committed=result.ranges or [result.committed],
+            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
+            **place,
+        )
+        event |= {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "parked": list(self.parked),
+        }
+        if cadence is not None:  # local steps
+            for row, record in zip(event["ranks"], result.ranks, strict=True):
+                row |= {"steps": record.steps, "stale_steps": record.stale_steps}
+            event |= {
+                "turns": result.progress.steps + result.progress.skipped,
+                "anchor": cadence.anchor,
+                "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
+                "divergence": cadence.divergence,
+                "guard": cadence.guard,
+            }
+        self.emit(event)
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
             self.emit(
                 straggler_event(
@@ -159,6 +204,18 @@ class EventStream:
                     expected_s=expected_s,
                 )
             )
+
+    def _row(self, rank: int, record: RankRecord) -> RankRow:
+        return RankRow(
+            rank=rank,
+            member=self._names[rank],
+            samples=record.samples,
+            weight=record.weight,
+            loss=record.loss_sum / record.weight if record.weight else None,
+            compute_s=record.compute_s,
+            wait_s=record.wait_s,
+            sync_s=record.sync_s,
+        )
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
@@ -178,123 +235,23 @@ class EventStream:
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started."""
-        if self.has_started:
+        if self._has_started:
             t = time.time()
             self.emit(run_finished_event(t=t, window=window, reason=reason, message=message))
 
-    def close(self) -> None:
-        """Close all sinks; idempotent."""
-        self._sinks.close()
-
-    def _window_event(self, result: WindowResult) -> dict[str, Any]:
-        event = window_event(
-            t=result.applied_t,
-            window=result.window,
-            generation=GENERATION,
-            epoch=result.epoch,
-            committed=result.ranges or [result.committed],
-            ranks=[
-                RankRow(
-                    rank=rank,
-                    member=self._names[rank],
-                    samples=record.samples,
-                    weight=record.weight,
-                    loss=record.loss_sum / record.weight if record.weight else None,
-                    compute_s=record.compute_s,
-                    wait_s=record.wait_s,
-                    sync_s=record.sync_s,
-                )
-                for rank, record in enumerate(result.ranks)
-            ],
-        )
-        event |= {
-            "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            "skipped": result.skipped,
-            "parked": list(self.parked),
-        }
-        if (cadence := result.cadence) is not None:  # a window of local steps
-            for row, record in zip(event["ranks"], result.ranks, strict=True):
-                row |= {"steps": record.steps, "stale_steps": record.stale_steps}
-            event |= {
-                "turns": result.progress.steps + result.progress.skipped,
-                "anchor": cadence.anchor,
-                "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
-                "divergence": cadence.divergence,
-                "guard": cadence.guard,
-            }
-        return event
-
-
-SinkMaker = Callable[[], Sink]
-
-
-@final
-class LoopEvents(EventStream):
-    """The events of a loop that the user has written.
-
-    The start is told with the first event, which is that of a window or a checkpoint: by then it is
-    known what is trained on.
-    """
-
-    def __init__(self, assembly: Assembly) -> None:
-        super().__init__(assembly)
-        self._has_sinks = False
-        self._facts: dict[str, Any] = {
-            "t": time.time(),
-            "run": Path(sys.argv[0]).stem or "run",
-            "policy": str(assembly.apply_policy),
-            "unit": "samples",
-            "num_samples": 0,  # not known yet
-            "total_windows": None,
-            "resumed_from": None,
-            "window": 0,
-        }
-
-    def learn(self, **facts: Any) -> None:
-        """Keep what ``start`` shall say of the run."""
-        self._facts |= facts
-
-    def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
-        """Hand events to these; on rank 0, where alone functions that make a sink are called.
-
-        Raises:
-            ConfigError: A function returned something else.
-        """
-        if self._active and sinks:
-            self._has_sinks = True
-            self.add_sink(open_sinks(sinks))
-            self._engine.call_on_commit(self.window)
-
-    def train_on(self, num_samples: int) -> None:
-        """Take note of what the run is trained on."""
-        self.num_samples = num_samples
-
-    def resume_from(self, path: Path, window: int) -> None:
-        """Take note of the checkpoint that was loaded, and of the first window after it."""
-        self.resumed_from, self.first_window = path, window
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Hand an event to every sink; before the first one, that of the start."""
-        if self._has_sinks:
-            self._start()
-            super().emit(event)
-
     def end(self, *, failed: bool, error: BaseException | None) -> None:
-        """Tell the end of the run, and close all sinks; idempotent."""
-        if self._has_sinks:
-            self._start()
-            engine = self._engine
-            reason = "failed" if failed else "stopped" if engine.stopping else "completed"
-            message = f"{type(error).__name__}: {error}" if failed and error is not None else None
-            self.finish(engine.window, reason, message)
-            self._has_sinks = False
+        """Tell the end of a user's loop, and close all sinks; idempotent."""
+        self._tell_start()
+        engine = self._engine
+        reason = "failed" if failed else "stopped" if engine.stopping else "completed"
+        message = f"{type(error).__name__}: {error}" if failed and error is not None else None
+        self.finish(engine.window, reason, message)
         self.close()
 
-    def _start(self) -> None:
-        if not self.has_started:
-            self.start(**self._facts)
+    def close(self) -> None:
+        """Close all sinks; idempotent."""
+        self._has_sinks = False
+        self._sinks.close()
 
 
 def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
