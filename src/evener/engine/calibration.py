@@ -5,13 +5,13 @@ models and optimizers that take turns depend on what they are given. So it says 
 the user's micro-batches take, only how ranks compare, and windows soon know better.
 """
 
-import time
 from typing import Final
 
 import torch
 
 from evener.devices import kind_of
 from evener.engine.emulate import Slowdown
+from evener.engine.share import Stopwatch
 
 NUM_SLICES: Final = 4
 """Timed slices, of which the best counts: what else a machine does makes a slice longer."""
@@ -27,8 +27,8 @@ _USUAL_WIDTH: Final = 1024
 
 
 @torch.no_grad()
-def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) -> float:
-    """Floating-point operations per second of this rank; all ranks call it at the same time.
+def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown | None) -> float:
+    """Return this rank's floating-point operations per second; all ranks call it at the same time.
 
     Takes less than 0.1 s, memory for three small matrices, and no random numbers.
 
@@ -45,12 +45,11 @@ def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) ->
     result = torch.empty_like(left)
 
     def seconds(repeats: int) -> float:
-        started_s, slow_start = time.perf_counter(), slowdown.start()
+        watch = Stopwatch(slowdown)
         for _ in range(repeats):
             torch.mm(left, right, out=result).relu_()
         kind_of(device).finish(device)
-        elapsed_s = time.perf_counter() - started_s
-        return elapsed_s + slowdown.after(slow_start)
+        return watch.stop()
 
     seconds(1)  # pays for what is set up once
     one_s = seconds(1)

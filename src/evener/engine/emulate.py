@@ -3,16 +3,17 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from evener.errors import ConfigError
 
 #: Longest time that a rank which is emulated slower does not look whether it was told to stop.
 SLICE_S = 0.1
 
-
 #: Set by ``evener launch --emulate-slow``: its texts, with commas between them.
 EMULATE_SLOW = "EVENER_EMULATE_SLOW"
+
+#: When some compute began: on the clock of compute, and on that of the wall.
+Started = tuple[float, float]
 
 
 def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict[int, float]:
@@ -31,7 +32,21 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
     """
     factors: dict[int, float] = {}
     for spec in specs:
-        rank, factor = _parse_one(spec)
+        rank_text, _, factor_text = spec.partition(":")
+        try:
+            rank, factor = int(rank_text), float(factor_text)
+        except ValueError:
+            rank, factor = -1, math.nan
+        if rank < 0 or math.isnan(factor):
+            raise ConfigError(
+                f"--emulate-slow {spec!r} is not RANK:FACTOR; write 1:3 for a rank 1 that takes "
+                "three times as long"
+            )
+        if not 1 <= factor < math.inf:
+            raise ConfigError(
+                f"--emulate-slow {spec}: the factor is {factor:g}, but a rank can only be slowed: "
+                "give 1 or more"
+            )
         if world_size is not None and rank >= world_size:
             there = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise ConfigError(
@@ -66,50 +81,9 @@ def emulation_of_launcher(
     return {rank: factors[rank] for rank in factors if rank < world_size}, absent
 
 
-def _parse_one(spec: str) -> tuple[int, float]:
-    rank_text, colon, factor_text = spec.partition(":")
-    try:
-        rank, factor = int(rank_text), float(factor_text)
-    except ValueError:
-        rank, factor = -1, math.nan
-    if not colon or rank < 0 or math.isnan(factor):
-        raise ConfigError(
-            f"--emulate-slow {spec!r} is not RANK:FACTOR; write 1:3 for a rank 1 that takes three "
-            "times as long"
-        )
-    if not 1 <= factor < math.inf:
-        raise ConfigError(
-            f"--emulate-slow {spec}: the factor is {factor:g}, but a rank can only be slowed: "
-            "give 1 or more"
-        )
-    return rank, factor
-
-
 def compute_clock(device: str) -> Callable[[], float]:
     """The clock that measures compute on a torch device, such as ``cpu`` or ``cuda:0``."""
     return time.thread_time if device.startswith("cpu") else time.perf_counter
-
-
-def patient_sleep(stop_requested: Callable[[], bool]) -> Callable[[float], None]:
-    """A sleep that ends within ``SLICE_S`` of a request to stop, however long it was to be.
-
-    Args:
-        stop_requested: Whether this rank was told to stop; a signal's handler may make it true.
-    """
-
-    def sleep(seconds: float) -> None:
-        until_s = time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0 and not stop_requested():
-            time.sleep(min(left_s, SLICE_S))
-
-    return sleep
-
-
-class Started(NamedTuple):
-    """When some compute began: on the clock of compute, and on that of the wall."""
-
-    compute_s: float
-    wall_s: float
 
 
 class Slowdown:
@@ -123,8 +97,8 @@ class Slowdown:
     Args:
         factor: How many times as long compute shall take; 1 adds nothing.
         clock: Seconds of compute so far, such as ``time.perf_counter`` for work on a GPU.
-        wall: Seconds that have gone by.
-        sleep: Waits for that many seconds; a test passes its own.
+        stop_requested: Whether this rank was told to stop; a signal's handler may make it true.
+            Then a sleep ends within ``SLICE_S``, however long it was to be.
 
     Raises:
         ConfigError: The factor is below 1 or not finite.
@@ -135,22 +109,20 @@ class Slowdown:
         factor: float,
         *,
         clock: Callable[[], float] = time.thread_time,
-        wall: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        stop_requested: Callable[[], bool] | None = None,
     ) -> None:
         if not 1 <= factor < math.inf:
             raise ConfigError(f"slow-down factor is {factor}; give a finite number of 1 or more")
         self.factor = factor
         self._clock = clock
-        self._wall = wall
-        self._sleep = sleep
+        self._stop_requested = stop_requested
 
     def start(self) -> Started:
-        """The readings before some compute, for ``after``."""
-        return Started(self._clock(), self._wall()) if self.factor > 1 else _NOT_SLOWED
+        """Return the readings before some compute, for ``after``."""
+        return self._clock(), time.perf_counter()
 
     def after(self, start: Started) -> float:
-        """Sleeps as long as the slower device would still compute.
+        """Sleep as long as the slower device would still compute.
 
         Args:
             start: What ``start`` returned, on this thread.
@@ -159,13 +131,17 @@ class Slowdown:
             Seconds slept: what is missing to ``factor`` times the compute since then. The caller
             adds them to its compute time.
         """
-        if self.factor == 1:
+        compute_s, wall_s = start
+        due_s = self.factor * (self._clock() - compute_s)
+        extra_s = max(0.0, due_s - (time.perf_counter() - wall_s))
+        if self.factor == 1 or not extra_s:
             return 0.0
-        due_s = self.factor * (self._clock() - start.compute_s)
-        extra_s = max(0.0, due_s - (self._wall() - start.wall_s))
-        if extra_s > 0:
-            self._sleep(extra_s)
+        self._sleep(extra_s)
         return extra_s
 
-
-_NOT_SLOWED = Started(0.0, 0.0)
+    def _sleep(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._stop_requested is not None and self._stop_requested():
+                return
+            time.sleep(min(left_s, SLICE_S))

@@ -321,8 +321,6 @@ class LocalEngine(Engine):
             raise overflow(outcome.plan, self.progress.steps + 1)
         if outcome.weight == 0:
             return divergence
-        if made := outcome.num_steps - outcome.num_skipped:
-            self._steps.expect(outcome.weight / made)
         self._moments.add(outcome.reports[self.team.rank].weight)
         return divergence
 
@@ -357,7 +355,7 @@ class LocalEngine(Engine):
             leaving=int(self.wants_stop()),
             left=int(self.left),
             buffers_changed=int(changed),
-            loss_scale=self._scale.snapshot(),
+            loss_scale=self._scale.own,
             limit=self.limits.own,
             rates=digest_of(self._schedule.agreed_rates),
         )

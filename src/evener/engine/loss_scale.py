@@ -62,34 +62,28 @@ class LossScale:
     def reset(self) -> None:
         """Go on with what the team has agreed on, in this rank's local steps."""
         self.own = self.value if self._rank in self.fp16_ranks else 0.0
-        self._has_shrunk = False
 
     def shrink(self) -> bool:
         """Learn of a local step that was not finite; return whether a smaller scale was left."""
         if self.own <= SMALLEST_SCALE:
             return False
         self.own = max(self.own / 2, SMALLEST_SCALE)
-        self._has_shrunk = True
         return True
-
-    def snapshot(self) -> float:
-        """Return the scale to report at the end of a window of local steps."""
-        self._has_shrunk = False
-        return self.own
 
     def agree(self, reports: Sequence[LocalReport]) -> None:
         """Learn from a window of local steps; every rank calls it with the same reports.
 
         The smallest of the ranks' own scales becomes the team's. A local step since the snapshot
-        may have needed less.
+        may have needed less: this rank's own scale is then below that which was agreed on before.
         """
+        before = self.value
         scales = [report.loss_scale for report in reports if report.loss_scale]
         if scales:
             good = sum(report.steps - report.skipped for report in reports)
             overflowed = any(report.overflows for report in reports)
             self._learn(good, min(scales) if overflowed else None)
         if self.own:
-            self.own = min(self.own, self.value) if self._has_shrunk else self.value
+            self.own = min(self.own, self.value) if self.own < before else self.value
 
     def exhausted(
         self, error: NonFiniteGradientError, own: float | None = None

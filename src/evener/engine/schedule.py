@@ -18,7 +18,6 @@ from evener.errors import UsageError
 #: A factor of the base learning rate, from what the team has applied so far.
 ProgressSchedule = Callable[[Progress], float]
 
-
 #: Learning rates by optimizer and parameter group.
 Rates = list[list[float]]
 
@@ -32,7 +31,10 @@ def set_rates(optimizers: Sequence[Optimizer], rates: Rates) -> None:
     """Set every learning rate to what ``rates_of`` returned, perhaps on another rank."""
     for optimizer, values in zip(optimizers, rates, strict=True):
         for group, value in zip(optimizer.param_groups, values, strict=True):
-            _set_rate(group, value)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)  # in place, as a graph may have kept it
+            else:
+                group["lr"] = value
 
 
 def digest_of(rates: Rates) -> float:
@@ -60,18 +62,23 @@ def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:
                 f"optimizers have {sum(map(len, mine))} parameter groups on rank {first} and "
                 f"{sum(map(len, theirs))} on rank {rank}; add the same groups on every rank"
             )
-        for number, values in enumerate(mine):
-            for group, value in enumerate(values):
-                if not math.isclose(theirs[number][group], value, rel_tol=1e-6):
-                    whose = f" of optimizer {number}" if len(mine) > 1 else ""
-                    raise UsageError(
-                        f"learning rates differ: that of parameter group {group}{whose} is "
-                        f"{value:.6g} on rank {first} and {theirs[number][group]:.6g} on rank "
-                        f"{rank}. Ranks go round the loop a different number of times, so neither "
-                        "a local counter nor scheduler.step() in the loop may set it; compute it "
-                        "from ddp.window, or give the scheduler to Ddp.setup"
-                    )
+        for number, group, one, other in _differences(mine, theirs):
+            whose = f" of optimizer {number}" if len(mine) > 1 else ""
+            raise UsageError(
+                f"learning rates differ: that of parameter group {group}{whose} is {one:.6g} on "
+                f"rank {first} and {other:.6g} on rank {rank}. Ranks go round the loop a different "
+                "number of times, so neither a local counter nor scheduler.step() in the loop may "
+                "set it; compute it from ddp.window, or give the scheduler to Ddp.setup"
+            )
     return mine
+
+
+def _differences(some: Rates, others: Rates) -> Iterator[tuple[int, int, float, float]]:
+    """Yield optimizer, parameter group, and both rates, where they differ by more than rounding."""
+    for number, pair in enumerate(zip(some, others, strict=True)):
+        for group, (one, other) in enumerate(zip(*pair, strict=False)):
+            if not math.isclose(one, other, rel_tol=1e-6):
+                yield number, group, one, other
 
 
 class Schedule:
@@ -81,6 +88,7 @@ class Schedule:
     ``Progress`` gives the factor of each parameter group's base rate before the update.
 
     Attributes:
+        is_empty: There is neither, so that ``before_update`` and ``after_update`` do nothing.
         agreed_rates: Learning rates at the last ``agree``.
     """
 
@@ -89,33 +97,31 @@ class Schedule:
         optimizers: Sequence[Optimizer],
         scheduler: LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None,
     ) -> None:
+        several = [scheduler] if isinstance(scheduler, LRScheduler) else scheduler
         self._optimizers = optimizers
-        self._factor: ProgressSchedule | None = None
-        self._schedulers: list[LRScheduler] = []
-        self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
-        self._num_ahead = 0
-        if isinstance(scheduler, LRScheduler):
-            self._schedulers = [scheduler]
-        elif isinstance(scheduler, Sequence):
-            self._schedulers = list(scheduler)
-        elif scheduler is not None:
-            self._factor = scheduler
-            for group in self._groups():
-                group.setdefault("initial_lr", float(group["lr"]))
-        self._places = [_place(s) for s in self._schedulers]
+        self._schedulers = list(several) if isinstance(several, Sequence) else []
+        self._factor = None if isinstance(several, Sequence) else several
+        self.is_empty = not self._schedulers and self._factor is None
         self.agreed_rates: Rates = []
+        self._places = self._find_places()
         #: What was set here last; ``None`` where whatever is found is taken.
         self._known: Rates | None = None
+        #: Torch schedulers and parameter groups at the last ``agree``, once a rank has run ahead.
+        self._agreed: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None
+        self._num_ahead = 0
+        for group in self._groups() if self._factor is not None else ():
+            group.setdefault("initial_lr", float(group["lr"]))
 
     def before_update(self, progress: Progress) -> None:
-        """Sets the rates for the update that follows ``progress``.
+        """Set the rates for the update that follows ``progress``.
 
         Raises:
             UsageError: A scheduler of ``Ddp.setup`` was stepped by the user, or a learning rate
                 that it sets was set by the user.
         """
-        for scheduler, expected in zip(self._schedulers, self._places, strict=True):
-            if _place(scheduler) != expected:
+        places = zip(self._schedulers, self._places, self._find_places(), strict=True)
+        for scheduler, expected, place in places:
+            if place != expected:
                 raise UsageError(
                     f"{type(scheduler).__name__}.step() was called in the loop, but it was given "
                     "to Ddp.setup, which steps it after each window; remove one of the two"
@@ -126,21 +132,24 @@ class Schedule:
                 "one of the two"
             )
             factor = self._factor(progress)
-            for group in self._groups():
-                _set_rate(group, float(group["initial_lr"]) * factor)
-            self._known = rates_of(self._optimizers)
+            rates = [
+                [float(group["initial_lr"]) * factor for group in optimizer.param_groups]
+                for optimizer in self._optimizers
+            ]
+            set_rates(self._optimizers, rates)
+            self.accept()
 
     def after_update(self, optimizer: Optimizer | None = None) -> None:
-        """Moves torch schedulers on by one step: those of one optimizer, or all."""
-        for number, scheduler in enumerate(self._schedulers):
+        """Move torch schedulers on by one step: those of one optimizer, or all."""
+        for scheduler in self._schedulers:
             if optimizer is None or scheduler.optimizer is optimizer:
                 scheduler.step()
-                self._places[number] = _place(scheduler)
+        self._places = self._find_places()
 
     # ── inside a window of local steps ───────────────────────────────────────────────────────────
 
     def run_ahead(self, progress: Progress, num_steps: int) -> None:
-        """Sets the rates for a local step, at the progress that the team is predicted to have.
+        """Set the rates for a local step, at the progress that the team is predicted to have.
 
         Args:
             progress: The predicted one, for a function of ``Progress``.
@@ -154,9 +163,8 @@ class Schedule:
         self.before_update(progress)
         if self._schedulers and self._agreed is None:
             self._agreed = (copy.deepcopy(self.state_dict()), self._settings())
-        while self._num_ahead < num_steps:
-            self._step_all()
-            self._num_ahead += 1
+        self._step_all(num_steps - self._num_ahead)
+        self._num_ahead = max(self._num_ahead, num_steps)
         self.accept()
 
     def accept(self) -> None:
@@ -175,20 +183,8 @@ class Schedule:
             "rate, scheduler=lambda progress: f(progress.steps), or use policy 'sync'"
         )
 
-    def _refuse_changes(self, why: str) -> None:
-        before, now = self._known, rates_of(self._optimizers)
-        if before is None:
-            return
-        for old, new in zip(before, now, strict=True):
-            for group, (was, value) in enumerate(zip(old, new, strict=False)):
-                if not math.isclose(was, value, rel_tol=1e-6):
-                    raise UsageError(
-                        f"the learning rate of parameter group {group} was set from {was:.6g} to "
-                        f"{value:.6g} in the loop, but {why}"
-                    )
-
     def agree(self, progress: Progress, num_steps: int) -> None:
-        """Sets the rates that all ranks have after a window, whatever each has run ahead.
+        """Set the rates that all ranks have after a window, whatever each has run ahead.
 
         Args:
             progress: The team's.
@@ -199,33 +195,39 @@ class Schedule:
             states, settings = self._agreed
             self.load_state_dict(states)
             self._apply(settings)
-            self.accept()
         self._agreed, self._num_ahead = None, 0
-        for _ in range(num_steps):
-            self._step_all()
+        self._step_all(num_steps)
         self.before_update(progress)
-        self.accept()
-        self.agreed_rates = rates_of(self._optimizers)
+        self._known = self.agreed_rates = rates_of(self._optimizers)
 
     @contextmanager
     def as_agreed(self) -> Iterator[None]:
-        """Shows the rates of the last ``agree`` in the optimizers for the length of the block."""
-        if self._agreed is None:
-            yield
-            return
+        """Show the rates of the last ``agree`` in the optimizers for the length of the block."""
         now = self._settings()
-        self._apply(self._agreed[1])
+        self._apply(self._agreed[1] if self._agreed is not None else now)
         try:
             yield
         finally:
             self._apply(now)
 
-    def _step_all(self) -> None:
-        for optimizer in self._optimizers:
-            if self._schedulers and not getattr(optimizer, "_opt_called", True):
+    def _refuse_changes(self, why: str) -> None:
+        now = rates_of(self._optimizers)
+        for _, group, was, value in _differences(self._known or now, now):
+            raise UsageError(
+                f"the learning rate of parameter group {group} was set from {was:.6g} to "
+                f"{value:.6g} in the loop, but {why}"
+            )
+
+    def _step_all(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for scheduler in self._schedulers:
                 # A rank may have had no step of its own so far, others had: nothing to warn of.
-                optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.after_update()
+                vars(scheduler.optimizer)["_opt_called"] = True
+            self.after_update()
+
+    def _find_places(self) -> list[object]:
+        """Return what changes with each step; a chain of schedulers has no count of its own."""
+        return [getattr(scheduler, "last_epoch", None) for scheduler in self._schedulers]
 
     def _settings(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._groups()]
@@ -239,27 +241,14 @@ class Schedule:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, object]]:
-        """State of the torch schedulers, in order; inside a window, as all ranks have agreed."""
+        """Return the torch schedulers' states, in order; in a window, as all ranks have agreed."""
         if self._agreed is not None:
             return list(self._agreed[0])
         return [s.state_dict() for s in self._schedulers]
 
     def load_state_dict(self, states: Sequence[dict[str, object]]) -> None:
-        """Restores ``state_dict``."""
+        """Restore ``state_dict``."""
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
-        self._places = [_place(s) for s in self._schedulers]
+        self._places = self._find_places()
         self._known = None  # a checkpoint brings learning rates along
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's learning rate; in place where it is a tensor, which a graph may have kept."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
-def _place(scheduler: LRScheduler) -> object:
-    """Changes with each step; a chain of schedulers has no count of its own."""
-    return getattr(scheduler, "last_epoch", None)

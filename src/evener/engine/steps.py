@@ -58,7 +58,6 @@ class LocalSteps:
         self._clock = WindowClock()
         self._work = LocalReport()
         self._plan: LocalPlan | None = None
-        self._mean_weight = 0.0
         self._since_s = 0.0
 
     @property
@@ -91,10 +90,6 @@ class LocalSteps:
         deadline_s = time.perf_counter() + plan.window_s
         self._clock.limit(plan.most[self._rank], deadline_s, least=plan.least)
         self.resume_clock()
-
-    def expect(self, weight: float) -> None:
-        """Take the mean weight of a step of the last window, over all ranks, for the next ones'."""
-        self._mean_weight = weight
 
     def finish(
         self, share: Share, in_flight: LocalPlan | None, progress: Progress, batch_size: int
@@ -183,11 +178,12 @@ class LocalSteps:
             steps = plan.total_steps * min(1.0, self._work.steps / own)
         if in_flight is not None:
             steps += in_flight.total_steps
+        mean_weight = progress.weight / progress.steps if progress.weight else batch_size
         predicted = replace(
             progress,
             steps=progress.steps + int(steps),
             samples=progress.samples + int(steps * batch_size),
-            weight=progress.weight + steps * (self._mean_weight or batch_size),
+            weight=progress.weight + steps * mean_weight,
         )
         self._schedule.run_ahead(predicted, int(steps))
 

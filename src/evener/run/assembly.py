@@ -18,7 +18,7 @@ from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import move
-from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher, patient_sleep
+from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
@@ -307,7 +307,7 @@ class Assembly:
             slowdown=Slowdown(
                 own.emulated,
                 clock=compute_clock(own.device),
-                sleep=patient_sleep(stop_requested),
+                stop_requested=stop_requested,
             ),
             check=ReplicaCheck(self.model, self.flat, self.buffers, every=config.verify_every or 0),
             check_model=partial(check_identity, self.model, self.flat),

@@ -222,9 +222,9 @@ def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> N
     assert not first.shrink()
     assert [second.shrink() for _ in range(3)] == [True] * 3
     reports = [
-        report(first.snapshot()),
-        report(second.snapshot(), overflows=3),
-        report(third.snapshot()),
+        report(first.own),
+        report(second.own, overflows=3),
+        report(third.own),
     ]
     assert second.shrink(), "after the snapshot, while the average is on its way"
     for scale in scales:
@@ -236,12 +236,12 @@ def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> N
 def test_the_scale_grows_after_many_good_steps_of_the_team() -> None:
     scale = LossScale([0], 0)
     for _ in range(GROWTH_INTERVAL // 20 - 1):
-        scale.agree([report(scale.snapshot()), report(0.0)])
+        scale.agree([report(scale.own), report(0.0)])
     assert scale.own == FIRST_SCALE
-    scale.agree([report(scale.snapshot()), report(0.0)])
+    scale.agree([report(scale.own), report(0.0)])
     assert (scale.own, scale.good_steps) == (2 * FIRST_SCALE, 0)
     for _ in range(20 * GROWTH_INTERVAL // 20):
-        scale.agree([report(scale.snapshot()), report(0.0)])
+        scale.agree([report(scale.own), report(0.0)])
     assert scale.own == LARGEST_SCALE
     while scale.shrink():
         pass

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from evener.engine import emulate
-from evener.engine.emulate import Slowdown, compute_clock, parse_emulation, patient_sleep
+from evener.engine.emulate import Slowdown, compute_clock, parse_emulation
 from evener.errors import ConfigError
 
 
@@ -44,10 +44,12 @@ def test_a_team_of_one_has_rank_0_only():
 @pytest.mark.parametrize(
     ("waited_s", "slept_s"), [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (5.0, 0.0)]
 )
-def test_sleeps_for_what_the_slower_device_would_still_compute(waited_s, slept_s):
+def test_sleeps_for_what_the_slower_device_would_still_compute(monkeypatch, waited_s, slept_s):
     """Half a second of compute takes a second and a half: waits for a core are a part of it."""
     slept, computed, wall = [], [7.0], [100.0]
-    slowdown = Slowdown(3.0, clock=lambda: computed[0], wall=lambda: wall[0], sleep=slept.append)
+    slowdown = Slowdown(3.0, clock=lambda: computed[0])
+    monkeypatch.setattr(slowdown, "_sleep", slept.append)
+    monkeypatch.setattr(emulate.time, "perf_counter", lambda: wall[0])
     start = slowdown.start()
     computed[0] += 0.5
     wall[0] += 0.5 + waited_s
@@ -60,9 +62,10 @@ def test_the_clock_of_compute_is_processor_time_on_a_cpu():
     assert compute_clock("cuda:0") is time.perf_counter
 
 
-def test_factor_1_never_sleeps():
+def test_factor_1_never_sleeps(monkeypatch):
     slept = []
-    slowdown = Slowdown(1.0, clock=iter([0.0, 10.0]).__next__, sleep=slept.append)
+    slowdown = Slowdown(1.0, clock=iter([0.0, 10.0]).__next__)
+    monkeypatch.setattr(slowdown, "_sleep", slept.append)
     assert slowdown.after(slowdown.start()) == 0.0
     assert slept == []
 
@@ -76,11 +79,15 @@ def test_impossible_factors_are_refused(factor):
 def test_a_long_sleep_ends_when_a_stop_is_requested(monkeypatch):
     slept = []
     monkeypatch.setattr(emulate.time, "sleep", slept.append)
-    patient_sleep(lambda: len(slept) == 3)(1e6)
+    slowdown = Slowdown(
+        1e6, clock=iter([0.0, 1.0]).__next__, stop_requested=lambda: len(slept) == 3
+    )
+    slowdown.after(slowdown.start())
     assert slept == [emulate.SLICE_S] * 3
 
 
 def test_without_a_stop_it_sleeps_as_long_as_asked():
+    slowdown = Slowdown(1.5, clock=iter([0.0, 0.1]).__next__, stop_requested=lambda: False)
     started_s = time.monotonic()
-    patient_sleep(lambda: False)(0.15)
-    assert time.monotonic() - started_s >= 0.15
+    slowdown.after(slowdown.start())
+    assert time.monotonic() - started_s >= 0.149
