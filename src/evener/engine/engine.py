@@ -287,7 +287,7 @@ class Engine(ABC):
 
     def set_micro_batch_size(self, size: int) -> None:
         """Tells the planner the largest micro-batch, where memory sets no other limit."""
-        self.limits.base = size
+        self.limits.start_with(size)
         self.policy.set_micro_batch_sizes(self.limits.sizes)
 
     def saved_state(self, members: Sequence[str]) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Habits:
         self._notice = notice
         self._warn = warn
         self._rank = rank
-        #: Windows without weight so far; ``None`` once something of this rank has counted.
-        self._weightless: int | None = 0
+        #: Windows without weight so far; minus infinity once something of this rank has counted.
+        self._weightless = 0.0
         self._stepping = False
         self._told: set[str] = set()
         self._share: Share | None = None
@@ -121,7 +121,7 @@ class Habits:
         Raises:
             UsageError: The gradients were written by something else than ``ddp.backward``.
         """
-        if self._look(share):
+        if self.before_step(share):
             self._flat.attach_grads()
             self.tell_once(_ZERO_GRAD)
         if self._first_backward:
@@ -133,28 +133,36 @@ class Habits:
         self._flat.attach_grads()
         self._share, self._stamps = share, self._flat.stamps()
 
-    def before_step(self, share: Share) -> None:
-        """Look at the gradients before they are averaged.
+    def before_step(self, share: Share) -> bool:
+        """Look at the gradients before they are averaged; return whether some were dropped.
 
         Raises:
             UsageError: They were written by something else than ``ddp.backward``.
         """
         if share.weight:
-            self._weightless = None
-        self._look(share)
+            self._weightless = -math.inf
+        index, dropped = self._flat.find_write(self._stamps if share is self._share else ())
+        if index is None:
+            return dropped
+        raise UsageError(
+            f"the gradient of {self._flat.names[index]!r} was written outside of ddp.backward, "
+            "inside a window: by loss.backward(), clip_grad_norm_, clip_grad_value_, "
+            "GradScaler.unscale_ or the like. It is an unfinished sum there, and another one on "
+            "every rank. Remedy: call ddp.backward(loss) for every loss; clip with "
+            "DdpConfig(max_grad_norm=...), or do it in optimizer.register_step_pre_hook(fn), which "
+            "runs on averaged gradients; for fp16 use precision= instead of a GradScaler"
+        )
 
     def after_update(self, share: Share) -> None:
         """Remember that gradients have been dropped, those of one optimizer perhaps."""
         self._share, self._stamps = share, self._flat.stamps()
-        if self._weightless is not None:
-            self._weightless += 1
-            if self._weightless == WINDOWS:
-                self._warn(
-                    f"rank {self._rank} gave ddp.backward a weight of 0 in each of its first "
-                    f"{WINDOWS} windows, so that nothing it has computed counts. Remedy: weight is "
-                    "the number of samples or tokens that the loss is the mean of; leave it out "
-                    "for samples"
-                )
+        self._weightless += 1
+        if self._weightless == WINDOWS:
+            self._warn(
+                f"rank {self._rank} gave ddp.backward a weight of 0 in each of its first {WINDOWS} "
+                "windows, so that nothing it has computed counts. Remedy: weight is the number of "
+                "samples or tokens that the loss is the mean of; leave it out for samples"
+            )
 
     def close(self) -> None:
         """Give the optimizers back as they were; idempotent."""
@@ -168,20 +176,6 @@ class Habits:
         if text not in self._told:
             self._told.add(text)
             self._notice(text)
-
-    def _look(self, share: Share) -> bool:
-        """Return whether gradients were dropped; raise where they were written."""
-        index, dropped = self._flat.find_write(self._stamps if share is self._share else ())
-        if index is None:
-            return dropped
-        raise UsageError(
-            f"the gradient of {self._flat.names[index]!r} was written outside of ddp.backward, "
-            "inside a window: by loss.backward(), clip_grad_norm_, clip_grad_value_, "
-            "GradScaler.unscale_ or the like. It is an unfinished sum there, and another one on "
-            "every rank. Remedy: call ddp.backward(loss) for every loss; clip with "
-            "DdpConfig(max_grad_norm=...), or do it in optimizer.register_step_pre_hook(fn), which "
-            "runs on averaged gradients; for fp16 use precision= instead of a GradScaler"
-        )
 
     def _look_at_loss(self, share: Share, loss: Tensor, weight: float | None) -> None:
         node = loss.grad_fn

@@ -14,14 +14,14 @@ _WORDS: Final = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or this computer, has no memory left."""
+    """Return whether an error says that a device, or this computer, has no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def explain(error: BaseException, samples: int) -> None:
-    """Adds the remedy to an out-of-memory error of a micro-batch; leaves other errors alone."""
+    """Add the remedy to an out-of-memory error of a micro-batch; leave other errors alone."""
     if not is_out_of_memory(error) or samples < 1 or getattr(error, "__notes__", None):
         return
     if samples == 1:
@@ -71,21 +71,25 @@ class MicroBatchLimits:
         limits = [[size for size in (self.base, limit) if size] for limit in self.known]
         return [min(sizes, default=None) for sizes in limits]
 
+    def start_with(self, size: int) -> None:
+        """Take the largest micro-batch where memory sets no limit."""
+        self.base = size
+
     def shrink(self, samples: int) -> None:
-        """Half of ``samples``, which did not fit, is the new limit."""
+        """Take half of ``samples``, which did not fit, as this rank's new limit."""
         self.own = max(1, samples // 2)
 
     def learn(self, limits: Sequence[int]) -> bool:
-        """Takes what the ranks say in a meeting; returns whether something is new."""
+        """Take what the ranks say in a meeting; return whether something is new."""
         before = self.known
         self.known = [new or old for new, old in zip(limits, before, strict=True)]
         return self.known != before
 
     def state_dict(self, members: Sequence[str]) -> dict[str, int]:
-        """Limits by member, where there are any."""
+        """Return the limits by member, where there are any."""
         return {m: limit for m, limit in zip(members, self.known, strict=True) if limit}
 
     def load_state_dict(self, state: Mapping[str, int], members: Sequence[str], rank: int) -> None:
-        """Takes over limits of members that are here."""
+        """Take over limits of members that are here."""
         self.known = [int(state.get(member, 0)) for member in members]
         self.own = self.known[rank]

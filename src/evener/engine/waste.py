@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import combinations
 
 #: Windows after which the user is told.
@@ -36,7 +37,8 @@ class EqualBatches:
         equal = {
             (one, other)
             for one, other in combinations(sorted(found), 2)
-            if all(map(_is_close, found[one], found[other]))
+            # Devices of different kinds round differently.
+            if all(map(partial(math.isclose, rel_tol=1e-5), found[one], found[other]))
         }
         self._pairs = equal if self._pairs is None else self._pairs & equal
         if self._num_windows < WINDOWS or not self._pairs:
@@ -49,7 +51,3 @@ class EqualBatches:
             "the DataLoader hands each sample to one rank; or let each rank read a part of its "
             "own, by ddp.rank and ddp.world_size, such as with torch's DistributedSampler"
         )
-
-
-def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-5)  # devices of different kinds round differently

@@ -192,7 +192,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 
 def test_limits_go_by_member() -> None:
     limits = MicroBatchLimits(3)
-    limits.base = 16
+    limits.start_with(16)
     assert limits.learn([0, 4, 0])
     assert not limits.learn([0, 4, 0])
     assert limits.sizes == [16, 4, 16]
