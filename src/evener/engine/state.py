@@ -165,11 +165,12 @@ class TrainingState:
                 buffer.copy_(whole)
         arrived: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype, kind in note["index"]:
-            device = torch.device("cpu") if kind == "cpu" else self._flat.groups[0].data.device
-            kind_of_number = getattr(torch, dtype.removeprefix("torch."))
-            tensor = torch.empty(shape, dtype=kind_of_number, device=device)
             if sends:
-                tensor.copy_(groups[group][name])
+                tensor = groups[group][name].contiguous()
+            else:
+                device = torch.device("cpu") if kind == "cpu" else self._flat.groups[0].data.device
+                number = getattr(torch, dtype.removeprefix("torch."))
+                tensor = torch.empty(shape, dtype=number, device=device)
             comm.broadcast(tensor, source, what="optimizer state of a recall")
             if receives:
                 arrived.setdefault(group, {})[name] = tensor

@@ -204,16 +204,17 @@ class Assembly:
                 optimizer.load_state_dict(optimizer.state_dict())
 
     def _introduce(self, training: Sequence[Any]) -> tuple[Member, ...]:
-        self._config.check_team(self.team.world_size)
+        config, team = self._config, self.team
+        config.check_team(team.world_size)
         own = describe_self(
-            self.team.rank,
+            team.rank,
             self.environment.local_rank,
             self.device,
-            emulated=self._config.emulate_slow.get(self.team.rank, 1.0),
+            emulated=config.emulate_slow.get(team.rank, 1.0),
             versions=own_versions(),
             precision=self.precision,
         )
-        greetings = self.team.introduce({**member_document(own), "training": training})
+        greetings = team.introduce({**member_document(own), "training": training})
         check_versions([greeting["versions"] for greeting in greetings])
         check_training([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -338,17 +339,16 @@ def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
 @torch.no_grad()
 def _start_alike(model: nn.Module, comm: Communicator) -> None:
     """Gives every rank rank 0's parameters (frozen ones too) and buffers."""
-    if comm.world_size == 1:
+    tensors = [*model.parameters(), *model.buffers()]
+    if comm.world_size == 1 or not tensors:
         return
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for tensors in kinds.values():
-        packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        comm.broadcast(packed.view(torch.uint8), 0, what="initial model")
-        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+    tensors.sort(key=torch.Tensor.element_size, reverse=True)  # so each begins at its own multiple
+    packed = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    whole = torch.cat(packed)
+    comm.broadcast(whole, 0, what="initial model")
+    parts = torch.split(whole, [part.numel() for part in packed])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _keep_to_oneself(text: str) -> None:

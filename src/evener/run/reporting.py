@@ -70,9 +70,9 @@ class EventStream:
     """
 
     def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
         self._engine = assembly.engine
         self._names = assembly.names
+        self._members = assembly.members
         self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
         self._has_sinks = self._has_started = False
@@ -87,6 +87,8 @@ class EventStream:
             "unit": "samples",
             "num_samples": 0,
             "total_windows": None,
+            "backend": assembly.comm.backend,
+            "backend_reason": assembly.backend_reason,
         }
 
     def learn(self, **facts: Unpack[RunFacts]) -> None:
@@ -125,7 +127,7 @@ class EventStream:
     def _tell_start(self) -> None:
         if self._has_started or not self._has_sinks:
             return
-        self._has_started, facts, members = True, self._facts, self._assembly.members
+        self._has_started, facts, members = True, self._facts, self._members
         place = {"t": facts["t"], "window": facts["window"]}
         path, new_data = facts.pop("resumed_from", None), facts.pop("new_data", False)
         if path is not None:
@@ -133,8 +135,6 @@ class EventStream:
         self.emit(
             run_started_event(
                 members=self._names,
-                backend=self._assembly.comm.backend,
-                backend_reason=self._assembly.backend_reason,
                 emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
                 **facts,
             )
