@@ -11,7 +11,7 @@ from evener.data.cursor import Cursor
 from evener.data.loader import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
-from evener.engine.loaders.intake import Collate, Given, Intake, is_stream, read
+from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.making import make_loader
 from evener.engine.loaders.planned import Feed, TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
@@ -143,7 +143,22 @@ class DataSide:
                 shuffle=shuffle,
                 seed=seed,
             )
-            loader = self._team_loader(intake, micro_batch_size, prefetch, max_steps)
+            num_samples = intake.count_trained()
+            size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
+            for remark in intake.remarks:
+                engine.tell_once(remark)
+            engine.set_micro_batch_size(size)
+            self.events.learn(num_samples=num_samples)
+            feed = Feed(
+                intake.fetcher(prefetch),
+                Cursor(num_samples, seed),
+                intake.order,
+                batch_size=intake.batch_size,
+                micro_batch_size=size,
+                max_steps=max_steps,
+                given=intake,
+            )
+            loader = make_loader(engine, feed)
         self._loaders.append(loader)
         self._restore_position(len(self._loaders) - 1)
         return loader
@@ -294,30 +309,6 @@ class DataSide:
             self._restore_position(number)
         restore(assembly, saved)
         self.events.learn(resumed_from=saved.path, window=self._engine.window)
-
-    def _team_loader(
-        self,
-        intake: Intake,
-        micro_batch_size: MicroBatchSize,
-        prefetch: Prefetch,
-        max_steps: int | None,
-    ) -> TeamLoader:
-        num_samples = intake.count_trained()
-        micro_batch_size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
-        for remark in intake.remarks:
-            self._engine.tell_once(remark)
-        self._engine.set_micro_batch_size(micro_batch_size)
-        self.events.learn(num_samples=num_samples)
-        feed = Feed(
-            intake.fetcher(prefetch),
-            Cursor(num_samples, intake.seed),
-            intake.order,
-            batch_size=intake.batch_size,
-            micro_batch_size=micro_batch_size,
-            max_steps=max_steps,
-            given=intake,
-        )
-        return make_loader(self._engine, feed)
 
     def _most_samples(self, given: MicroBatchSize, batch_size: int, num_samples: int) -> int:
         """Return the most samples of one forward/backward; see ``loader``."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, final
 
@@ -62,7 +62,12 @@ class EvaluationLoader(LikeDataLoader):
         """
         indices = self._order.of(0)
         rounds = self._agree(self._order.fingerprint(indices))
-        parts = _parts_of(rounds, self._engine.comm.rank)
+        place = self._engine.comm.rank  # among the ranks that are present
+        parts, start = [], 0
+        for sizes in rounds:
+            first = start + sum(sizes[:place])
+            parts.append(range(first, first + sizes[place]))
+            start += sum(sizes)
         wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in parts if part)
         fetched = deque(islice(wanted, _AHEAD))
         for _ in self._gatherer.evaluate(rounds):
@@ -104,18 +109,5 @@ class EvaluationLoader(LikeDataLoader):
                 "what needs them on rank 0 (ddp.is_main_process)"
             )
         lowest = next(iter(rows.values()))
-        return evaluation_rounds(
-            count,
-            [int(size) for _, _, size, *_ in rows.values()],
-            [lowest[3 + rank] for rank in rows],
-        )
-
-
-def _parts_of(rounds: Sequence[Round], place: int) -> list[range]:
-    """Return the positions of one of the ranks that are present, by round."""
-    parts, start = [], 0
-    for sizes in rounds:
-        first = start + sum(sizes[:place])
-        parts.append(range(first, first + sizes[place]))
-        start += sum(sizes)
-    return parts
+        sizes = [int(row[2]) for row in rows.values()]
+        return evaluation_rounds(count, sizes, [lowest[3 + rank] for rank in rows])

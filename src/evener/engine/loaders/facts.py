@@ -2,8 +2,8 @@
 
 from typing import Any, NoReturn
 
-import torch
-from torch.utils._pytree import tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from evener.data.loader import Pending
@@ -26,7 +26,7 @@ class LikeDataLoader:
     def _received(self, pending: Pending) -> Any:
         """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
         batch = pending.result()
-        return tree_map(_pinned, batch) if self.pin_memory else batch
+        return tree_map_only(Tensor, Tensor.pin_memory, batch) if self.pin_memory else batch
 
     @property
     def sampler(self) -> NoReturn:
@@ -36,7 +36,3 @@ class LikeDataLoader:
             "from its number and the seed. Leave sampler.set_epoch(epoch) out, and iterate over "
             "loader.epoch(epoch)"
         )
-
-
-def _pinned(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf

@@ -188,7 +188,7 @@ class Gatherer:
 
     def evaluate(self, rounds: Sequence[Round]) -> Iterator[None]:
         """Go through an evaluation; see ``EvaluationPass.go_through``."""
-        current = EvaluationPass(self._engine, rounds, in_training=self._is_training)
+        current = EvaluationPass(self._engine, rounds, in_training=_is_training(self._engine))
         self._passes.append(current)
         try:
             yield from current.go_through()
@@ -198,19 +198,14 @@ class Gatherer:
     def gather(self, value: T) -> T:
         """See ``Ddp.gather``."""
         # An iterator that a script holds on to keeps its pass open after the evaluation.
-        evaluates = self._passes[-1].in_training
-        if self._is_training and not evaluates and not self._engine.committing:
+        allowed = self._passes[-1].in_training or self._engine.committing
+        if _is_training(self._engine) and not allowed:
             raise UsageError(
                 "ddp.gather inside a training loop, which ranks go round a different number of "
                 "times; gather in the loop of ddp.eval_loader, or average a number with "
                 "ddp.weighted_mean in ddp.on_commit(fn) or after the epoch"
             )
         return tree_map(self._gather_tensor, value)  # type: ignore[no-any-return]
-
-    @property
-    def _is_training(self) -> bool:
-        engine = self._engine
-        return engine.in_epoch or engine.share.in_micro_batch
 
     def _gather_tensor(self, leaf: Any) -> Tensor:
         """Gather the rows of a tensor; a scalar is one row.
@@ -233,3 +228,7 @@ class Gatherer:
             )
         rows = leaf.detach()
         return self._passes[-1].gather(rows if rows.dim() else rows.reshape(1))
+
+
+def _is_training(engine: Engine) -> bool:
+    return engine.in_epoch or engine.share.in_micro_batch

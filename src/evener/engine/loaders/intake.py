@@ -2,10 +2,10 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torch.utils.data import (
     BatchSampler,
@@ -28,16 +28,10 @@ from evener.errors import ConfigError, UsageError
 
 #: Makes a batch of a list of samples.
 Collate = Callable[[list[Any]], Any]
+#: Indices into the data set, by position in the epoch.
+Indices = Sequence[int] | EpochOrder
 #: What data may be given as.
 Given = Dataset[Any] | DataLoader[Any]
-
-
-class Indices(Protocol):
-    """Indices into the data set, by position in the epoch."""
-
-    def __getitem__(self, position: int, /) -> int:
-        """The index at a position."""
-        ...
 
 
 class Order:
@@ -182,7 +176,6 @@ def read(
             itself.
     """
     if not isinstance(given, DataLoader):
-        _check_map_style(given)
         if batch_size is None:
             raise ConfigError(
                 "batch_size is not given; pass batch_size=32, or a DataLoader that has one"
@@ -221,7 +214,13 @@ def _put_in_order(
     dataset: Any, sampler: Any, shuffle: bool | None, seed: int
 ) -> tuple[Any, Order, list[str]]:
     """Return what a sampler picks of a data set, its order, and what cannot be guaranteed."""
-    _check_map_style(dataset)
+    kind = type(dataset)
+    if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
+        raise ConfigError(
+            f"the data set is a {kind.__name__}, which has no length or cannot be asked for a "
+            "sample by index, so it cannot be split; give a data set with len and [index] (a list "
+            "does: list(generator)), or wrap it in a torch.utils.data.IterableDataset"
+        )
     if isinstance(sampler, DistributedSampler):
         raise ConfigError(
             "the DataLoader has a DistributedSampler, but ddp.loader splits the data itself, by "
@@ -229,12 +228,12 @@ def _put_in_order(
             "team (a DistributedSampler's loader has it for each rank)"
         )
     count = len(sampler)
-    if isinstance(sampler, SequentialSampler) and count == len(dataset):
+    whole = count == len(dataset)
+    if isinstance(sampler, SequentialSampler) and whole:
         return dataset, Order(count, seed if shuffle else None), []
     mixed = Order(count, None if shuffle is False else seed)
     if isinstance(sampler, SubsetRandomSampler):
         return Subset(dataset, list(sampler.indices)), mixed, []
-    whole = count == len(dataset)
     if isinstance(sampler, RandomSampler) and whole and not sampler.replacement:
         return dataset, mixed, []
     remark = (
@@ -244,13 +243,3 @@ def _put_in_order(
         "on in mid-epoch may repeat or miss samples"
     )
     return dataset, Drawn(sampler, seed), [remark]
-
-
-def _check_map_style(dataset: Any) -> None:
-    kind = type(dataset)
-    if getattr(kind, "__len__", None) is None or getattr(kind, "__getitem__", None) is None:
-        raise ConfigError(
-            f"the data set is a {kind.__name__}, which has no length or cannot be asked for a "
-            "sample by index, so it cannot be split; give a data set with len and [index] (a list "
-            "does: list(generator)), or wrap it in a torch.utils.data.IterableDataset"
-        )

@@ -36,8 +36,7 @@ class Loop:
     def holds(self, error: BaseException) -> bool:
         """Return whether an exception has passed through the loop's body."""
         body = self._body()
-        passed = self._passed(error)
-        return any(body[0].offset <= offset <= body[-1].offset for offset in passed if body)
+        return any(body[0].offset <= at <= body[-1].offset for at in self._passed(error) if body)
 
     def explain(self, error: BaseException, rank: int) -> str:
         """Return why a name has no value after a loop whose body did not run; empty otherwise.
