@@ -128,7 +128,7 @@ class Intake:
         """Return how many samples an epoch trains on.
 
         Raises:
-            ConfigError: None.
+            ConfigError: There is none.
         """
         count = self.order.num_samples
         if count < 1:
