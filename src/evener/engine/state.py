@@ -131,7 +131,7 @@ class TrainingState:
 
     @torch.no_grad()
     def send(
-        self, comm: Communicator, counters: dict[str, Any], *, source: int = 0, receives: bool
+        self, comm: Communicator, counters: dict[str, Any], receives: bool, source: int = 0
     ) -> dict[str, Any]:
         """Bring ranks that were away up to the state of the others, bit for bit.
 
@@ -140,8 +140,8 @@ class TrainingState:
         Args:
             comm: The ranks.
             counters: Further plain values of the rank that sends; those of others are ignored.
-            source: The rank that sends.
             receives: Whether this rank takes the state over; the others hold the same bits already.
+            source: The rank that sends.
 
         Returns:
             The ``counters`` of the rank that sends.

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -203,7 +202,7 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Sequence[Any]) -> tuple[Member, ...]:
+    def _introduce(self, training: Sequence[object]) -> tuple[Member, ...]:
         config, team = self._config, self.team
         config.check_team(team.world_size)
         own = describe_self(
@@ -315,15 +314,10 @@ class Assembly:
             stop_requested=stop_requested,
             before_update=self.schedule.before_update,
             after_update=self.schedule.after_update,
-            transfer_state=self._bring_up_to_date,
+            transfer_state=partial(self.state.send, self.comm),
             notice=notice,
             habits=self._habits,
         )
-
-    def _bring_up_to_date(
-        self, counters: dict[str, Any], receives: bool, source: int = 0
-    ) -> dict[str, Any]:
-        return self.state.send(self.comm, counters, source=source, receives=receives)
 
 
 def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:

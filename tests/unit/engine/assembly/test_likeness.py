@@ -144,3 +144,26 @@ def test_a_model_is_in_one_team_at_a_time() -> None:
         setup(SingleCommunicator(), model, torch.optim.SGD(model.parameters(), lr=0.1))
     ddp.close()
     setup(SingleCommunicator(), model, first).close()
+
+
+def test_the_first_of_two_like_schedulers_may_differ() -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = (5 + rank, 7)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, size) for size in steps]
+        return model, optimizer, {"scheduler": schedulers}
+
+    said = "StepLR of rank 1: step_size is 6.0 where rank 0 has 5.0"
+    with pytest.raises(ConfigError, match=said):
+        start(of_rank)()
+
+
+def test_a_model_with_one_more_layer_at_its_end_is_told_by_numbers() -> None:
+    def of_rank(rank: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + rank)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), {}
+
+    said = "rank 1 trains another model: 6 parameters where rank 0 has 4; build the same model"
+    with pytest.raises(ConfigError, match=said):
+        start(of_rank)()
