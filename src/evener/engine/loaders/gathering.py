@@ -126,18 +126,17 @@ class EvaluationPass:
         front = None
         while front != place:
             told = self._engine.ask(Meeting.GATHER, _Offer.encode(place, rows))
-            offers = {rank: _Offer.decode(numbers) for rank, numbers in told.items()}
-            front = min(offer.place for offer in offers.values())
-            if not self._fits(front, list(offers.values())):
-                said = "; ".join(f"rank {rank} {offer}" for rank, offer in offers.items())
+            offers = [_Offer.decode(numbers) for numbers in told.values()]
+            front = min(offer.place for offer in offers)
+            if not self._fits(front, offers):
+                said = "; ".join(f"rank {r} {o}" for r, o in zip(told, offers, strict=True))
                 raise CollectiveMismatchError(
                     f"ranks gather unlike rows: {said}. Remedy: in each round of the loop call "
                     "ddp.gather on all ranks equally often, in the same order, with the same dtype "
                     "and the same shape but for the first dimension (pad longer rows: "
                     "torch.nn.functional.pad), and leave the loop on all ranks in the same round"
                 )
-            at_front = [offer if offer.place == front else None for offer in offers.values()]
-            self._gathered.setdefault(front[1], []).append(self._exchange(at_front, rows))
+            self._gathered.setdefault(front[1], []).append(self._exchange(front, offers, rows))
 
     def _fits(self, front: Place, offers: Sequence[_Offer]) -> bool:
         """Return whether ranks ahead of others had no batch since, and rows are of one kind."""
@@ -151,27 +150,25 @@ class EvaluationPass:
             if offer.place != front
         )
 
-    def _exchange(self, offers: Sequence[_Offer | None], own: Tensor | None) -> Tensor:
-        """Return the rows of all ranks, in rank order.
+    def _exchange(self, front: Place, offers: Sequence[_Offer], own: Tensor | None) -> Tensor:
+        """Return the rows of all ranks that are at one place, in rank order.
 
         Args:
-            offers: What each rank brings, all of one kind; ``None`` where it brings nothing.
+            front: This place.
+            offers: What each rank brings; the others bring nothing yet.
             own: This rank's rows; the result lies where they do, or with ``None`` on the model's
                 device.
         """
         comm, home = self._engine.comm, self._engine.device
-        bringing = [offer for offer in offers if offer is not None]
-        kind = bringing[0]
-        counts = [offer.shape[0] if offer is not None and offer.shape else 0 for offer in offers]
+        bringing = [offer for offer in offers if offer.place == front]
+        dtype, shape = bringing[0].kind
+        counts = [offer.shape[0] if offer.shape and offer.place == front else 0 for offer in offers]
         # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs
         # lie.
-        on_device = all(offer.on_device for offer in bringing) and home.type != "cpu"
-        parts = torch.empty(
-            (len(counts), max(counts), *kind.shape[1:]),
-            dtype=_DTYPES[kind.dtype],
-            device=home if on_device else "cpu",
-        )
-        if own is not None and offers[comm.rank] is not None:
+        where = home if all(offer.on_device for offer in bringing) else torch.device("cpu")
+        size = (len(counts), max(counts), *shape)
+        parts = torch.empty(size, dtype=_DTYPES[dtype], device=where)
+        if own is not None and offers[comm.rank].place == front:
             parts[comm.rank, : len(own)] = own
         comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
         rows = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -226,8 +223,7 @@ class Gatherer:
                 f"{leaf.dim()} dimensions; it gathers dense tensors of a plain dtype with up to "
                 f"{room} dimensions: convert it, by .to_dense(), .float() or .flatten(1)"
             )
-        rows = leaf.detach()
-        return self._passes[-1].gather(rows if rows.dim() else rows.reshape(1))
+        return self._passes[-1].gather(leaf.detach().reshape(leaf.shape or (1,)))
 
 
 def _is_training(engine: Engine) -> bool:

@@ -30,8 +30,8 @@ class Loop:
         frame = users_frame()
         if frame is None:
             return cls()
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        return cls(frame.f_code, frame.f_lasti, place)
+        code = frame.f_code
+        return cls(code, frame.f_lasti, f"{code.co_filename}:{frame.f_lineno}")
 
     def holds(self, error: BaseException) -> bool:
         """Return whether an exception has passed through the loop's body."""
