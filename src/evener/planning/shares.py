@@ -62,9 +62,9 @@ def fastest_shares(
         raise ConfigError(f"shares of at least {least} do not fit into {total} samples")
     if total == 0:
         return tuple(least)
-    sizes = [size or total for size in micro_batch_sizes]
-    fewer, more = _nearly(total, (costs, sizes, least))
-    return _between(fewer, more, total, costs, sizes)
+    ranks = costs, [size or total for size in micro_batch_sizes], least
+    fewer, more = _nearly(total, ranks)
+    return _between(fewer, more, total, ranks)
 
 
 def better_alone(
@@ -167,26 +167,29 @@ def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
 
     By the later one ranks do at most a sample each too many. It lies between 0 and when one rank
     could do it all, and is guessed from how many samples ranks can do by the two: nearly always the
-    second or third guess will do. Each guess halves the weight of the end that it leaves, so that
-    steps of many ranks at once, which guesses do not see, cannot keep them on one side.
+    second or third guess will do. An end that two guesses have left loses half of its weight, so
+    that steps of many ranks at once, which guesses do not see, cannot keep them on one side.
     """
     costs, sizes, fewer = ranks
     wanted = total + 0.25 * len(costs)
     alone_s = _seconds([total] * len(costs), costs, sizes)
     early_s, late_s = 0.0, min(alone_s) * (1.0 + 1e-9)  # a margin for rounding
     missing, surplus = wanted, late_s * sum(total / seconds for seconds in alone_s) - wanted
-    more = None
+    more = was_early = None
     for _ in range(_MOST_DEADLINES):
         part = missing / (missing + surplus) if surplus > 0 else 1.0
         deadline_s = early_s + part * (late_s - early_s)
         shares = _by_deadline(deadline_s, ranks)
         reached = sum(shares)
-        if reached < total:
+        is_early = reached < total
+        weight = 0.5 if is_early == was_early else 1.0
+        was_early = is_early
+        if is_early:
             early_s, fewer = deadline_s, shares
-            missing, surplus = wanted - reached, 0.5 * surplus
+            missing, surplus = wanted - reached, weight * surplus
         else:
             late_s, more = deadline_s, shares
-            missing, surplus = 0.5 * missing, reached - wanted
+            missing, surplus = weight * missing, reached - wanted
             if reached <= total + len(costs):
                 break
     return fewer, more or _by_deadline(late_s, ranks)
@@ -205,13 +208,10 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
 
 
 def _between(
-    fewer: Sequence[int],
-    more: Sequence[int],
-    total: int,
-    costs: Sequence[CostModel],
-    sizes: Sequence[int],
+    fewer: Sequence[int], more: Sequence[int], total: int, ranks: _Ranks
 ) -> tuple[int, ...]:
     """Take samples from whoever finishes last, the highest rank first, until ``total`` are left."""
+    costs, sizes, _ = ranks
     shares = list(more)
     last = [
         (-seconds, -rank)

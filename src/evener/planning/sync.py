@@ -80,12 +80,11 @@ class SyncPolicy(Policy):
         self._best: dict[int, tuple[tuple[int, ...], float]] = {}
         self._idle_windows = [0] * len(members)
         self._exchanges_s: list[float] = []
-        self._parked: frozenset[int] = frozenset()
-        self._misfits: list[int | None] = []
         # Shares in use, by size of the window: the short last one of an epoch has its own.
         # With it, for how many windows these have been kept.
         self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
         self.set_micro_batch_sizes(micro_batch_sizes)
+        self.set_parked(frozenset())
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -197,7 +196,8 @@ class SyncPolicy(Policy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice; see ``Policy``."""
         self._parked = ranks
-        self._misfits = []
+        self._present = [r for r in range(len(self._members)) if r not in ranks]
+        self._misfits: list[int | None] = []
         self._in_use = {}
         self._best = {}
 
@@ -208,7 +208,7 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it brings nothing then, and each
         exchange costs.
         """
-        present = [r for r in range(len(self._members)) if r not in self._parked]
+        present = self._present
         undecided = any(
             not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
         )
@@ -290,21 +290,19 @@ class SyncPolicy(Policy):
         self, size: int, costs: Sequence[CostModel], least: Mapping[int, int]
     ) -> tuple[int, ...]:
         """The shares with the earliest finish, and no less than ``least`` by rank."""
-        present = [r for r in range(len(costs)) if r not in self._parked]
         best = fastest_shares(
             size,
-            [costs[r] for r in present],
-            [self._micro_batch_sizes[r] for r in present],
-            [least.get(r, 0) for r in present],
+            [costs[r] for r in self._present],
+            [self._micro_batch_sizes[r] for r in self._present],
+            [least.get(r, 0) for r in self._present],
         )
         shares = [0] * len(costs)
-        for rank, share in zip(present, best, strict=True):
+        for rank, share in zip(self._present, best, strict=True):
             shares[rank] = share
         return tuple(shares)
 
     def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
         """The best shares, or those in use where the best are hardly better."""
-        sizes = self._micro_batch_sizes
         best, best_s = self._best_shares(size, costs)
         retried = self._rank_to_retry(best, best_s, costs)
         if retried is not None:
@@ -312,7 +310,7 @@ class SyncPolicy(Policy):
             return self._fastest(size, costs, {retried: 1})
         held, windows = self._in_use.pop(size, (best, 0))
         band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
-        if best_s < (1.0 - band) * finish_s(held, costs, sizes):
+        if best_s < (1.0 - band) * finish_s(held, costs, self._micro_batch_sizes):
             held, windows = best, 0
         self._in_use[size] = held, windows + 1
         if len(self._in_use) > _NUM_SIZES:
@@ -324,12 +322,11 @@ class SyncPolicy(Policy):
     ) -> tuple[tuple[int, ...], int]:
         """Shares of which nobody who is present has none, if these cost little; and the least."""
         least = 2 if self._avoid_ones else 1
-        present = [r for r in range(len(shares)) if r not in self._parked]
-        if least * len(present) > sum(shares):
+        if least * len(self._present) > sum(shares):
             return shares, 0
-        if min(shares[r] for r in present) >= least:
+        if min(shares[r] for r in self._present) >= least:
             return shares, least
-        raised = self._fastest(sum(shares), costs, dict.fromkeys(present, least))
+        raised = self._fastest(sum(shares), costs, dict.fromkeys(self._present, least))
         best_s, raised_s = (finish_s(s, costs, self._micro_batch_sizes) for s in (shares, raised))
         if raised_s - best_s > affordable * (best_s + self.exchange_s):
             return shares, 0
@@ -339,7 +336,7 @@ class SyncPolicy(Policy):
         self, best: Sequence[int], best_s: float, costs: Sequence[CostModel]
     ) -> int | None:
         """The rank, if any, that has been idle long enough to be worth a window with one sample."""
-        idle = [r for r, share in enumerate(best) if share == 0 and r not in self._parked]
+        idle = [r for r in self._present if best[r] == 0]
         if not idle:
             return None
         rank = max(idle, key=lambda candidate: self._idle_windows[candidate])
@@ -355,27 +352,26 @@ def _presumed_costs(speeds: Sequence[SpeedModel]) -> tuple[CostModel, ...] | Non
     if all(speed.is_settled for speed in speeds):
         return tuple(speed.cost for speed in speeds)
     measured = [speed for speed in speeds if speed.is_measured]
-    known = [speed.cost for speed in measured or speeds if speed.is_known]
+    known = measured or [speed for speed in speeds if speed.is_known]
     if not known:
         return None
     middle = CostModel(
-        median(cost.fixed_s for cost in known), median(cost.per_sample_s for cost in known)
+        median(speed.cost.fixed_s for speed in known),
+        median(speed.cost.per_sample_s for speed in known),
     )
     scales = [
         speed.cost.per_sample_s / speed.hinted.per_sample_s
-        for speed in measured
+        for speed in known
         if speed.hinted is not None
     ]
-    scale = median(scales) if scales else 1.0
-    slowest_s = _LARGEST_RATIO * min(cost.per_sample_s for cost in known)
+    scale = median(scales) if scales else None
+    slowest_s = _LARGEST_RATIO * min(speed.cost.per_sample_s for speed in known)
     costs = []
     for speed in speeds:
-        if speed.is_settled:
-            costs.append(speed.cost)
-        elif speed.is_measured:
-            surplus = speed.cost.per_sample_s / slowest_s
+        if speed.is_measured:
+            surplus = 1.0 if speed.is_settled else speed.cost.per_sample_s / slowest_s
             costs.append(speed.cost.scaled(1.0 / max(surplus, 1.0)))
-        elif speed.hinted is not None and (scales or not measured):
+        elif speed.hinted is not None and scale is not None:
             costs.append(speed.hinted.scaled(scale))
         else:
             costs.append(middle)
