@@ -249,7 +249,8 @@ class DataSide:
         Raises:
             ConfigError: The name is taken or impossible.
         """
-        self.assembly.registry.add(name, stateful)
+        registry = self.assembly.registry
+        registry.add(name, stateful)
 
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint of the whole team to ``path``; all ranks call it together.

@@ -62,7 +62,8 @@ class EvaluationLoader(LikeDataLoader):
         """
         indices = self._order.of(0)
         rounds = self._agree(self._order.fingerprint(indices))
-        place = self._engine.comm.rank  # among the ranks that are present
+        engine = self._engine
+        place = engine.comm.rank  # among the ranks that are present
         parts, start = [], 0
         for sizes in rounds:
             first = start + sum(sizes[:place])

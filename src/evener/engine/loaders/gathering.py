@@ -84,6 +84,7 @@ class EvaluationPass:
     def __init__(self, engine: Engine, rounds: Sequence[Round], *, in_training: bool) -> None:
         self.in_training = in_training
         self._engine = engine
+        self._place = engine.comm.rank  # among the ranks that are present
         self._rounds = rounds
         self._round, self._turn = _OUTSIDE, 0
         #: By turn: the rows of rounds in which this rank had no batch, until its next call.
@@ -95,9 +96,8 @@ class EvaluationPass:
         A rank that has no batch in the last round takes part at the end in what others gather in
         it. Where all have one, that exchanges nothing.
         """
-        own = self._engine.comm.rank
         for number, parts in enumerate(self._rounds):
-            if parts[own]:
+            if parts[self._place]:
                 self._round, self._turn = number, 0
                 yield
         if self._rounds and 0 in self._rounds[-1]:
