@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import CheckpointError, ConfigError, ProtocolError
+from evener.planning import sync as sync_module
 from evener.planning.plan import WindowPlan, WindowReport
 from evener.planning.policies import ApplyPolicy
 from evener.planning.shares import better_alone, finish_s
@@ -369,6 +370,26 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
     together_s = finish_s(policy.plan(10, 0, 0, 32).shares, costs, sizes)
     for exchange_s, expected in [(policy.exchange_s, None), (10.0, 0)]:
         assert better_alone(32, costs, sizes, together_s + exchange_s) == expected
+
+
+def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
+    asked = []
+
+    def counted(total, *others):
+        asked.append(total)
+        return fastest_shares(total, *others)
+
+    fastest_shares = sync_module.fastest_shares
+    monkeypatch.setattr(sync_module, "fastest_shares", counted)
+    team = Team(at_speeds(1.0, 0.6, 0.3))
+    team.run(64, 10)
+    team.policy.plan(0, 0, 0, 64)
+    asked.clear()
+    for _ in range(5):
+        team.run(64, 1)  # its plan is that of before; then it reports
+        assert team.policy.rank_to_park(64) is None
+        assert team.policy.plan(0, 0, 0, 64).size == 64
+    assert asked == [64] * 5
 
 
 @pytest.mark.parametrize(("speeds", "named"), [((0.01, 1.0), 0), ((0.01, 1.0, 0.02), 2)])
