@@ -22,8 +22,7 @@ from machine import load_average, write_report
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard
-from evener.planning.local import LocalReport
-from evener.planning.plan import WindowReport
+from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
 
@@ -75,7 +74,7 @@ class SyncTeam:
     def compute(self) -> None:
         """Makes the reports of the window that was planned last."""
         self.reports = [
-            WindowReport(
+            Report(
                 weight=float(share),
                 samples=share,
                 micro_batches=num_micro_batches(share, MICRO_BATCH_SIZE),
@@ -107,7 +106,7 @@ class CadenceTeam:
     def compute(self) -> None:
         """Makes the reports of the window that was planned last."""
         self.reports = [
-            LocalReport(
+            Report(
                 steps=steps,
                 samples=MICRO_BATCH_SIZE * steps,
                 busy_s=self.timings.disturbed(steps * cost.seconds(MICRO_BATCH_SIZE, None)),

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from evener.engine.results import Progress as Progress
     from evener.engine.results import RankRecord as RankRecord
     from evener.engine.results import WindowResult as WindowResult
-    from evener.engine.team import Member as Member
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
     from evener.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from evener.run.team.environment import DistributedBackend as DistributedBackend
     from evener.run.team.environment import DistributedRole as DistributedRole
     from evener.run.team.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.run.team.members import Member as Member
     from evener.tasks.classification.command import classify as classify
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
@@ -96,7 +96,7 @@ _MODULE_OF: Final = {
     "EvenerError": "evener.errors",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
-    "Member": "evener.engine.team",
+    "Member": "evener.run.team.members",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",

@@ -11,8 +11,9 @@ from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.planning.apportion import apportion
-from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
+from evener.planning.report import Report
 from evener.run.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 
@@ -76,7 +77,7 @@ def setup(
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     if shares is not None:
-        ddp.assembly.engine.plans.policy = ScriptedPolicy(communicator.world_size, shares)
+        ddp.assembly.engine.planner = ScriptedPolicy(communicator.world_size, shares)
     return ddp
 
 
@@ -107,7 +108,7 @@ class ScriptedPolicy(Policy):
     def rank_to_park(self, batch_size: int) -> int | None:
         return None
 
-    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+    def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         pass
 
     def plan(

@@ -33,7 +33,7 @@ WINDOW = 3  # in which harm is done
 #: Where a rank is when harm is done to it: the object, its method, and whether that comes first.
 POINTS: dict[str, tuple[Callable[[Any], Any], str, bool]] = {
     "before the snapshot": (lambda engine: engine, "_start", False),
-    "before the exchange": (lambda engine: engine._flight._windows, "run", False),
+    "before the exchange": (lambda engine: engine, "_exchange", False),
     "before the reduce": (lambda engine: engine._replica.parameters, "exchange", False),
     "after the reduce": (lambda engine: engine._replica.parameters, "exchange", True),
     "before it lands": (lambda engine: engine, "_apply", False),
@@ -63,7 +63,7 @@ def harm_of(rank: Rank, ddp: Ddp, kind: str) -> Callable[[], None]:
     engine: Any = ddp.assembly.engine
 
     def cut() -> None:
-        for comm in {engine.team.comm, engine._flight._windows._wire.comm}:
+        for comm in {engine.team.comm, (engine._background or engine.team).comm}:
             comm._engine._wires.cut()
 
     def harm() -> None:
@@ -279,7 +279,7 @@ def end_badly(rank: Rank, policy: str, way: str) -> str:
 
 
 def is_in_flight(ddp: Ddp) -> bool:
-    return ddp.assembly.engine._flight.plan is not None  # type: ignore[attr-defined]
+    return ddp.assembly.engine.state.flight is not None
 
 
 @pytest.mark.parametrize(

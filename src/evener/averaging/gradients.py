@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
-from evener.averaging.weights import check_weight
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import float64_device
 from evener.errors import UsageError
+from evener.protocol.machine import check_weight
 
 _HALF = (torch.float16, torch.bfloat16)
 

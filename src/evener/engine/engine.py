@@ -1,10 +1,13 @@
-"""What a rank's windows offer to ``Ddp`` and to loaders, whatever the policy."""
+"""What runs the windows of one rank, whatever the policy: rounds of rows, verdicts carried out."""
 
+import struct
+import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -13,20 +16,25 @@ from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.data.cursor import Cursor, derive_seed
+from evener.data.cursor import Cursor, Slice, derive_seed
 from evener.data.randomness import seed_training
 from evener.devices import kind_of
 from evener.engine.emulate import Slowdown
 from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
-from evener.engine.membership import ActiveTeam
 from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import SavedState
-from evener.engine.results import Progress, WindowResult
+from evener.engine.results import Progress, RankRecord, WindowResult
+from evener.engine.schedule import Schedule, agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share
-from evener.engine.team import Meeting, Team
-from evener.errors import UsageError
-from evener.planning.policies import Planner
+from evener.engine.state import TrainingState
+from evener.engine.team import Team
+from evener.errors import CollectiveMismatchError, EvenerError, UsageError
+from evener.planning.policies import ApplyPolicy, Planner
+from evener.planning.report import NOTHING, Report
+from evener.protocol import wording
+from evener.protocol.machine import Do, Phase, State, Verdict, judge
+from evener.protocol.row import Purpose, Row, room_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,182 +54,122 @@ class EngineOptions:
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
     #: Told of the micro-batches of a local step that was left out on this rank.
     on_left_out: list[Callable[[int], None]] = field(default_factory=list)
-    before_update: Callable[[Progress], None]
-    after_update: Callable[[Optimizer | None], None]
-    transfer_state: Callable[[dict[str, Any], bool], dict[str, Any]]
+    schedule: Schedule
+    training: TrainingState
     notice: Callable[[str], None]
     habits: Habits
+
+
+class Work(NamedTuple):
+    """What a rank computes next.
+
+    Attributes:
+        window: Number of the window.
+        positions: Of the epoch: a share or a batch, and those after it, to be fetched ahead.
+    """
+
+    window: int
+    positions: list[range]
+
+
+class Round(NamedTuple):
+    """A round of rows: what each rank said, what follows, and how long this rank waited."""
+
+    rows: dict[int, Row]
+    verdict: Verdict
+    wait_s: float
+
+
+class Applied(NamedTuple):
+    """A window that this rank has applied and that is not known to be committed.
+
+    Attributes:
+        result: What it came to.
+        leases: The samples that it took from the epoch.
+        told: What this rank will say of it in the next window's report: seconds that it waited for
+            others, seconds that averaging took of its time, and how it came to the average.
+    """
+
+    result: WindowResult
+    leases: Sequence[Slice]
+    told: Mapping[str, Any]
 
 
 class Engine(ABC):
     """Runs windows on one rank; a leaf for each way of applying updates.
 
+    It meets the other ranks in rounds of rows, and does what ``protocol/`` makes of them. Who has
+    left, rests, stops or is away is in ``state``, and nowhere else.
+
     Attributes:
-        team: Those who take part.
+        team: The ranks.
+        state: Where the team is, as this rank knows it.
         flat: The trainable parameters.
         buffers: Keeps the model's buffers equal.
+        optimizers: This rank's.
         options: What the engine was told.
         progress: What the team has applied so far.
-        stopping: Whether the team has agreed to stop.
-        leave_soon: Whether this rank wants to.
         share: The micro-batches between two updates, while they are computed.
+        limits: The largest micro-batches that fit.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
         in_epoch: Whether a loader with plans is being iterated over.
         committing: Whether the functions of ``on_commit`` are being called.
-        left: Whether the user has left a loader's loop by ``break``, and others may not know.
-        others_left: Whether the others have, while this rank had no share.
+        was_parked: Whether this rank has ever been parked.
     """
 
     def __init__(
-        self, team: Team, flat: FlatBuffers, buffers: BufferAverager, options: EngineOptions
+        self,
+        team: Team,
+        flat: FlatBuffers,
+        buffers: BufferAverager,
+        optimizers: Sequence[Optimizer],
+        options: EngineOptions,
     ) -> None:
-        self.team = ActiveTeam(team)
+        self.team = team
+        self.state = State(
+            me=team.rank, world_size=team.world_size, policy=self.way, members=team.members
+        )
         self.flat = flat
         self.buffers = buffers
+        self.optimizers = optimizers
         self.options = options
         self.progress = Progress()
-        self.stopping = False
-        self.leave_soon = False
-        self.in_epoch = False
-        self.committing = False
-        self.left = False
-        self.others_left = False
         self.limits = MicroBatchLimits(team.world_size)
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
         self.known_sizes: set[int] = set()
+        self.in_epoch = False
+        self.committing = False
+        self.was_parked = False
+        self._wants_stop = False
+        self._applied: Applied | None = None
+        self.habits = options.habits
+        self._skips = options.non_finite == "skip"
+        self._check = options.check
+        self._scale = options.loss_scale
+        self._schedule = options.schedule
+        self._slowdown = options.slowdown
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    @abstractmethod
+    def way(self) -> ApplyPolicy:
+        """What a window is."""
 
     @property
     @abstractmethod
     def policy(self) -> Planner:
-        """Who does how much; rank 0's word counts."""
-
-    @property
-    def window(self) -> int:
-        """Number of the window that is being computed."""
-        return self.progress.window
+        """Who does how much; the word of the lowest rank that is present counts."""
 
     @property
     @abstractmethod
     def turns(self) -> int:
         """What ``max_steps`` counts: optimizer steps of the team, those left out included."""
 
-    def wants_stop(self) -> bool:
-        """Whether this rank was told to stop, by ``Ddp.stop`` or by a signal."""
-        return self.leave_soon or self.options.stop_requested()
-
-    @abstractmethod
-    def begin(self, cursor: Cursor, batch_size: int) -> None:
-        """Starts or goes on with the cursor's epoch; all ranks call it together."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Commits what has been applied and not yet committed; all ranks call it together."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Commits the last window of an epoch; all ranks call it together."""
-
-    @abstractmethod
-    def open_share(self, num_micro_batches: int) -> Share:
-        """Starts this rank's part of a window, or a local step."""
-
-    def seed_draws(self, *place: int | str) -> None:
-        """Derives what the model draws next, such as dropout, from a micro-batch's place.
-
-        Args:
-            *place: What tells the micro-batch from all others, on the CPU's generator and on that
-                of each kind of device that the model lies on.
-        """
-        seed = derive_seed(*place)
-        seed_training(seed)
-        for device in {group.data.device for group in self.flat.groups}:
-            kind_of(device).seed(seed)
-
-    def leave(self) -> None:
-        """Leaves an epoch in its middle, by ``break`` or with an error."""
-        self.drop_share()
-
-    def begin_stream(self, epoch: int) -> None:
-        """Starts an epoch of windows without plans; all ranks call it together.
-
-        Raises:
-            UsageError: This policy has none.
-        """
-        raise self._needs_plans()
-
-    def close_unplanned(
-        self, part: int | None = None, *, idle: bool = False
-    ) -> WindowResult | None:
-        """Closes a window without a plan; ``idle`` goes along with what the others do."""
-        raise self._needs_plans()
-
-    def step_part(self, part: int) -> WindowResult | None:
-        """Steps one optimizer alone; see ``Ddp.step``."""
-        raise UsageError(
-            "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is "
-            "stepped on every batch; leave the argument out, or use policy 'sync'"
-        )
-
-    def _needs_plans(self) -> UsageError:
-        return UsageError(
-            "windows of local steps need ddp.loader over a map-style data set, whose samples can "
-            "be queued for each rank; use one, or policy 'sync'"
-        )
-
-    def drop_share(self) -> None:
-        """Throws away what the open share has accumulated, in gradients and buffers."""
-        self.flat.zero_()
-        self.buffers.restore()
-
-    @abstractmethod
-    def end_micro_batch(self) -> WindowResult | None:
-        """Ends a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
-
-    @abstractmethod
-    def consensus(self) -> AbstractContextManager[None]:
-        """Shows what all ranks have agreed on in the model, for the length of a block."""
-
-    def verify(self) -> None:
-        """Compares what all ranks have agreed on, where ``verify_every`` is given.
-
-        All ranks call it together, outside of an exchange: at a commit, or between epochs.
-
-        Raises:
-            ReplicasDifferError: On every rank.
-        """
-        if self.options.check.is_wanted:
-            with self.consensus():
-                self.options.check.compare(self.team.comm, self.window - 1)
-
-    def tell_committed(self, result: WindowResult) -> None:
-        """Calls the functions of ``on_commit``, while the model shows the consensus."""
-        self.committing = True
-        try:
-            for callback in self.options.on_commit:
-                callback(result)
-        finally:
-            self.committing = False
-
-    @abstractmethod
-    def restored(self) -> None:
-        """Takes the model as it is for what all ranks have agreed on, as after a load."""
-
-    def prepare_save(self) -> None:
-        """Agrees on what ``saved_states`` returns; all ranks call it together, before a save."""
-        return  # where optimizers are in the same state on all ranks
-
-    @abstractmethod
-    def saved_states(self) -> list[SavedState]:
-        """The state of each optimizer as a checkpoint holds it; on rank 0."""
-
-    def hurry(self, timeout_s: float) -> None:
-        """Shortens the deadlines of exchanges, to ``timeout_s`` seconds at most."""
-        self.team.comm.hurry(timeout_s)
-        self.team.whole.comm.hurry(timeout_s)
-
-    def close_down(self) -> None:
-        """Ends whatever runs beside the training loop; idempotent."""
-        return  # where nothing does
+    @property
+    def window(self) -> int:
+        """Number of the window that is being computed."""
+        return self.progress.window
 
     @property
     def rank(self) -> int:
@@ -236,7 +184,7 @@ class Engine(ABC):
     @property
     def present(self) -> tuple[int, ...]:
         """The ranks that are not parked, in order."""
-        return tuple(r for r in range(self.world_size) if r not in self.team.parked)
+        return self.team.members
 
     @property
     def comm(self) -> Communicator:
@@ -251,9 +199,52 @@ class Engine(ABC):
     @property
     def most_numbers(self) -> int:
         """How many numbers ``ask`` exchanges at most."""
-        return self.team.whole.payload_length
+        return room_of(self.world_size)
 
-    def ask(self, purpose: Meeting, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
+    @property
+    def stopping(self) -> bool:
+        """Whether the team has agreed to stop."""
+        return self.state.stopping
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether other ranks need not be waited for: a connection or the agreement was lost."""
+        return self.team.has_ended or self.state.phase is Phase.ENDED
+
+    @property
+    def is_working(self) -> bool:
+        """Whether there is a window to compute."""
+        return self.state.is_working
+
+    @property
+    def was_led_out(self) -> bool:
+        """Whether the others have left their loops by ``break``, and this rank with them."""
+        return self.state.led_out
+
+    @property
+    def avoid_ones(self) -> bool:
+        """Whether a micro-batch of a single sample is to be avoided, for batch statistics."""
+        return self.options.avoid_ones
+
+    @property
+    def micro_batch_limit(self) -> int:
+        """The largest micro-batch that fits on this rank; 0 while there was enough memory."""
+        return self.limits.own
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the user has left a loader's loop by ``break``, and others may not know."""
+        return self.state.phase is Phase.REST
+
+    def stop(self) -> None:
+        """This rank wants the team to stop after the window that is being computed."""
+        self._wants_stop = True
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop, by ``stop`` or by a signal."""
+        return self._wants_stop or self.options.stop_requested()
+
+    def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
         """Exchanges numbers between the ranks that are present; all of them call it together.
 
         First commits what a loop that was left by ``break`` has applied. Takes note of ranks that
@@ -264,26 +255,152 @@ class Engine(ABC):
             numbers: At most ``most_numbers``.
 
         Returns:
-            Each rank's numbers, followed by zeros, by rank and in rank order.
+            Each rank's numbers, by rank and in rank order.
 
         Raises:
             CollectiveMismatchError: Ranks came for different things.
         """
-        if self.left:
+        if self.has_left:
             self.settle()
-        rows, leaving = self.team.meet(
-            purpose, window=self.window, leaving=int(self.wants_stop()), payload=numbers
-        )
-        self.stopping |= leaving > 0
-        return {rank: rows[rank] for rank in self.present}
+        rows = self._meet(purpose, body=tuple(map(float, numbers))).rows
+        return {rank: row.body for rank, row in rows.items()}
 
     def tell_once(self, text: str) -> None:
         """Tells the user something, the first time that it is said."""
-        self.options.habits.tell_once(text)
+        self.habits.tell_once(text)
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
         """Calls ``function`` with every window that is committed, after those given before."""
         self.options.on_commit.append(function)
+
+    def seed_draws(self, *place: int | str) -> None:
+        """Derives what the model draws next, such as dropout, from a micro-batch's place.
+
+        Args:
+            *place: What tells the micro-batch from all others, on the CPU's generator and on that
+                of each kind of device that the model lies on.
+        """
+        seed = derive_seed(*place)
+        seed_training(seed)
+        for device in {group.data.device for group in self.flat.groups}:
+            kind_of(device).seed(seed)
+
+    def check_model(self) -> None:
+        """Refuses a model whose parameters were replaced."""
+        self.options.check_model()
+
+    # ── an epoch, as loaders see it ──────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
+        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+
+    def begin_stream(self, epoch: int) -> None:
+        """Starts an epoch of windows without plans; all ranks call it together.
+
+        Raises:
+            UsageError: This policy has none.
+        """
+        raise needs_plans()
+
+    @contextmanager
+    def epoch_open(self) -> Iterator[None]:
+        """The length of the user's loop over a loader with plans."""
+        self.in_epoch = True
+        try:
+            yield
+        finally:
+            self.in_epoch = False
+
+    @abstractmethod
+    def work(self) -> Iterator[Work]:
+        """What this rank is to compute in the epoch that was begun; all ranks go through it.
+
+        Between two pieces it takes part in what the others exchange.
+        """
+
+    @abstractmethod
+    def end_epoch(self) -> None:
+        """Commits the last window of an epoch; all ranks call it together."""
+
+    @abstractmethod
+    def open_share(self, num_micro_batches: int) -> Share:
+        """Starts this rank's part of a window, or a local step."""
+
+    @abstractmethod
+    def end_micro_batch(self) -> WindowResult | None:
+        """Ends a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
+
+    def step_part(self, part: int) -> WindowResult | None:
+        """Steps one optimizer alone; see ``Ddp.step``."""
+        raise UsageError(
+            "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is "
+            "stepped on every batch; leave the argument out, or use policy 'sync'"
+        )
+
+    def join_unplanned(self) -> WindowResult | None:
+        """Takes part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        raise needs_plans()
+
+    def _open(self, num_micro_batches: int, scale: float | None) -> Share:
+        self.share = Share(
+            num_micro_batches,
+            scale=scale,
+            slowdown=self._slowdown,
+            known_sizes=self.known_sizes,
+        )
+        return self.share
+
+    def drop_share(self) -> None:
+        """Throws away what the open share has accumulated, in gradients and buffers."""
+        self.flat.zero_()
+        self.buffers.restore()
+
+    def shrink(self, samples: int) -> None:
+        """Throws the open share away, as a micro-batch of ``samples`` did not fit into memory."""
+        self.limits.shrink(samples)
+        self.drop_share()
+
+    def leave(self) -> None:
+        """Leaves an epoch in its middle, by ``break`` or an error; others learn of it later."""
+        self.state = self.state.leave()
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Commits what has been applied and not yet committed; all ranks call it together.
+
+        What a loop that was left by ``break`` has begun is brought to its end first.
+        """
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def consensus(self) -> AbstractContextManager[None]:
+        """Shows what all ranks have agreed on in the model, for the length of a block."""
+
+    def verify(self) -> None:
+        """Compares what all ranks have agreed on, where ``verify_every`` is given.
+
+        All ranks call it together, outside of an exchange: at a commit, or between epochs.
+
+        Raises:
+            ReplicasDifferError: On every rank.
+        """
+        if self._check.is_wanted:
+            with self.consensus():
+                self._check.compare(self.comm, self.window - 1)
+
+    @abstractmethod
+    def restored(self) -> None:
+        """Takes the model as it is for what all ranks have agreed on, as after a load."""
+
+    def prepare_save(self) -> None:
+        """Agrees on what ``saved_states`` returns; all ranks call it together, before a save."""
+        return  # where optimizers are in the same state on all ranks
+
+    @abstractmethod
+    def saved_states(self) -> list[SavedState]:
+        """The state of each optimizer as a checkpoint holds it; on rank 0."""
 
     def set_micro_batch_size(self, size: int) -> None:
         """Tells the planner the largest micro-batch, where memory sets no other limit."""
@@ -296,20 +413,199 @@ class Engine(ABC):
         Args:
             members: The ranks' names, which stay the same when ranks are numbered anew.
         """
-        scale = self.options.loss_scale
         return {
             "progress": asdict(self.progress),
             "planner": self.policy.state_dict(),
             "micro_batch_limits": self.limits.state_dict(members),
-            "loss_scale": scale.state_dict(),
+            "loss_scale": self._scale.state_dict(),
         }
 
     def restore_state(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
         """Goes on from ``saved_state``, with the model as it is; of a team of any size."""
         self.policy.load_state_dict(state["planner"])
-        self.limits.load_state_dict(state["micro_batch_limits"], members, self.team.rank)
+        self.limits.load_state_dict(state["micro_batch_limits"], members, self.rank)
         self.policy.set_micro_batch_sizes(self.limits.sizes)
-        scale = self.options.loss_scale
-        scale.load_state_dict(state["loss_scale"])
+        self._scale.load_state_dict(state["loss_scale"])
         self.restored()
-        self.progress = Progress(**state["progress"])
+        self._set_progress(Progress(**state["progress"]))
+
+    def hurry(self, timeout_s: float) -> None:
+        """Shortens the deadlines of exchanges, to ``timeout_s`` seconds at most."""
+        self.team.hurry(timeout_s)
+
+    def close_down(self) -> None:
+        """Ends whatever runs beside the training loop; idempotent."""
+        self.state = self.state.end()
+
+    # ── rounds ───────────────────────────────────────────────────────────────────────────────────
+
+    def _meet(self, purpose: Purpose, **said: Any) -> Round:
+        """Says a row, hears all others, and does what follows; all ranks call it together.
+
+        Args:
+            purpose: What this rank wants.
+            **said: Further fields of its ``Row``.
+        """
+        started_s = time.perf_counter()
+        stop = self.wants_stop() or self.stopping
+        self.state = self.state.say(purpose, stop=stop, **said)
+        assert self.state.own is not None
+        rows = self.team.exchange(self.state.own)
+        verdict = judge(self.state, rows)
+        found = Round(rows, verdict, time.perf_counter() - started_s)
+        self._follow(found)
+        return found
+
+    def _follow(self, found: Round) -> None:
+        """Carries a verdict out.
+
+        The state follows when all is done: functions of ``on_commit`` see the window before, and
+        what they exchange may tell of a stop. A change of the generation belongs to the new state.
+        """
+        rows, verdict = found.rows, found.verdict
+        after = verdict.state
+        self.state = replace(self.state, own=None, stopping=self.stopping or after.stopping)
+        if any(row.report.limit for row in rows.values()):
+            self._learn_limits(rows)
+        for do in verdict.do:
+            if do is Do.COMMIT:
+                self._commit(rows)
+            elif do is Do.VERIFY:
+                self.verify()
+            elif do is Do.RATES:
+                self._agree_on_rates(rows)
+            elif do is not Do.CHANGE:
+                self._carry_out(do, found)
+        self.state = replace(after, stopping=self.stopping)
+        if verdict.culprit is not None:
+            self._refuse_non_finite(verdict.culprit, rows)
+        if verdict.error is not None:
+            self._raise(verdict.error, rows)
+        if Do.CHANGE in verdict.do:
+            self._carry_out(Do.CHANGE, found)
+
+    @abstractmethod
+    def _carry_out(self, do: Do, found: Round) -> None:
+        """Does one thing that a round has led to."""
+
+    def _raise(
+        self, error: EvenerError, rows: Mapping[int, Row], wire: Team | None = None
+    ) -> NoReturn:
+        if isinstance(error, CollectiveMismatchError):
+            places = (wire or self.team).places()
+            raise CollectiveMismatchError(wording.mismatch(rows, places))
+        raise error
+
+    @abstractmethod
+    def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
+        """Stops every rank: something is not finite on ``rank``."""
+
+    def _learn_limits(self, rows: Mapping[int, Row]) -> None:
+        known = [0] * self.world_size
+        for rank, row in rows.items():
+            known[rank] = row.report.limit
+        if self.limits.learn(known):
+            self.policy.set_micro_batch_sizes(self.limits.sizes)
+
+    # ── learning rates ───────────────────────────────────────────────────────────────────────────
+
+    def _agree_on_rates(self, rows: Mapping[int, Row]) -> None:
+        """Adopts the learning rates of the ranks that have a share, where this rank has none.
+
+        A user may set them in the loop, whose body does not run on a rank without a share.
+
+        Raises:
+            UsageError: On every rank, when ranks that have a share differ.
+        """
+        told = self.team.introduce({"rank": self.rank, "rates": rates_of(self.optimizers)})
+        agreed = agree_on_rates(
+            {t["rank"]: t["rates"] for t in told if rows[t["rank"]].purpose is not Purpose.IDLE}
+        )
+        set_rates(self.optimizers, agreed)
+
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────
+
+    def _commit(self, rows: Mapping[int, Row]) -> None:
+        """All ranks are here, so all have applied the window before: it is committed."""
+        applied, self._applied = self._applied, None
+        self.state = replace(self.state, applied=False)
+        assert applied is not None
+        self._commit_leases(applied.leases)
+        if self.options.on_commit:
+            self._tell_committed(self._completed(applied.result, rows))
+
+    @abstractmethod
+    def _commit_leases(self, leases: Sequence[Slice]) -> None:
+        """Tells the cursor that a window is committed."""
+
+    def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
+        """The result with what ranks tell of it in the round after: waits, exchange times."""
+        ranks = list(result.ranks)
+        for rank, row in rows.items():
+            told = row.report
+            ranks[rank] = replace(
+                ranks[rank],
+                wait_s=told.wait_s,
+                sync_s=told.sync_s,
+                stale_steps=told.stale_steps,
+            )
+        return replace(result, ranks=tuple(ranks))
+
+    def _tell_committed(self, result: WindowResult) -> None:
+        """Calls the functions of ``on_commit``, while the model shows the consensus."""
+        self.committing = True
+        try:
+            with self.consensus():
+                for callback in self.options.on_commit:
+                    callback(result)
+        finally:
+            self.committing = False
+
+    def _data_of(self, cursor: Cursor, batch_size: int) -> tuple[float, ...]:
+        """What must be the same on every rank: samples, ``batch_size`` and seed."""
+        return (float(cursor.num_samples), float(batch_size), float(cursor.seed % 2**53))
+
+    def _told(self) -> Mapping[str, Any]:
+        """What this rank has to say of the window before, in its report of this one."""
+        return {} if self._applied is None else self._applied.told
+
+    # ── progress ─────────────────────────────────────────────────────────────────────────────────
+
+    def _set_progress(self, progress: Progress) -> None:
+        self.progress = progress
+        self.state = replace(self.state, window=progress.window)
+
+    def _reports(self, rows: Mapping[int, Row]) -> list[Report]:
+        """Reports by rank; blank ones of ranks that are parked."""
+        return [rows[r].report if r in rows else NOTHING for r in range(self.world_size)]
+
+
+def records_of(reports: Sequence[Report]) -> tuple[RankRecord, ...]:
+    """What each rank did, in the terms of ``WindowResult``; times of waiting come later."""
+    return tuple(
+        RankRecord(
+            samples=report.samples,
+            weight=report.weight,
+            loss_sum=report.loss_sum,
+            micro_batches=report.micro_batches,
+            compute_s=report.compute_s,
+            steps=report.steps,
+            warmup_s=report.warmup_s,
+            warmup_samples=report.warmup_samples,
+        )
+        for report in reports
+    )
+
+
+def digest_of(rates: Iterable[float]) -> float:
+    """32 bits that tell learning rates apart; exact in float64."""
+    numbers = tuple(rates)
+    return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def needs_plans() -> UsageError:
+    """The error of a window without a plan, where the policy needs one."""
+    return UsageError(
+        "windows of local steps need ddp.loader over a map-style data set, whose samples can "
+        "be queued for each rank; use one, or policy 'sync'"
+    )

@@ -1,56 +1,33 @@
-"""Runs the exchange of a window: at once, or in a thread while the rank goes on."""
+"""Runs the exchange of a window of local steps: at its landing, or in a thread before."""
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
 T = TypeVar("T")
 
 
-class Exchanger(ABC, Generic[T]):
-    """Runs one job at a time."""
-
-    @abstractmethod
-    def start(self, job: Callable[[], T]) -> None:
-        """Begins a job; the one before has been waited for."""
-
-    @property
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-
-    @abstractmethod
-    def wait(self) -> T:
-        """The result of the job; raises what the job has raised."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Waits for a job that is under way, which has been told to end; idempotent."""
-
-
-@final
-class InlineExchanger(Exchanger[T]):
-    """Runs the job inside ``wait``."""
+class Exchanger(Generic[T]):
+    """Runs one job at a time, inside ``wait``."""
 
     def __init__(self) -> None:
         self._jobs: list[Callable[[], T]] = []
 
     def start(self, job: Callable[[], T]) -> None:
-        """Takes the job in."""
+        """Takes a job in; the one before has been waited for."""
         self._jobs.append(job)
 
     @property
     def ready(self) -> bool:
-        """Always: nothing goes on beside it, so there is nothing to wait for."""
+        """Whether ``wait`` need not wait for what goes on beside it."""
         return True
 
     def wait(self) -> T:
-        """Runs the job to its end; its result."""
+        """The result of the job; raises what the job has raised."""
         return self._jobs.pop()()
 
     def close(self) -> None:
-        """Does nothing."""
+        """Waits for a job that is under way, which has been told to end; idempotent."""
 
 
 @final
@@ -66,6 +43,7 @@ class BackgroundExchanger(Exchanger[T]):
     """
 
     def __init__(self, name: str, *, limit_s: float = 10.0) -> None:
+        super().__init__()
         self._name = name
         self._limit_s = limit_s
         self._thread: threading.Thread | None = None

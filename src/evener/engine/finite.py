@@ -1,54 +1,30 @@
-"""Stops every rank when a loss or a gradient is not finite, with the same words everywhere."""
+"""The errors for numbers that are not finite, in the same words on every rank."""
 
 from collections.abc import Sequence
 
 from evener.errors import NonFiniteGradientError
-from evener.planning.local import LocalPlan, LocalReport
-from evener.planning.plan import WindowPlan, WindowReport
-
-#: Codes of what is not finite, beside k + 1 for the gradient of trainable parameter k.
-LOSS, PARAMETERS = -1, -2
+from evener.planning.local import LocalPlan
+from evener.planning.plan import WindowPlan
+from evener.planning.report import LOSS, PARAMETERS
 
 
-def find_non_finite(
-    reports: Sequence[WindowReport], plan: WindowPlan, names: Sequence[str], step: int
-) -> NonFiniteGradientError | None:
-    """The error for the first rank that reports a non-finite number.
+def non_finite_on(
+    rank: int, code: int, plan: WindowPlan | LocalPlan, names: Sequence[str], step: int
+) -> NonFiniteGradientError:
+    """The error for a rank that reports a non-finite number.
 
     Args:
-        reports: Of all ranks.
-        plan: The window.
+        rank: The rank.
+        code: What it reports; see ``Report.non_finite``.
+        plan: The window that is not applied.
         names: Trainable parameters, in flat order.
-        step: The optimizer step that the window would have been.
+        step: The optimizer step that it would have been.
     """
-    for rank, report in enumerate(reports):
-        if report.non_finite:
-            name = None if report.non_finite < 0 else names[report.non_finite - 1]
-            what = "the loss" if name is None else f"the gradient of parameter {name!r}"
-            return _error(f"{what} is not finite on rank {rank}", rank, name, plan, step)
-    return None
-
-
-def find_local_non_finite(
-    reports: Sequence[LocalReport], plan: LocalPlan, names: Sequence[str]
-) -> NonFiniteGradientError | None:
-    """The error for the first rank whose local steps came upon something that is not finite.
-
-    Args:
-        reports: Of all ranks.
-        plan: The window.
-        names: Trainable parameters, in flat order.
-    """
-    for rank, report in enumerate(reports):
-        code = report.non_finite
-        if code == 0:
-            continue
-        name = names[code - 1] if code > 0 else None
-        what = {LOSS: "the loss", PARAMETERS: "a parameter"}.get(code)
-        if what is None:
-            what = f"the gradient of parameter {name!r}"
-        return _error(f"{what} is not finite on rank {rank}", rank, name, plan, report.steps + 1)
-    return None
+    name = names[code - 1] if code > 0 else None
+    what = {LOSS: "the loss", PARAMETERS: "a parameter"}.get(code)
+    if what is None:
+        what = f"the gradient of parameter {name!r}"
+    return _error(f"{what} is not finite on rank {rank}", rank, name, plan, step)
 
 
 def overflow(plan: WindowPlan | LocalPlan, step: int) -> NonFiniteGradientError:

@@ -1,97 +1,127 @@
-"""Runs windows of local optimizer steps on one rank: CADENCE, and ASYNC."""
+"""CADENCE and ASYNC: a window is some local optimizer steps of each rank.
+
+What is averaged is how far ranks have moved from the consensus.
+"""
 
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from typing import final
+from typing import Final, NamedTuple, NoReturn, final
+
+from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
-from evener.engine.engine import Engine, EngineOptions
-from evener.engine.finite import PARAMETERS, find_local_non_finite, overflow
-from evener.engine.flight import Flight
-from evener.engine.local_results import (
-    AppliedWindow,
-    applied_of,
-    completed,
-    progress_after,
-    report_of,
-    result_of,
+from evener.engine.engine import (
+    Applied,
+    Engine,
+    EngineOptions,
+    Round,
+    Work,
+    digest_of,
+    needs_plans,
+    records_of,
 )
-from evener.engine.local_window import Outcome
+from evener.engine.exchanging import BackgroundExchanger, Exchanger
+from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import RecentMoments, SavedState
 from evener.engine.replica import Replica
-from evener.engine.results import WindowResult
-from evener.engine.schedule import Schedule, digest_of
+from evener.engine.results import CadenceRecord, Progress, WindowResult
+from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share
 from evener.engine.steps import LocalSteps
-from evener.engine.team import Meeting, Team
+from evener.engine.team import Team
 from evener.planning.cadence import CadencePolicy
-from evener.planning.local import LocalPlan, LocalReport, decode_local_reports, encode_local_report
+from evener.planning.local import LocalPlan
+from evener.planning.policies import ApplyPolicy
+from evener.planning.report import PARAMETERS, Report
+from evener.protocol.machine import Do, State, judge, land
+from evener.protocol.row import Purpose, Row, pack
+from evener.protocol.wording import DATA_LENGTH
+
+#: Batches of the queue that are being fetched while one is computed.
+_AHEAD: Final = 3
+
+
+class Outcome(NamedTuple):
+    """What an exchange came to.
+
+    Attributes:
+        over: The plan of the window.
+        found: Its first round.
+        next_plan: As numbers; none when something was not finite.
+        retired: What the ranks have done of their queues.
+        differences: The exchanged buffers, where a rank has changed any.
+    """
+
+    over: LocalPlan
+    found: Round
+    next_plan: tuple[float, ...] = ()
+    retired: Sequence[Slice] = ()
+    differences: Tensor | None = None
 
 
 @final
 class LocalEngine(Engine):
-    """The protocol of a window of local steps, seen from one rank.
+    """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
     clock says that the window is over. Then it takes a *snapshot* of how far it has moved from the
-    consensus, and the ranks exchange reports, differences and the next plan. When that has *landed*
+    consensus, and the ranks exchange rows, differences and the next plan. When that has *landed*
     the consensus moves on, and the working copy with it. In CADENCE a rank waits for it; in ASYNC
     it goes on with the next window, whose deadline runs from the landing.
 
     Args:
         team: The ranks.
+        policy: Plans; the planner's word counts.
         replica: The model's working copy, and the consensus.
         steps: Makes local steps.
-        schedule: Sets learning rates.
-        policy: Plans; rank 0's word counts.
         options: What the engine is told.
         background: For ASYNC: the same ranks once more, for the thread that exchanges.
-        avoid_ones: Make no batch of a single sample; see ``LeaseBook``.
-
-    Attributes:
-        limit: Optimizer steps after which the run ends; ``None`` for no limit.
     """
 
     def __init__(
         self,
-        *,
         team: Team,
+        policy: CadencePolicy,
         replica: Replica,
         steps: LocalSteps,
-        schedule: Schedule,
-        policy: CadencePolicy,
         options: EngineOptions,
+        *,
         background: Team | None = None,
-        avoid_ones: bool = False,
     ) -> None:
-        super().__init__(team, replica.flat, replica.buffers, options)
-        self.limit: int | None = None
+        self._background = background
+        super().__init__(team, replica.flat, replica.buffers, steps.optimizers, options)
         self._policy = policy
-        self._avoid_ones = avoid_ones
         self._replica = replica
         self._steps = steps
-        self._schedule = schedule
-        self._flight = Flight(self.team, background, replica, policy, schedule)
-        self._scale = options.loss_scale
+        self._exchanger: Exchanger[Outcome] = Exchanger()
+        if background is not None:
+            self._exchanger = BackgroundExchanger(f"average-{team.rank}")
+        self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
         self._book: LeaseBook | None = None
         self._own: deque[Slice] = deque()
-        self._plan: LocalPlan | None = None
-        self._applied: AppliedWindow | None = None
+        self._limit: int | None = None
+        self._in_batch = False
+        #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
         self._spent_s = 0.0
-        self._epoch_done = self._winding_down = self._at_rest = self._stopped = False
-        self._in_batch = self._leaving = False
-        self._moments = RecentMoments(team.comm, steps.optimizers, schedule)
+        self._landing: Outcome | None = None
+        self._result: WindowResult | None = None
+
+    @property
+    def way(self) -> ApplyPolicy:
+        """ASYNC where averages are formed in the background, else CADENCE."""
+        return ApplyPolicy.CADENCE if self._background is None else ApplyPolicy.ASYNC
 
     @property
     def policy(self) -> CadencePolicy:
-        """Who does how much; rank 0's word counts."""
+        """Who does how much; the planner's word counts."""
         return self._policy
 
     @property
@@ -99,18 +129,9 @@ class LocalEngine(Engine):
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
 
-    @property
-    def finished(self) -> bool:
-        """Whether the epoch, or the run, has nothing left to do."""
-        return self._epoch_done or self._at_rest or self._stopped or self._steps_left == 0
+    # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
-    def wants_stop(self) -> bool:
-        """Whether this rank was told to stop, or the team has agreed to outside of a window."""
-        return self.stopping or super().wants_stop()
-
-    # ── an epoch ─────────────────────────────────────────────────────────────────────────────
-
-    def begin(self, cursor: Cursor, batch_size: int) -> None:
+    def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
@@ -118,43 +139,28 @@ class LocalEngine(Engine):
         self.flat.zero_()
         self._schedule.accept()
         self._schedule.agree(self.progress, 0)
-        self._plan = None
+        self._limit = max_steps
         self._book = LeaseBook(
-            cursor, batch_size, self.team.world_size, avoid_ones=self._avoid_ones
+            cursor, batch_size, self.world_size, avoid_ones=self.options.avoid_ones
         )
-        self._epoch_done = self._at_rest = False
+        self.state = self.state.begin()
 
-    def leave(self) -> None:
-        """Leaves an epoch in its middle; the others learn of it in ``settle``.
-
-        A batch that has not come to its step is dropped, and will be handed out again.
-        """
-        self.left = self._plan is not None
-        if self._in_batch:
-            self.drop_share()
-
-    def drop_share(self) -> None:
-        """Throws away what the open batch has accumulated, in gradients and buffers."""
-        self._in_batch = False
-        self.flat.zero_()
-        self.buffers.rewind()
-        self._steps.resume_clock()
-
-    def exchange_plan(self) -> None:
-        """Agrees on the first window of the epoch; all ranks call it together."""
-        plan, leaving = self._flight.before.first_plan(
-            self._leases, self.window, self._steps_left, int(self.wants_stop())
-        )
-        self._stop_if(leaving)
-        self._follow(plan)
-
-    def take(self) -> Slice | None:
-        """The next batch of this rank's queue; ``None`` when ``advance`` is due."""
-        return self._own.popleft() if not self.finished and self._may_go_on() else None
-
-    def upcoming(self, count: int) -> list[Slice]:
-        """The batches after it, to be fetched ahead."""
-        return list(islice(self._own, count))
+    def work(self) -> Iterator[Work]:
+        """Plans the first window, and works this rank's queue off."""
+        book = self._leases
+        draft: tuple[float, ...] = ()
+        if self.rank == self.state.planner:
+            draft = self._draft(self.window, book.num_left, self._steps_left)
+        self._meet(Purpose.PLAN, body=(*self._data(), *draft))
+        if isinstance(self.state.plan, LocalPlan):
+            book.fill(self.state.plan.queues)
+            self._go_by(self.state.plan)
+        while self.is_working:
+            if self._may_go_on():
+                pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
+                yield Work(self.window, [range(p.start, p.stop) for p in pieces])
+            else:
+                self.advance()
 
     def advance(self) -> WindowResult | None:
         """Lands what has landed, and closes the window when it is over.
@@ -162,16 +168,25 @@ class LocalEngine(Engine):
         Returns:
             The last window that was applied in this call.
         """
-        result = None
+        self._result = None
         while True:
-            if self._flight.plan is not None:
-                if self._may_go_on() and not self._flight.ready:
-                    return result
-                result = self._land() or result
-            elif self.finished or self._may_go_on():
-                return result
+            if self.state.flight is not None:
+                if self._may_go_on() and not self._exchanger.ready:
+                    return self._result
+                self._land()
+            elif not self.is_working or self._may_go_on():
+                return self._result
             else:
                 self._start()
+
+    def leave(self) -> None:
+        """Leaves an epoch in its middle; the others learn of it in ``settle``.
+
+        A batch that has not come to its step is dropped, and will be handed out again.
+        """
+        super().leave()
+        if self._in_batch:
+            self.drop_share()
 
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together.
@@ -180,35 +195,32 @@ class LocalEngine(Engine):
         it at the same window: who has goes along until all have, and who has not is led out of the
         epoch. Then all are at one consensus.
         """
-        while (self.left and not self.finished) or self._some_are_in_flight():
-            if self._flight.plan is None:
+        while self._is_unsettled():
+            if self.state.flight is None:
                 self._start()
             self._land()
-        if self.left or self._applied is not None:
-            self.flush()
-        self.left = False
+        if self.has_left or self.state.applied:
+            self._rest(busy=False)
 
-    def _some_are_in_flight(self) -> bool:
-        """Whether a rank has begun an exchange that has not landed; all ranks call it together."""
-        own = self._flight.plan is not None
-        if self._replica.is_shown or self.left or self._plan is None or not self.in_epoch:
-            return own  # in a commit, or outside of a loop: all know the same
-        rows, _ = self.team.meet(Meeting.FLUSH, window=self.window, payload=[float(own)])
-        return any(row[0] for row in rows)
-
-    def flush(self) -> None:
+    def end_epoch(self) -> None:
         """Commits the last window of an epoch; all ranks call it together."""
-        if self._plan is None:  # all have met an error, and nothing is left to commit
-            return
-        payload = encode_local_report(self._report(LocalReport(), 0, changed=False))
-        rows, leaving = self.team.meet(
-            Meeting.FLUSH, window=self.window, leaving=int(self.wants_stop()), payload=payload
-        )
-        self._stop_if(leaving > 0)
-        self.verify()
-        self._commit(decode_local_reports(rows))
+        self.settle()
 
-    # ── a local step ─────────────────────────────────────────────────────────────────────────
+    def _is_unsettled(self) -> bool:
+        """Whether a window must be exchanged before all are at one consensus."""
+        flies = self.state.flight is not None
+        if self.has_left:
+            return flies or bool(self.state.plans)
+        if self._background is None or self.committing or not self.in_epoch or self.is_lost:
+            return flies
+        # In mid-epoch others may have begun an exchange, or this rank may: all land theirs first.
+        rows = self._rest(busy=flies).rows
+        return any(row.busy for row in rows.values())
+
+    def _rest(self, *, busy: bool) -> Round:
+        return self._meet(Purpose.REST, busy=busy, report=Report(**self._told()))
+
+    # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
         """Starts a local step."""
@@ -218,151 +230,266 @@ class LocalEngine(Engine):
             scale = power_of_two_near(weight) / (self._scale.own or 1.0)
         self.buffers.keep()
         self._in_batch = True
-        self.share = Share(
-            num_micro_batches,
-            scale=scale,
-            slowdown=self.options.slowdown,
-            known_sizes=self.known_sizes,
-        )
-        return self.share
+        return self._open(num_micro_batches, scale)
 
     def end_micro_batch(self) -> WindowResult | None:
         """Ends a micro-batch; with the last one of a batch, steps, and closes the window if due."""
-        if self._plan is None or not self.in_epoch:
-            raise self._needs_plans()
+        if not self.in_epoch:
+            raise needs_plans()
         if not self.share.end_micro_batch():
             return None
         self._in_batch = False
         self._replica.parameters.adopt()
-        if not self._steps.finish(
-            self.share, self._flight.plan, self.progress, self._leases.batch_size
-        ):
+        made = self._steps.finish(
+            self.share, self.state.flight, self.progress, self._leases.batch_size
+        )
+        if not made:
             self.buffers.rewind()
             for tell in self.options.on_left_out:
                 tell(self.share.micro_batches)
         return self.advance()
 
-    # ── closing a window ─────────────────────────────────────────────────────────────────────
+    def drop_share(self) -> None:
+        """Throws away what the open batch has accumulated, in gradients and buffers."""
+        self._in_batch = False
+        self.flat.zero_()
+        self.buffers.rewind()
+        self._steps.resume_clock()
 
     def _may_go_on(self) -> bool:
         """Whether this rank may start a local step now."""
-        if not self._own or self._winding_down or self.wants_stop():
+        state = self.state
+        if not self._own or state.winding or state.stopping or self.wants_stop():
             return False
-        in_flight = self._flight.plan
-        if in_flight is not None and in_flight.blocking:
+        if state.flight is not None and state.flight.blocking:
             return False
         return self._steps.wants_another()
 
+    # ── closing a window ─────────────────────────────────────────────────────────────────────────
+
     def _start(self) -> None:
         """Takes the snapshot of a window that is over, and begins its exchange."""
-        assert self._plan is not None
-        started_s, plan = time.perf_counter(), self._plan
+        started_s = time.perf_counter()
         taken = self._replica.snapshot()
-        work = self._steps.next_window(plan.most[self.team.rank])
-        code = work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS)
-        report = self._report(work, code, changed=taken.changed)
-        self._flight.start(plan, report, taken, self._leases, self._steps_left)
+        self.state = self.state.start()
+        plan = self.state.flight
+        assert plan is not None
+        work = self._steps.next_window(plan.most[self.rank])
+        said = self.state.say(
+            Purpose.WINDOW,
+            stop=self.wants_stop() or self.stopping,
+            rates=digest_of(rate for group in self._schedule.agreed_rates for rate in group),
+            report=replace(
+                work,
+                non_finite=work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS),
+                buffers_changed=taken.changed,
+                loss_scale=self._scale.own,
+                limit=self.limits.own,
+                **self._told(),
+            ),
+        )
+        self._exchanger.start(partial(self._exchange, said, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
-    def _land(self) -> WindowResult | None:
+    def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Outcome:
+        """Exchanges a window; all ranks call it together.
+
+        It touches only scratch buffers, the lease book and the planner, so it may run in a thread
+        while the rank goes on with local steps.
+
+        Args:
+            state: This rank's, as it was when the window was over; its own row is said now.
+            packed: The snapshot of buffers.
+            limit: Local steps that the run may do, this window included; ``None`` for any number.
+
+        Raises:
+            UsageError: Learning rates differ between ranks.
+            ReplicasDifferError: So does the consensus.
+        """
+        wire, plan, own = self._background or self.team, state.flight, state.own
+        assert plan is not None
+        assert own is not None
+        started_s = time.perf_counter()
+        rows = wire.exchange(own)
+        verdict = judge(state, rows)
+        found = Round(rows, verdict, time.perf_counter() - started_s)
+        if verdict.error is not None:
+            self._raise(verdict.error, rows, wire)
+        if Do.RATES in verdict.do:
+            told = wire.introduce({"rates": self._schedule.agreed_rates})
+            agree_on_rates({rank: other["rates"] for rank, other in enumerate(told)})
+        self._replica.verify(wire.comm, plan.window)
+        if verdict.culprit is not None:
+            return Outcome(plan, found)
+        differences = None
+        if verdict.weight:
+            what, weight = f"window {plan.window}", own.report.weight
+            self._replica.parameters.exchange(wire.comm, weight, verdict.weight, what=what)
+            if any(row.report.buffers_changed for row in rows.values()):
+                self.buffers.exchange(packed, wire.comm, weight, verdict.weight, what=what)
+                differences = packed
+        retired = [
+            piece
+            for rank, row in rows.items()
+            for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
+        ]
+        numbers = self._plan_next(wire, state, rows, limit)
+        return Outcome(plan, found, numbers, retired, differences)
+
+    def _plan_next(
+        self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
+    ) -> tuple[float, ...]:
+        """The planner plans with what it has just heard, and all follow.
+
+        A round of its own: a window of local steps is long, and a fresh plan is worth the
+        millisecond.
+        """
+        reports = [row.report for row in rows.values()]
+        draft: tuple[float, ...] = ()
+        sync_s = min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
+        self._policy.observe(reports, sync_s)
+        if self.rank == state.planner:
+            done = sum(report.steps for report in reports)
+            draft = self._draft(
+                state.window + (done > 0),
+                self._leases.num_left,
+                None if limit is None else limit - done,
+                stop=any(row.stop or row.left for row in rows.values()),
+            )
+        said = state.say(Purpose.PLAN, body=(*self._data(), *draft))
+        assert said.own is not None
+        rows = wire.exchange(said.own)
+        if (error := judge(said, rows).error) is not None:
+            self._raise(error, rows, wire)
+        return rows[state.planner].body[DATA_LENGTH:]
+
+    def _draft(
+        self, window: int, left: int, limit: int | None, *, stop: bool = False
+    ) -> tuple[float, ...]:
+        epoch = self._leases.cursor.epoch
+        return tuple(pack(self._policy.plan(window, epoch, left=left, limit=limit, stop=stop)))
+
+    def _data(self) -> tuple[float, ...]:
+        return self._data_of(self._leases.cursor, self._leases.batch_size)
+
+    def _land(self) -> None:
         """Takes over what the exchange came to; waits for it where it has not ended."""
+        started_s = time.perf_counter()
         try:
-            outcome, took_s, wait_s = self._flight.land()
+            outcome = self._exchanger.wait()
         except BaseException:
-            self._plan, self.left = None, False  # nothing can be agreed on any more
+            self.state = self.state.end()  # nothing can be agreed on any more
             raise
-        self._commit(outcome.reports)
-        bad = find_local_non_finite(outcome.reports, outcome.plan, self.flat.names)
-        self.limits.learn([report.limit for report in outcome.reports])
-        self._scale.agree(outcome.reports)
-        if bad is not None or outcome.next_plan is None:
-            self._give_up()
-            assert bad is not None, "a window without a plan after it"
-            raise self.options.loss_scale.exhausted(bad, outcome.reports[bad.rank].loss_scale)
-        applying_s = time.perf_counter()
-        result = None
-        if outcome.num_steps:
-            divergence = self._apply(outcome)
-            self.progress = progress_after(self.progress, outcome)
-            self._schedule.agree(self.progress, outcome.num_steps - outcome.num_skipped)
-            result = result_of(outcome, self.progress, self._steps.lr)
-            spent_s = self._spent_s + took_s + time.perf_counter() - applying_s
-            stale = self._steps.num_done
-            self._applied = applied_of(outcome, result, wait_s, spent_s, divergence, stale)
-        self._follow(outcome.next_plan)
-        self._leaving = self._leaving or outcome.leaving
-        if self._leaving or outcome.left or self._winding_down:
-            self._wind_down(blocking=outcome.plan.blocking)
-        return result
+        took_s = time.perf_counter() - started_s
+        self._spent_s += took_s
+        self._landing, found = outcome, outcome.found
+        if found.verdict.culprit is None:
+            verdict = land(self.state, found.rows, outcome.next_plan, found.verdict)
+            wait_s = found.wait_s if self._background is None else took_s
+            found = Round(found.rows, verdict, wait_s)
+        self.state = replace(self.state, flight=None)
+        self._follow(found)
+        if isinstance(self.state.plan, LocalPlan):
+            # Who has gone on may have begun what would be handed on; at the tail nobody has.
+            book = self._leases
+            hands_on = outcome.over.blocking and book.num_free == 0
+            book.fill(self.state.plan.queues, hand_on=hands_on)
+            self._go_by(self.state.plan)
 
-    def _wind_down(self, *, blocking: bool) -> None:
-        """Ends the epoch early: somebody stops, or has left it."""
-        # Steps that were made meanwhile are averaged by one more window, at which all wait.
-        self._winding_down = not blocking
-        if not blocking:
-            return
-        self._stop_if(self._leaving)
-        if not self.finished and not self.left:
-            self.left = self.others_left = True
-        self._at_rest = True
+    def _carry_out(self, do: Do, found: Round) -> None:
+        reports = self._reports(found.rows)
+        if do in (Do.LAND, Do.RESTORE):
+            self._scale.agree(reports)
+        if do is Do.LAND and any(report.steps for report in reports):
+            self._apply(found)
+        elif do is Do.RESTORE:
+            self._steps.next_window(0)
+            self._replica.restore()
 
-    def _give_up(self) -> None:
-        """Drops the epoch, and what this rank has done since the consensus."""
-        self._steps.next_window(0)
-        self._replica.restore()
-        self._plan, self._winding_down, self._at_rest = None, False, True
-
-    def _apply(self, outcome: Outcome) -> float:
-        """Moves the consensus on, and this rank with it; returns how far it was from it."""
-        moved_on = self._steps.num_done > 0
-        divergence = self._replica.agree(outcome.weight, outcome.differences, moved_on=moved_on)
+    def _apply(self, found: Round) -> None:
+        """Moves the consensus on, and this rank with it."""
+        started_s, outcome = time.perf_counter(), self._landing
+        assert outcome is not None
+        weight, stale_steps = found.verdict.weight, self._steps.num_done
+        divergence = self._replica.agree(weight, outcome.differences, moved_on=stale_steps > 0)
         if not math.isfinite(divergence):
-            raise overflow(outcome.plan, self.progress.steps + 1)
-        if outcome.weight == 0:
-            return divergence
-        self._moments.add(outcome.reports[self.team.rank].weight)
-        return divergence
+            raise overflow(outcome.over, self.progress.steps + 1)
+        reports = self._reports(found.rows)
+        skipped = sum(report.skipped for report in reports)
+        made = sum(report.steps for report in reports) - skipped
+        if weight:
+            self._moments.add(reports[self.rank].weight)
+        self.progress = Progress(
+            window=self.progress.window + 1,
+            steps=self.progress.steps + made,
+            samples=self.progress.samples + sum(report.samples for report in reports),
+            weight=self.progress.weight + weight,
+            skipped=self.progress.skipped + skipped,
+        )
+        self._schedule.agree(self.progress, made)
+        self._result = self._result_of(outcome, found)
+        spent_s = self._spent_s + time.perf_counter() - started_s
+        told = {
+            "wait_s": found.wait_s,
+            "sync_s": max(0.0, spent_s - found.wait_s),
+            "divergence": divergence,
+            "stale_steps": stale_steps,
+        }
+        self._applied = Applied(self._result, outcome.retired, told)
 
-    def _follow(self, plan: LocalPlan) -> None:
-        """Goes on by a plan; what this rank has already done of it counts."""
-        self._plan = plan
-        done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
-        self._own = deque(self._leases.queue(self.team.rank)[done:])
-        self._epoch_done = self._leases.num_left == 0
-        self._steps.follow(plan)
-
-    def _commit(self, reports: Sequence[LocalReport]) -> None:
-        """All ranks are here, so all have applied the window before: it is committed."""
-        if self._applied is None:
-            return
-        applied, self._applied = self._applied, None
-        for piece in applied.leases:
-            self._leases.cursor.commit(piece)
-        if not self.options.on_commit:
-            return
-        result = completed(applied.result, reports)
-        self._schedule.refuse_setting_by_hand()
-        with self.consensus():
-            self.tell_committed(result)
-        self._schedule.accept()  # set in a callback, which runs on every rank for every window
-
-    def _report(self, work: LocalReport, code: int, *, changed: bool) -> LocalReport:
-        """This rank's row about its window, and about the one before, which it now knows."""
-        return replace(
-            report_of(work, self._applied),
-            non_finite=code,
-            leaving=int(self.wants_stop()),
-            left=int(self.left),
-            buffers_changed=int(changed),
-            loss_scale=self._scale.own,
-            limit=self.limits.own,
-            rates=digest_of(self._schedule.agreed_rates),
+    def _result_of(self, outcome: Outcome, found: Round) -> WindowResult:
+        plan, verdict = outcome.over, found.verdict
+        ranges = merged(outcome.retired)
+        return WindowResult(
+            window=plan.window,
+            epoch=plan.epoch,
+            start=ranges[0][0],
+            size=sum(stop - start for start, stop in ranges),
+            loss=verdict.loss,
+            weight=verdict.weight,
+            grad_norm=math.nan,
+            lr=self._steps.lr,
+            skipped=verdict.weight == 0,
+            progress=self.progress,
+            applied_t=time.time(),
+            ranks=records_of(self._reports(found.rows)),
+            ranges=ranges,
+            cadence=CadenceRecord(
+                anchor=plan.anchor, window_s=plan.window_s, guard=plan.verdict.value
+            ),
         )
 
-    def _stop_if(self, agreed: bool) -> None:
-        if agreed:
-            self.stopping = self._stopped = True
+    def _go_by(self, plan: LocalPlan) -> None:
+        """Goes on by a plan; what this rank has already done of it counts."""
+        done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
+        self._own = deque(self._leases.queue(self.rank)[done:])
+        self._steps.follow(plan)
+
+    def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
+        assert self._landing is not None
+        report = rows[rank].report
+        error = non_finite_on(
+            rank, report.non_finite, self._landing.over, self.flat.names, report.steps + 1
+        )
+        raise self._scale.exhausted(error, report.loss_scale)
+
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────
+
+    def _commit_leases(self, leases: Sequence[Slice]) -> None:
+        for piece in leases:
+            self._leases.cursor.commit(piece)
+
+    def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
+        assert result.cadence is not None
+        divergence = max(row.report.divergence for row in rows.values())
+        cadence = replace(result.cadence, divergence=divergence)
+        return replace(super()._completed(result, rows), cadence=cadence)
+
+    def _tell_committed(self, result: WindowResult) -> None:
+        self._schedule.refuse_setting_by_hand()
+        super()._tell_committed(result)
+        self._schedule.accept()  # set in a callback, which runs on every rank for every window
 
     @property
     def _leases(self) -> LeaseBook:
@@ -371,9 +498,9 @@ class LocalEngine(Engine):
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self.limit is None else max(0, self.limit - self.turns)
+        return None if self._limit is None else max(0, self._limit - self.turns)
 
-    # ── state ────────────────────────────────────────────────────────────────────────────────
+    # ── state ────────────────────────────────────────────────────────────────────────────────────
 
     def consensus(self) -> AbstractContextManager[None]:
         """Shows the consensus in the model, parameters and buffers."""
@@ -395,8 +522,23 @@ class LocalEngine(Engine):
     def hurry(self, timeout_s: float) -> None:
         """Shortens the deadlines of exchanges, also of one that is under way."""
         super().hurry(timeout_s)
-        self._flight.hurry(timeout_s)
+        if self._background is not None:
+            self._background.hurry(timeout_s)
 
     def close_down(self) -> None:
         """Ends an exchange that is under way, without waiting for anybody; idempotent."""
-        self._flight.close()
+        super().close_down()
+        if self._background is not None:
+            self._background.close()
+        self._exchanger.close()
+
+
+def merged(pieces: Sequence[Slice]) -> tuple[tuple[int, int], ...]:
+    """Ranges of positions, sorted, adjacent ones as one."""
+    ranges: list[tuple[int, int]] = []
+    for piece in sorted(pieces, key=lambda p: p.start):
+        if ranges and ranges[-1][1] == piece.start:
+            ranges[-1] = (ranges[-1][0], piece.stop)
+        else:
+            ranges.append((piece.start, piece.stop))
+    return tuple(ranges)

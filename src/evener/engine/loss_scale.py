@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from evener.errors import NonFiniteGradientError
-from evener.planning.local import LocalReport
-from evener.planning.plan import WindowReport
+from evener.planning.report import Report
 
 FIRST_SCALE: Final = 2.0**16
 SMALLEST_SCALE: Final = 1.0
@@ -49,10 +48,14 @@ class LossScale:
         self._rank = rank
         self.reset()
 
-    def explains(self, reports: Sequence[WindowReport]) -> bool:
-        """Return whether all that is not finite may be an overflow, and a smaller scale is left."""
-        bad = {rank for rank, report in enumerate(reports) if report.non_finite}
-        return self.value > SMALLEST_SCALE and bad <= self.fp16_ranks
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale is left to try."""
+        return self.value > SMALLEST_SCALE
+
+    def may_shrink(self, rank: int) -> bool:
+        """Return whether what is not finite on a rank may be an overflow, which less mends."""
+        return self.can_shrink and rank in self.fp16_ranks
 
     def update(self, *, overflowed: bool) -> None:
         """Learn from a window that had weight; every rank calls it with the same argument."""
@@ -70,7 +73,7 @@ class LossScale:
         self.own = max(self.own / 2, SMALLEST_SCALE)
         return True
 
-    def agree(self, reports: Sequence[LocalReport]) -> None:
+    def agree(self, reports: Sequence[Report]) -> None:
         """Learn from a window of local steps; every rank calls it with the same reports.
 
         The smallest of the ranks' own scales becomes the team's. A local step since the snapshot

@@ -1,9 +1,6 @@
 """What a window came to, and how far the team has got: plain values, the same on every rank."""
 
 from dataclasses import dataclass
-from typing import Self
-
-from evener.planning.plan import WindowReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +20,6 @@ class Progress:
     samples: int = 0
     weight: float = 0.0
     skipped: int = 0
-
-    def after(self, samples: int, weight: float, skipped: bool) -> "Progress":
-        """The progress after one more window."""
-        return Progress(
-            window=self.window + 1,
-            steps=self.steps + (not skipped),
-            samples=self.samples + samples,
-            weight=self.weight + weight,
-            skipped=self.skipped + skipped,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +49,6 @@ class RankRecord:
         """Seconds of compute for each sample; ``None`` where nothing tells."""
         timed = self.samples - self.warmup_samples
         return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
-
-    @classmethod
-    def of(cls, report: WindowReport) -> Self:
-        """What the rank reported itself."""
-        return cls(
-            samples=report.samples,
-            weight=report.weight,
-            loss_sum=report.loss_sum,
-            micro_batches=report.micro_batches,
-            compute_s=report.compute_s,
-            warmup_s=report.warmup_s,
-            warmup_samples=report.warmup_samples,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

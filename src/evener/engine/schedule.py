@@ -2,8 +2,6 @@
 
 import copy
 import math
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,12 +33,6 @@ def set_rates(optimizers: Sequence[Optimizer], rates: Rates) -> None:
                 group["lr"].fill_(value)  # in place, as a graph may have kept it
             else:
                 group["lr"] = value
-
-
-def digest_of(rates: Rates) -> float:
-    """Return 32 bits that tell learning rates apart; exact in float64."""
-    flat = [rate for group in rates for rate in group]
-    return float(zlib.crc32(struct.pack(f"<{len(flat)}d", *flat)))
 
 
 def agree_on_rates(rates: Mapping[int, Rates]) -> Rates:

@@ -12,12 +12,12 @@ from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.engine import EngineOptions
-from evener.engine.finite import LOSS
 from evener.engine.results import Progress
 from evener.engine.schedule import Schedule
 from evener.engine.share import Share, Stopwatch
 from evener.planning.clock import WindowClock
-from evener.planning.local import LocalPlan, LocalReport
+from evener.planning.local import LocalPlan
+from evener.planning.report import LOSS, NOTHING, Report
 
 
 @final
@@ -56,7 +56,7 @@ class LocalSteps:
         self._lr_factor = lr_factor
         self._averager = GradientAverager(flat, SingleCommunicator())
         self._clock = WindowClock()
-        self._work = LocalReport()
+        self._work = NOTHING
         self._plan: LocalPlan | None = None
         self._since_s = 0.0
 
@@ -78,9 +78,9 @@ class LocalSteps:
         """Go on measuring after an exchange: what came before was not this rank's own work."""
         self._since_s = time.perf_counter()
 
-    def next_window(self, most: int) -> LocalReport:
+    def next_window(self, most: int) -> Report:
         """Begin a window of at most ``most`` steps; return the work of the one before."""
-        done, self._work = self._work, LocalReport()
+        done, self._work = self._work, NOTHING
         self._clock.open(most)
         return done
 

@@ -1,66 +1,92 @@
-"""Runs SYNC windows on one rank: plan, compute, meet, average, update, commit."""
+"""SYNC: a window is one optimizer step over a fixed batch; gradients are averaged."""
 
 import math
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from typing import Any, final
+from typing import Any, Final, NoReturn, final
+
+from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.gradients import GradientAverager
+from evener.averaging.weights import power_of_two_near
 from evener.comm.flat import FlatBuffers
-from evener.data.cursor import Cursor
+from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
-from evener.engine.engine import Engine, EngineOptions
-from evener.engine.finite import find_non_finite
-from evener.engine.meetings import Met, WindowMeetings
-from evener.engine.membership import Call
+from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, digest_of, records_of
+from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import SavedState, own_state
 from evener.engine.notices import parked, slow_rank_0
-from evener.engine.plans import AppliedWindow, PlanQueue, refuse_other_work
-from evener.engine.results import Progress, RankRecord, WindowResult
-from evener.engine.same_data import DATA_LENGTH, data_row, refuse_other_data
-from evener.engine.share import Share
-from evener.engine.sync_row import agree_on_part
-from evener.engine.team import Meeting, Team
-from evener.engine.updates import Updater
+from evener.engine.results import Progress, WindowResult
+from evener.engine.share import Share, Stopwatch
+from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
+from evener.errors import UsageError
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import Policy
+from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.report import LOSS, Report
+from evener.protocol.generation import Answer, Said, answer, without
+from evener.protocol.machine import Do, Phase
+from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, pack
+from evener.protocol.wording import DATA_LENGTH
 
+#: The rank that writes events and checkpoints; it is not parked, people are told instead.
+BOOKKEEPER: Final = 0
+#: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
+_LONGER_EPOCH: Final = 0.01
 #: Windows after which a parked rank is tried again, if the epoch does not end before.
-PARKED_WINDOWS = 500
+PARKED_WINDOWS: Final = 500
 
 
 @final
-class WindowEngine(Engine):
-    """The protocol of a SYNC window, seen from one rank.
+class SyncEngine(Engine):
+    """A rank's windows of SYNC.
 
-    Life of a window: the loader hands out this rank's micro-batches, which ``share`` accounts for;
-    after the last one ``close`` meets the others. At that meeting every rank learns that all have
-    applied the window before (it is *committed*), whether every gradient is finite, whether
-    somebody wants to stop, and the plan of the window after the next. Then gradients are averaged
-    and the update is applied.
+    The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
+    the window is closed. The round of rows comes before the gradients, so a mistake (another
+    collective, a non-finite gradient, a stop) is known before any of it could be averaged in.
 
-    The meeting comes before the gradients, so a mistake (another collective, a non-finite
-    gradient, a stop) is known before any of it could be averaged in.
+    Plans are made two windows ahead, so that data is there before it is needed: the plan of window
+    w + 2 travels in the rows of w. Every rank leases the same slices of the epoch; only the planner
+    plans, before it computes its share.
+
+    A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
+    parameters; ``ALL`` stands for all optimizers together.
     """
 
     def __init__(
         self,
-        *,
         team: Team,
+        policy: Policy,
         flat: FlatBuffers,
         buffers: BufferAverager,
-        updater: Updater,
-        policy: Policy,
+        optimizers: Sequence[Optimizer],
         options: EngineOptions,
     ) -> None:
-        super().__init__(team, flat, buffers, options)
-        self.plans = PlanQueue(team.rank, team.world_size, policy)
-        self._updater = updater
-        #: Optimizers that have been stepped alone in this window.
+        super().__init__(team, flat, buffers, optimizers, options)
+        self.planner = policy
+        self._averagers = {ALL: GradientAverager(self.flat, team.comm)}
+        if len(self.optimizers) > 1:
+            for part in range(len(self.optimizers)):
+                self._averagers[part] = GradientAverager(self.flat, team.comm, part)
+        self._cursor: Cursor | None = None
+        self._batch_size = 0
+        self._max_steps: int | None = None
+        #: Leases of planned windows, and of the one whose plan comes next.
+        self._leases: dict[int, Slice] = {}
+        #: What this rank wants to say of the window after the next: a plan, where it plans.
+        self._draft: tuple[float, ...] | None = None
+        self._wish = 0
+        #: Windows that the planner has not learnt from.
+        self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
+        #: Weight of the last applied window, the guess for the next; 0 for none.
+        self._expected_weight = 0.0
+        self._update_s = 0.0
+        #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
-        self._meetings = WindowMeetings(self, self.plans, updater)
+        self._result: WindowResult | None = None
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
         self._equal_batches = EqualBatches()
@@ -68,95 +94,129 @@ class WindowEngine(Engine):
         self._warned_of_rank_0 = False
 
     @property
+    def way(self) -> ApplyPolicy:
+        """SYNC."""
+        return ApplyPolicy.SYNC
+
+    @property
     def policy(self) -> Policy:
-        """Who does how much; rank 0's word counts."""
-        return self.plans.policy
+        """Who does how much; it knows all windows that are over."""
+        for reports, plan, exchange_s in self._unlearnt:
+            self.planner.observe(reports, plan, exchange_s)
+        self._unlearnt.clear()
+        return self.planner
 
     @property
     def turns(self) -> int:
         """Windows: each is an optimizer step, or one left out."""
         return self.progress.window
 
-    # ── before a window ──────────────────────────────────────────────────────────────────────
+    # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, cursor: Cursor, batch_size: int) -> None:
+    def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
         self.flat.attach_data()  # the model may have been given another memory format
-        self.plans.begin(cursor, batch_size)
+        self._cursor, self._batch_size, self._max_steps = cursor, batch_size, max_steps
+        self._drop_plans()
+        self.state = self.state.begin()
 
     def begin_stream(self, epoch: int) -> None:
         """Starts an epoch of windows without plans; all ranks call it together."""
         self.settle()
         self.flat.attach_data()
         self._drop_plans()
+        self.state = self.state.begin()
         self._stream = (epoch, 0)
+
+    def work(self) -> Iterator[Work]:
+        """Plans the first windows, and goes through what is left of the epoch."""
+        if self.world_size > 1 and not self.policy.is_calibrated:
+            self._calibrate()
+        assert self._cursor is not None
+        self._exchange_plans(_LONGER_EPOCH * self._cursor.num_windows(self._batch_size), 0.0)
+        while True:
+            if self.state.phase is Phase.AWAY:
+                self._wait_for_recall()
+            plans = [plan for plan in self.state.plans if isinstance(plan, WindowPlan)]
+            if not self.is_working or self.stopping or self._is_beyond(plans[0]):
+                return
+            if plans[0].shares[self.rank]:
+                positions = [p.positions(self.rank) for p in plans if not self._is_beyond(p)]
+                yield Work(plans[0].window, positions)
+            else:
+                self.open_share(0)
+                self.close()
+
+    def _is_beyond(self, plan: WindowPlan) -> bool:
+        return self._max_steps is not None and plan.window >= self._max_steps
+
+    def _calibrate(self) -> None:
+        """Learns how fast ranks are beside one another; all ranks call it together.
+
+        They compute at the same time, as in a window: ranks may share a machine.
+        """
+        self.ask(Purpose.PROBE)
+        own = time_slices(self.device, self.options.dtype, self.options.slowdown)
+        rows = self.ask(Purpose.PROBE, [own])
+        self.policy.calibrate([numbers[0] for numbers in rows.values()])
+
+    def _exchange_plans(self, *work_for_all: float) -> None:
+        """Agrees on the plans of the next windows; all ranks call it together.
+
+        Args:
+            *work_for_all: See ``Policy.plan``; for each of these windows.
+        """
+        cursor = self._cursor
+        assert cursor is not None
+        data = self._data_of(cursor, self._batch_size)
+        for wanted in work_for_all:
+            number = self._make_draft(work_for_all=wanted)
+            found = self._meet(Purpose.PLAN, body=(*data, *self._take_draft()))
+            self._check_plan(found.rows, number, DATA_LENGTH)
 
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together."""
         if self._turns and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
-        if self.left:
-            self._meetings.flush()
-            self.left = False
-            self._drop_plans()
-            if self.team.parked:
-                self.recall(Call.LEFT)
-        else:
-            self.flush()
+        if self.has_left or self.state.applied:
+            self._meet(Purpose.REST, report=Report(**self._told()))
 
-    def calibrate(self) -> None:
-        """Learns how fast ranks are beside one another; all ranks call it together.
+    def end_epoch(self) -> None:
+        """Commits the last window of an epoch, and calls parked ranks; all call it together."""
+        if self.team.parked:
+            self._recall(Said.END)
+        self.settle()
 
-        They compute at the same time, as in a window: ranks may share a machine.
-        """
-        self._meetings.meet(Meeting.CALIBRATION, [])
-        device = self.flat.groups[0].data.device
-        own = time_slices(device, self.options.dtype, self.options.slowdown)
-        rows = self._meetings.meet(Meeting.CALIBRATION, [own])
-        self.policy.calibrate([row[0] for row in rows])
+    def leave(self) -> None:
+        """Leaves an epoch in its middle; the others learn of it in ``settle``."""
+        super().leave()
+        if not self._turns:
+            self.drop_share()
 
-    def exchange_plan(self, *, work_for_all: float = 0.0) -> None:
-        """Agrees on the plan of the next slice of the epoch; all ranks call it together.
-
-        Args:
-            work_for_all: See ``Policy.plan``.
-        """
-        draft = self.plans.draft(self.window, work_for_all=work_for_all)
-        own = data_row(self.plans.cursor, self.plans.batch_size)
-        rows = self._meetings.meet(Meeting.PLAN, [*draft, *own])
-        stop = len(draft) + DATA_LENGTH
-        said = {r: row[len(draft) : stop] for r, row in enumerate(rows)}
-        refuse_other_data(
-            self.team.rank, {r: row for r, row in said.items() if r not in self.team.parked}
-        )
-        self.plans.accept(rows[0])
+    # ── this rank's part of a window ─────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
-        """Starts this rank's part of a window."""
-        whole_window = num_micro_batches == 1 and self.team.comm.world_size == 1
-        if whole_window and not self.options.loss_scale.is_used:
-            scale = None
-        else:
-            scale = self._updater.scale(self.plans.batch_size or 1)
-        self.share = Share(
-            num_micro_batches,
-            scale=scale,
-            slowdown=self.options.slowdown,
-            known_sizes=self.known_sizes,
-        )
-        return self.share
+        """Starts this rank's part of a window, before which the planner plans."""
+        if self.state.plans and self._draft is None:
+            self._make_draft()
+        whole_window = num_micro_batches == 1 and self.comm.world_size == 1
+        scale = None
+        if not whole_window or self._scale.is_used:
+            expected = self._expected_weight or float(self._batch_size or 1)
+            scale = power_of_two_near(expected) / self._scale.value
+        return self._open(num_micro_batches, scale)
 
     def end_micro_batch(self) -> WindowResult | None:
         """Ends a micro-batch; closes the window with the last one of this rank's share."""
         last = self.share.end_micro_batch()
-        if self.share.dropped:
-            return None
         if not self.in_epoch:
-            return self.close_unplanned()
+            return self._close(Purpose.STEP)
+        if not self.is_working:
+            return None  # dropped at an optimizer's turn: what is left goes through, for nothing
         if self.options.stop_requested() and not last:
-            return self.close(abandon=True)
+            return self.close(Drop.NO if self._turns else Drop.STOP)
         return self.close() if last else None
 
     def step_part(self, part: int) -> WindowResult | None:
@@ -169,28 +229,429 @@ class WindowEngine(Engine):
         """
         share = self.share
         share.start_turn(part)
-        if share.dropped:
-            self.flat.zero_(part)
-            return None
         if not self.in_epoch:
             share.end_micro_batch()
-            return self.close_unplanned(part)
-        plan = self.plans.peek()
-        assert plan is not None
+            return self._close(Purpose.STEP, part)
+        if not self.is_working:
+            self.flat.zero_(part)
+            return None
         share.pause()
-        met = self._meetings.close(plan, self._meetings.report(part=part), part=part)
-        result = None
-        if met.abandoned:
-            self._abandon()
-            share.drop()  # what is left of this batch goes through, for nothing
-        else:
-            agree_on_part(met.rows, plan.shares, part)
-            result = self._take_turn(part, plan, met)
+        result = self._close(Purpose.WINDOW, part)
         share.resume()
         return result
 
+    def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
+        """Closes a planned window; all ranks call it together.
+
+        A rank without a share does not know whether an optimizer takes its turn, the window is
+        closed, or the others have left the loop: it goes along.
+
+        Args:
+            drop: This rank was told to stop in mid-window: nobody applies the window, it
+                stays uncommitted, and the run can go on from there later.
+
+        Returns:
+            The applied window, or ``None`` when there is none.
+
+        Raises:
+            NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
+        """
+        plan, window = self.state.plan, self.window
+        assert isinstance(plan, WindowPlan)
+        if plan.shares[self.rank]:
+            return self._close(Purpose.WINDOW, drop=drop)
+        result = self._close(Purpose.IDLE)
+        while self.is_working and self.window == window:
+            result = self._close(Purpose.IDLE)
+        return result
+
+    def join_unplanned(self) -> WindowResult | None:
+        """Takes part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        self.open_share(0)  # every window has a scale of its own
+        return self._close(Purpose.IDLE)
+
+    def _close(
+        self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO
+    ) -> WindowResult | None:
+        """Says what this rank did, and does what follows from what all say."""
+        self._result = None
+        may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
+        self._meet(
+            purpose,
+            part=part,
+            drop=drop,
+            change=self._wish,
+            trainable=len(self.flat.parameters),
+            rates=digest_of(float(g["lr"]) for o in self.optimizers for g in o.param_groups),
+            may_skip=self._skips or may_shrink,
+            report=self._report(part),
+            body=self._draft or (),
+        )
+        return self._result
+
+    def _report(self, part: int) -> Report:
+        """What this rank did; in an optimizer's turn, as far as its own losses go."""
+        share, averager = self.share, self._averagers[part]
+        closes_turns = bool(self._turns) and part == ALL
+        index = None if closes_turns else averager.gather()
+        losses = number_of(part)
+        loss_sum = share.loss_sum_of(losses)
+        found = 0 if index is None else index + 1
+        # The part of the update that its samples stand for goes with a warm-up.
+        warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
+        return Report(
+            weight=share.weight if closes_turns else share.weight_of(losses),
+            loss_sum=loss_sum,
+            # The last update is this rank's own work too, and part of what it costs a window.
+            compute_s=share.compute_s + self._update_s,
+            micro_batches=share.micro_batches,
+            samples=share.samples,
+            non_finite=found if math.isfinite(loss_sum) else LOSS,
+            own_norm=averager.own_norm or 0.0,
+            buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
+            limit=self.limits.own,
+            warmup_s=share.warmup_s + self._update_s * warms_up,
+            warmup_micro_batches=share.warmup_micro_batches,
+            warmup_samples=share.warmup_samples,
+            **self._told(),
+        )
+
+    # ── what a round leads to ────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self, do: Do, found: Round) -> None:
+        if do is Do.APPLY:
+            self._finish(found)
+        elif do is Do.TURN:
+            assert isinstance(self.state.plan, WindowPlan)
+            self._result, _ = self._apply(found, self.state.plan)
+            self._turns.append(self._result)
+        elif do is Do.DROP:
+            self.drop_share()
+            self._drop_plans()
+        elif do is Do.RESTORE:
+            self.flat.zero_(number_of(found.verdict.part))
+            self._turns.clear()
+        elif do is Do.CHANGE:
+            self._change(found)
+
+    def _finish(self, found: Round) -> None:
+        """Applies a window, which is committed when the next round shows that all have."""
+        plan, leases = self.state.plan, []
+        reports = self._reports(found.rows)
+        if isinstance(plan, WindowPlan):
+            self._check_plan(found.rows, self.window + len(self.state.plans))
+            self._take_draft()
+            leases.append(self._leases.pop(plan.window))
+            self._unlearnt.append((reports, plan, self._exchange_s(found)))
+        else:
+            plan = self._unplanned(reports)
+            self._look_for_equal_batches(found.rows)
+        result, sync_s = self._end_turns(found) if self._turns else self._apply(found, plan)
+        skipped = result.skipped
+        self.progress = Progress(
+            window=plan.window + 1,
+            steps=self.progress.steps + (not skipped),
+            samples=self.progress.samples + plan.size,
+            weight=self.progress.weight + (0.0 if skipped else result.weight),
+            skipped=self.progress.skipped + skipped,
+        )
+        self._result = replace(result, progress=self.progress, ranks=records_of(reports))
+        started_s = time.perf_counter()
+        if self._check.is_wanted and self._check.is_due(plan.window):
+            self._check.compare(self.comm, plan.window)
+        sync_s += time.perf_counter() - started_s
+        told = {"wait_s": found.wait_s, "sync_s": sync_s}
+        self._applied = Applied(self._result, leases, told)
+
+    def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
+        """The plan that a window without one has followed."""
+        epoch, start = self._stream
+        shares = tuple(report.samples for report in reports)
+        plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
+        self._stream = (epoch, plan.stop)
+        return plan
+
+    def _look_for_equal_batches(self, rows: Mapping[int, Row]) -> None:
+        warning = self._equal_batches.see(
+            {
+                rank: (row.report.loss_sum / row.report.weight, row.report.own_norm)
+                for rank, row in rows.items()
+                if row.report.weight and row.report.own_norm
+            }
+        )
+        if warning:
+            self.options.notice(warning)
+
+    def _exchange_s(self, found: Round) -> float:
+        """What the exchange of the window before cost: the last one's wait, and moving bytes."""
+        if Do.COMMIT not in found.verdict.do:
+            return math.nan
+        reports = [row.report for row in found.rows.values()]
+        return min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
+
+    # ── the update ───────────────────────────────────────────────────────────────────────────────
+
+    def _apply(self, found: Round, plan: WindowPlan) -> tuple[WindowResult, float]:
+        """Averages and updates: all optimizers, or one in its turn.
+
+        Returns:
+            The result, and the seconds of the exchange.
+
+        Raises:
+            NonFiniteGradientError: The sum over ranks overflowed.
+        """
+        verdict, options = found.verdict, self.options
+        part, weight, only = verdict.part, verdict.weight, number_of(verdict.part)
+        what = f"window {plan.window}"
+        norm, sync_s, skipped = math.nan, 0.0, verdict.skip
+        if not skipped:
+            started_s = time.perf_counter()
+            norm = self._averagers[part].average(
+                self.share.scale_of(only), weight, what=what, max_norm=options.max_grad_norm
+            )
+            if Do.APPLY in verdict.do:
+                self._average_buffers(found, weight, what)
+            sync_s = time.perf_counter() - started_s
+            skipped = self._overflowed(norm, plan, only)
+        elif Do.APPLY in verdict.do:
+            self._average_buffers(found, 0.0, what)
+        watch = Stopwatch(self._slowdown)
+        if not self._schedule.is_empty:
+            self._schedule.before_update(self.progress)
+        lr = float(self.optimizers[only or 0].param_groups[0]["lr"])
+        if not skipped:
+            self._update(part, what)
+        # Also of a window left out: it may have overflowed because another weight was expected.
+        self._expected_weight = weight or self._expected_weight
+        if weight and self._scale.is_used:
+            self._scale.update(overflowed=skipped)
+        self.flat.zero_(only)
+        self._update_s = watch.stop()
+        return WindowResult(
+            window=plan.window,
+            epoch=plan.epoch,
+            start=plan.start,
+            size=plan.size,
+            loss=verdict.loss,
+            weight=weight,
+            grad_norm=norm,
+            lr=lr,
+            skipped=skipped,
+            progress=self.progress,
+            applied_t=time.time(),
+            ranks=records_of(self._reports(found.rows)),
+        ), sync_s
+
+    def _end_turns(self, found: Round) -> tuple[WindowResult, float]:
+        """What optimizers have done in their turns, as one window."""
+        turns, self._turns = self._turns, []
+        weight, last = turns[0].weight, turns[-1]
+        self._average_buffers(found, weight, f"window {last.window}")
+        skipped = all(turn.skipped for turn in turns)
+        return replace(last, weight=weight, skipped=skipped, applied_t=time.time()), 0.0
+
+    def _average_buffers(self, found: Round, weight: float, what: str) -> None:
+        """Averages the model's buffers by weight; a window without weight leaves them as before."""
+        if not any(row.report.buffers_changed for row in found.rows.values()):
+            return
+        if weight:
+            self.buffers.average(self.share.weight, weight, what=what)
+        else:
+            self.buffers.restore()
+
+    def _overflowed(self, norm: float, plan: WindowPlan, only: int | None) -> bool:
+        if math.isfinite(norm):
+            return False
+        if self._skips or self._scale.can_shrink:
+            return True
+        self.flat.zero_(only)
+        raise overflow(plan, self.progress.steps + 1)
+
+    def _update(self, part: int, what: str) -> None:
+        only = number_of(part)
+        stepped = self.optimizers if only is None else [self.optimizers[only]]
+        self.flat.mask_untouched(only)
+        with self.habits.stepping():
+            for optimizer in stepped:
+                optimizer.step()
+        self.flat.attach_data()
+        if self.options.unlike_devices:
+            self._averagers[part].unify(what=f"parameters of {what}")
+        if not self._schedule.is_empty:
+            self._schedule.after_update(None if only is None else stepped[0])
+
+    def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
+        plan, code = self.state.plan, rows[rank].report.non_finite
+        if plan is None:
+            plan = self._unplanned(self._reports(rows))
+        error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
+        raise self._scale.exhausted(error)
+
+    # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
+        """Leases the slice after the last planned one; the planner plans it, and who takes part.
+
+        Returns:
+            The number of the window that it will be.
+        """
+        assert self._cursor is not None
+        number = self.window + len(self.state.plans)
+        piece = self._cursor.take(self._batch_size)
+        self._draft, self._wish = (), 0
+        if piece is not None:
+            self._leases[number] = piece
+        if self.rank != self.state.planner:
+            return number
+        policy = self.policy
+        if piece is not None:
+            plan = policy.plan(
+                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
+            )
+            self._draft = tuple(pack(plan))
+        self._wish = self._wanted_change(policy.rank_to_park(self._batch_size))
+        return number
+
+    def _take_draft(self) -> tuple[float, ...]:
+        draft, self._draft = self._draft, None
+        return draft or ()
+
+    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+        """Refuses a plan for another slice of the epoch than the one that this rank has leased.
+
+        Raises:
+            UsageError: The planner is at another place of the data.
+        """
+        planner, piece = self.state.planner, self._leases.get(number)
+        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
+        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
+        if agreed != own:
+            raise UsageError(
+                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
+                f"at {own}; every rank must use the same data set size, batch_size "
+                "and seed, and resume from the same checkpoint"
+            )
+
+    def _drop_plans(self) -> None:
+        """Forgets all plans and gives their slices back."""
+        self.state = self.state.release()
+        self._leases.clear()
+        self._draft = None
+        if self._cursor is not None:
+            self._cursor.release()
+
+    def _commit_leases(self, leases: Sequence[Slice]) -> None:
+        for lease in leases:
+            assert self._cursor is not None
+            self._cursor.commit(lease)
+
+    # ── parking ──────────────────────────────────────────────────────────────────────────────────
+
+    def _wanted_change(self, misfit: int | None) -> int:
+        """What the planner wishes to change about the team after this window."""
+        if misfit == BOOKKEEPER:
+            self._warn_of_rank_0()
+        elif misfit is not None:
+            return misfit + 1
+        elif self.team.parked and self.window >= self._recall_at:
+            return ADMIT
+        return CALL if self.team.call_is_due else 0
+
+    def _warn_of_rank_0(self) -> None:
+        if not self._warned_of_rank_0:
+            self.options.notice(slow_rank_0(self.policy.solo_speeds(self._batch_size)))
+        self._warned_of_rank_0 = True
+
+    def _change(self, found: Round) -> None:
+        """Does what the planner wished: the generation changes, or parked ranks are called."""
+        wish = found.rows[self.state.planner].change
+        if wish == CALL:
+            self._call(Said.STAY)
+        elif wish > 0:
+            self._park(wish - 1)
+        else:
+            self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
+
+    def _end_generation(self) -> None:
+        """Shows that all have applied the last window of a generation, which is so committed."""
+        if self.state.applied:
+            self._meet(Purpose.CHANGE, report=Report(**self._told()))
+        self._drop_plans()
+
+    def _park(self, rank: int) -> None:
+        """Goes on without a rank that costs more than it brings; all ranks call it together."""
+        speeds = self.policy.solo_speeds(self._batch_size)
+        self._end_generation()
+        self.team.park(rank)
+        self.state = without(self.state, rank)
+        self._use_team()
+        self._recall_at = self.window + PARKED_WINDOWS
+        self.options.notice(parked(rank, speeds, PARKED_WINDOWS))
+        if self.rank != rank:
+            self._exchange_plans(0.0, 0.0)
+
+    def _recall(self, said: Said) -> None:
+        """Calls parked ranks back with the state of now; all that are present call it together."""
+        self._end_generation()
+        self._call(said)
+
+    def _call(self, said: Said) -> None:
+        self._rejoin(self._come_to_door(Purpose.CALL, body=(float(said),)), receives=False)
+
+    def _wait_for_recall(self) -> None:
+        """Waits, parked, to be called back, and takes over the state of the others."""
+        self.was_parked = True
+        while self.state.phase is Phase.AWAY:
+            self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
+
+    def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
+        stop = self.stopping or self.wants_stop()
+        self.state = self.state.say(purpose, stop=stop, **said)
+        assert self.state.own is not None
+        rows = self.team.call(self.state.own, is_parked=purpose is Purpose.AWAY)
+        found = answer(self.state, rows)
+        self.state = found.state
+        return found
+
+    def _rejoin(self, found: Answer, *, receives: bool) -> None:
+        """All ranks are present again, with one state; without effect where they stay away."""
+        if found.said is Said.STAY:
+            return
+        assert self._cursor is not None
+        counters: dict[str, Any] = {
+            "progress": asdict(self.progress),
+            "expected_weight": self._expected_weight,
+            "cursor": self._cursor.state_dict(),
+            "loss_scale": self._scale.state_dict(),
+        }
+        self.team.rejoin()
+        counters = self.options.training.send(
+            self.comm, counters, source=found.source, receives=receives
+        )
+        if receives:
+            self._set_progress(Progress(**counters["progress"]))
+            self._expected_weight = counters["expected_weight"]
+            self._cursor.load_state_dict(counters["cursor"])
+            self._scale.load_state_dict(counters["loss_scale"])
+            self.flat.zero_()
+            self.buffers.reset()
+        self._use_team()
+        if found.said is Said.GO_ON:
+            self._exchange_plans(math.inf, math.inf)
+
+    def _use_team(self) -> None:
+        self.policy.set_parked(self.team.parked)
+        for averager in self._averagers.values():
+            averager.use(self.comm)
+        self.buffers.use(self.comm)
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────
+
     def consensus(self) -> AbstractContextManager[None]:
-        """Shows the agreed buffers; parameters are equal at all times."""
+        """Shows the agreed buffers; parameters are equal at all times.
+
+        Buffers move on with this rank's part of the next window.
+        """
         self.flat.attach_data()  # what was assigned to .data counts
         return self.buffers.consensus()
 
@@ -200,235 +661,9 @@ class WindowEngine(Engine):
 
     def saved_states(self) -> list[SavedState]:
         """This rank's optimizer states, which are every rank's."""
-        return [own_state(optimizer) for optimizer in self._updater.optimizers]
+        return [own_state(optimizer) for optimizer in self.optimizers]
 
-    def leave(self) -> None:
-        """Leaves an epoch in its middle; the others learn of it in ``settle``."""
-        self.left = True
-        if not self.share.turns:
-            self.drop_share()
 
-    # ── closing ──────────────────────────────────────────────────────────────────────────────
-
-    def close(self, *, abandon: bool = False) -> WindowResult | None:
-        """Closes the window; all ranks call it together.
-
-        Args:
-            abandon: This rank was told to stop in mid-window: nobody applies the window, it
-                stays uncommitted, and the run can go on from there later.
-
-        Returns:
-            The applied window, or ``None`` when it was abandoned.
-
-        Raises:
-            NonFiniteGradientError: On every rank, when a loss or gradient is not finite.
-        """
-        plan = self.plans.peek()
-        assert plan is not None
-        # A rank without a share does not know whether an optimizer takes its turn, the window is
-        # closed, or the others have left the loop: it goes along.
-        idle = plan.shares[self.team.rank] == 0
-        while True:
-            met = self._meetings.close(
-                plan,
-                self._meetings.report(abandon and not self._turns, turns=bool(self._turns)),
-                idle=idle,
-            )
-            if met.abandoned:
-                self._abandon()
-                return None
-            part = agree_on_part(met.rows, plan.shares)
-            if not idle or part is None:
-                break
-            self._take_turn(part, plan, met)
-        if idle and not any(report.samples for report in met.reports):
-            self._drop_plans()
-            self.others_left = True
-            return None
-        self.plans.pop()
-        self.plans.accept(met.rows[0].plan)
-        self._meetings.draft = None
-        refuse_other_work(met.reports, plan)
-        result, sync_s = self._apply(plan, met)
-        lease = self.plans.lease_of(plan.window)
-        self._meetings.applied = AppliedWindow(result, lease, met.wait_s, sync_s)
-        self.policy.observe(met.reports, plan, met.exchange_s)
-        self.progress = result.progress
-        if (misfit := met.rows[0].note.park) == 0:
-            self._warn_of_rank_0()
-        elif misfit is not None:
-            self._park(misfit)
-        elif self.team.parked and self.window >= self._recall_at:
-            self.recall(Call.GO_ON)
-        elif met.rows[0].note.calls:
-            self._call(Call.STAY)
-        return result
-
-    def close_unplanned(
-        self, part: int | None = None, *, idle: bool = False
-    ) -> WindowResult | None:
-        """Closes a window that no plan was made for; all ranks call it together.
-
-        Args:
-            part: Only this optimizer is stepped.
-            idle: This rank has run out of data, and goes along with the others.
-
-        Returns:
-            The applied window; ``None`` when no rank had data, or the others have left.
-        """
-        met = self._meetings.close(None, self._meetings.report(part=part), part=part, idle=idle)
-        working = [report.micro_batches for report in met.reports]
-        if not any(working):
-            return None
-        part = agree_on_part(met.rows, working, part)
-        self._look_for_equal_batches(met)
-        epoch, start = self._stream
-        shares = tuple(report.samples for report in met.reports)
-        plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
-        result, sync_s = self._apply(plan, met, part)
-        self._stream = (epoch, plan.stop)
-        self._meetings.applied = AppliedWindow(result, None, met.wait_s, sync_s)
-        self.progress = result.progress
-        return result
-
-    def _look_for_equal_batches(self, met: Met) -> None:
-        alike = self._equal_batches.see(
-            {
-                rank: (row.report.loss_sum / row.report.weight, row.note.own_norm)
-                for rank, row in enumerate(met.rows)
-                if row.report.weight and row.note.own_norm
-            }
-        )
-        if alike:
-            self.options.notice(alike)
-
-    def flush(self) -> None:
-        """Commits the last window of an epoch; all ranks call it together."""
-        if self._meetings.applied is not None:
-            self._meetings.flush()
-
-    def _apply(
-        self, plan: WindowPlan, met: Met, part: int | None = None
-    ) -> tuple[WindowResult, float]:
-        """Averages and updates, unless the optimizers have taken their turns; then compares."""
-        if self._turns:
-            result, sync_s = self._end_turns(plan, met), 0.0
-        else:
-            self._refuse_non_finite(plan, met, part)
-            result, sync_s = self._updater.apply(
-                plan,
-                met.reports,
-                self.share,
-                self.progress,
-                buffers_changed=met.buffers_changed,
-                part=part,
-            )
-        started_s = time.perf_counter()
-        if self.options.check.is_due(plan.window):
-            self.options.check.compare(self.team.comm, plan.window)
-        return result, sync_s + time.perf_counter() - started_s
-
-    def _end_turns(self, plan: WindowPlan, met: Met) -> WindowResult:
-        turns, self._turns = self._turns, []
-        weight, skipped = turns[0].weight, all(turn.skipped for turn in turns)
-        if met.buffers_changed:
-            self._updater.agree_on_buffers(self.share, weight, f"window {plan.window}")
-        return replace(
-            turns[-1],
-            weight=weight,
-            skipped=skipped,
-            progress=self.progress.after(plan.size, 0.0 if skipped else weight, skipped),
-            applied_t=time.time(),
-            ranks=tuple(RankRecord.of(r) for r in met.reports),
-        )
-
-    def _take_turn(self, part: int, plan: WindowPlan, met: Met) -> WindowResult:
-        self._refuse_non_finite(plan, met, part)
-        result, _ = self._updater.apply(
-            plan, met.reports, self.share, self.progress, buffers_changed=False, part=part
-        )
-        self._turns.append(replace(result, progress=self.progress))
-        return self._turns[-1]
-
-    def _refuse_non_finite(self, plan: WindowPlan, met: Met, part: int | None) -> None:
-        bad = find_non_finite(met.reports, plan, self.flat.names, self.progress.steps + 1)
-        if bad is not None and not self._updater.may_skip(met.reports):
-            self.flat.zero_(part)
-            self._turns.clear()
-            raise self.options.loss_scale.exhausted(bad)
-
-    def _abandon(self) -> None:
-        self.drop_share()
-        self._drop_plans()
-
-    def _drop_plans(self) -> None:
-        self.plans.drop()
-        self._meetings.draft = None
-
-    # ── parking ──────────────────────────────────────────────────────────────────────────────
-
-    def recall(self, said: Call) -> None:
-        """Calls parked ranks back with the state of now; all that are not parked call it together.
-
-        Args:
-            said: Why; with ``Call.GO_ON`` new plans are made for the whole team.
-        """
-        self.flush()
-        self._drop_plans()
-        self._call(said)
-        self._rejoined(said, receives=False)
-
-    def wait_for_recall(self) -> None:
-        """Waits, parked, to be called back, and takes over the state of the others."""
-        said, leaving = self.team.wait_for_call(self.window, self.wants_stop)
-        self.stopping |= leaving > 0
-        self.others_left = said is Call.LEFT
-        self._rejoined(said, receives=True)
-
-    def _call(self, said: Call) -> None:
-        leaving = int(self.stopping or self.wants_stop())
-        self.stopping |= self.team.call(said, window=self.window, leaving=leaving) > 0
-
-    def _park(self, rank: int) -> None:
-        """Goes on without a rank that costs more than it brings; all ranks call it together."""
-        speeds = self.policy.solo_speeds(self.plans.batch_size)
-        self.flush()
-        self._drop_plans()
-        self.team.park(rank)
-        self._use_team()
-        self._recall_at = self.window + PARKED_WINDOWS
-        self.options.notice(parked(rank, speeds, PARKED_WINDOWS))
-        if not self.team.is_parked:
-            self.exchange_plan()
-            self.exchange_plan()
-
-    def _warn_of_rank_0(self) -> None:
-        if not self._warned_of_rank_0:
-            speeds = self.policy.solo_speeds(self.plans.batch_size)
-            self.options.notice(slow_rank_0(speeds))
-        self._warned_of_rank_0 = True
-
-    def _rejoined(self, said: Call, *, receives: bool) -> None:
-        cursor = self.plans.cursor
-        counters: dict[str, Any] = {
-            "progress": asdict(self.progress),
-            "expected_weight": self._updater.expected_weight,
-            "cursor": cursor.state_dict(),
-            "loss_scale": self.options.loss_scale.state_dict(),
-        }
-        counters = self.options.transfer_state(counters, receives)
-        if receives:
-            self.progress = Progress(**counters["progress"])
-            self._updater.expected_weight = counters["expected_weight"]
-            cursor.load_state_dict(counters["cursor"])
-            self.options.loss_scale.load_state_dict(counters["loss_scale"])
-            self.flat.zero_()
-            self.buffers.reset()
-        self._use_team()
-        if said is Call.GO_ON:
-            self.exchange_plan(work_for_all=math.inf)
-            self.exchange_plan(work_for_all=math.inf)
-
-    def _use_team(self) -> None:
-        self.policy.set_parked(self.team.parked)
-        self._updater.use(self.team.comm)
+def number_of(part: int) -> int | None:
+    """The number of one optimizer, as flat buffers and shares count them; ``None`` for all."""
+    return None if part == ALL else part

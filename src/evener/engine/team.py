@@ -1,260 +1,134 @@
-"""The team as one rank sees it: who is in it, and meetings that all must join alike."""
+"""The ranks as one of them sees them: who is present, and what joins them."""
 
 import json
-import os
-import platform
-import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import IntEnum
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from evener.comm.base import Communicator
-from evener.devices import kind_of
-from evener.errors import (
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ProtocolError,
-)
+from evener.errors import CollectiveError, CollectiveTimeoutError
 from evener.places import here
-from evener.version import __version__
+from evener.protocol.row import Row, decode, encode
 
+#: Longest wait of a parked rank for a call: others may evaluate or save for hours in between.
+PARKED_TIMEOUT_S = 7 * 24 * 3600.0
+#: Parked ranks are called at the end of the first window after so many seconds.
+CALL_S = 0.5
 
-class Meeting(IntEnum):
-    """What a rank wants when it meets the others; all must want the same."""
-
-    PLAN = 1
-    CALIBRATION = 2
-    WINDOW = 3
-    FLUSH = 4
-    MEAN = 5
-    SAVE = 6
-    REHEARSAL = 7
-    PARKED = 8
-    CALL = 9
-    IDLE = 10
-    STEP = 11
-    EVALUATE = 12
-    GATHER = 13
-
-    @property
-    def deed(self) -> str:
-        """The meeting in words, for errors."""
-        return {
-            Meeting.PLAN: "starting an epoch (loader.epoch)",
-            Meeting.CALIBRATION: "timing its device before the first window",
-            Meeting.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
-            Meeting.FLUSH: "ending an epoch (the loader is exhausted, or break has left it)",
-            Meeting.MEAN: "averaging a value (ddp.weighted_mean)",
-            Meeting.SAVE: "saving (ddp.save)",
-            Meeting.REHEARSAL: "measuring speeds",
-            Meeting.PARKED: "parked, waiting to be called back",
-            Meeting.CALL: "calling parked ranks",
-            Meeting.IDLE: "waiting in the loader, with nothing to do in this window",
-            Meeting.STEP: "closing a window (ddp.step, outside of a map-style ddp.loader)",
-            Meeting.EVALUATE: "starting an evaluation (iterating over its loader)",
-            Meeting.GATHER: "gathering rows (ddp.gather, or the end of an evaluation's loop)",
-        }[self]
-
-
-# What a rank without work may take part in: it goes along with whatever the others do.
-_WITH_IDLE = (Meeting.WINDOW, Meeting.FLUSH, Meeting.STEP, Meeting.IDLE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A worker of the team, as it introduces itself.
-
-    Attributes:
-        member: Name that stays the same when ranks are numbered anew.
-        rank: Its rank now.
-        host: Host name.
-        pid: Process id.
-        device: Torch device, such as ``cuda:0``.
-        device_name: What the device is, for people.
-        memory_bytes: Memory of the device, or of the host for a CPU rank; 0 where torch cannot
-            tell.
-        threads: Compute threads of a CPU rank.
-        emulated: Factor by which the rank is slowed on purpose; 1 for real speed.
-        precision: What its forward computes in: ``fp32``, ``bf16`` or ``fp16``.
-        versions: Versions of Python, torch and evener.
-    """
-
-    member: str
-    rank: int
-    host: str
-    pid: int
-    device: str
-    device_name: str
-    memory_bytes: int
-    threads: int
-    emulated: float
-    versions: Mapping[str, str]
-    precision: str = "fp32"
+_CALL = "the call to parked ranks"
 
 
 class Team:
-    """Members joined by a communicator.
+    """Exchanges rows between ranks.
 
-    Every exchange starts with a *meeting*: a row of float64 that says what the rank wants, in
-    which window, and whether it wants to stop. Ranks that want different things find out there,
-    before any tensor is exchanged, instead of hanging or mixing unlike data.
+    A *parked* rank costs more than it brings. It leaves every exchange and waits to be called; the
+    others go on over a communicator of their own. They call twice a second: so a parked rank that
+    was told to stop can say so, and either side notices when the other is gone. Ranks keep their
+    numbers.
+
+    Attributes:
+        rank: Number of this rank.
+        world_size: Ranks of the team, those that are parked included.
+        members: Ranks that are present, in order.
     """
 
-    def __init__(self, comm: Communicator, *, payload_length: int) -> None:
-        self.comm = comm
+    def __init__(self, comm: Communicator) -> None:
         self.rank = comm.rank
         self.world_size = comm.world_size
-        self.payload_length = payload_length
-        #: Whether ranks have come for different things, after which nothing is certain.
-        self.is_at_odds = False
+        self.members = tuple(range(comm.world_size))
+        self._whole = comm
+        self._small: Communicator | None = None
+        self._called_s = 0.0  # on the monotonic clock
 
-    def meet(
-        self,
-        kind: Meeting,
-        *,
-        window: int,
-        leaving: int = 0,
-        payload: Sequence[float] = (),
-        timeout_s: float | None = None,
-    ) -> tuple[list[list[float]], int]:
-        """Exchanges a row with every member; all ranks call it together.
+    @property
+    def comm(self) -> Communicator:
+        """Joins the ranks that are present."""
+        return self._small or self._whole
 
-        Args:
-            kind: What this rank wants.
-            window: This rank's window counter; must be the same everywhere.
-            leaving: 0 goes on; 1 wants to stop after this window; 2 wants to drop this window.
-            payload: At most ``payload_length`` numbers, padded with zeros.
-            timeout_s: Deadline; ``None`` takes the communicator's.
+    @property
+    def parked(self) -> frozenset[int]:
+        """Ranks that are not present."""
+        return frozenset(range(self.world_size)) - frozenset(self.members)
 
-        Returns:
-            The payloads in rank order, and the largest ``leaving`` of all ranks.
+    @property
+    def has_ended(self) -> bool:
+        """Whether a connection was closed or lost."""
+        return self.comm.has_ended or self._whole.has_ended
 
-        Raises:
-            CollectiveMismatchError: Ranks came for different things.
-        """
-        if len(payload) > self.payload_length:
-            raise ProtocolError(
-                f"payload of {len(payload)} numbers, room for {self.payload_length}"
-            )
-        padding = [0.0] * (self.payload_length - len(payload))
-        row = [float(kind), float(window), float(leaving), *payload, *padding]
-        # The same words on every rank: what a rank wants is in its row, so that ranks which want
-        # different things meet all the same, and each can say who wanted what.
-        try:
-            rows = self.comm.all_gather_rows(row, what="a meeting of the team", timeout_s=timeout_s)
-        except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(
-                f"{error} (rank {self.comm.number} was {kind.deed} in window {window})",
-                missing=error.missing,
-            ) from None
-        if not _fits(rows):
-            self.is_at_odds = True
-            raise CollectiveMismatchError(_mismatch(self.comm.numbers, rows, self._places()))
-        return [r[3:] for r in rows], int(max(r[2] for r in rows))
+    def exchange(self, row: Row) -> dict[int, Row]:
+        """Gives every rank that is present each one's row, in rank order; all call it together."""
+        return self._exchange(row, self.comm, self.members)
 
-    def _places(self) -> list[str]:
+    def introduce(
+        self, greeting: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Gives every rank that is present each one's JSON, in rank order; all call it together."""
+        payload = json.dumps(greeting).encode()
+        answers = self.comm.all_gather_bytes(payload, what="greetings", timeout_s=timeout_s)
+        return [json.loads(answer) for answer in answers]
+
+    def places(self) -> dict[int, str]:
         """Where each rank is in the user's code, as far as ranks can say it."""
         try:
             told = self.comm.all_gather_bytes(
                 here().encode(), what="places of ranks", timeout_s=min(10.0, self.comm.timeout_s)
             )
         except CollectiveError:
-            return [""] * self.world_size
-        return [place.decode() for place in told]
+            return {}
+        return {rank: place.decode() for rank, place in zip(self.members, told, strict=True)}
 
-    def introduce(
-        self, greeting: Mapping[str, Any], *, timeout_s: float | None = None
-    ) -> list[dict[str, Any]]:
-        """Gives every rank every rank's greeting, in rank order; all ranks call it together."""
-        payload = json.dumps(greeting).encode()
-        answers = self.comm.all_gather_bytes(payload, what="greetings", timeout_s=timeout_s)
-        return [json.loads(answer) for answer in answers]
+    # ── the door ─────────────────────────────────────────────────────────────────────────────────
 
+    def park(self, rank: int) -> None:
+        """Lets a rank leave the exchanges; all ranks that are present call it together."""
+        members = tuple(member for member in self.members if member != rank)
+        old = self._small
+        self._small = self.comm.split([self.members.index(m) for m in members], name="active")
+        self.members = members
+        if old is not None:
+            old.close()
 
-def _fits(rows: Sequence[Sequence[float]]) -> bool:
-    """Whether all ranks have come for the same."""
-    present = [r for r in rows if r[0] != Meeting.PARKED] or rows
-    if any(r[1] != present[0][1] for r in present):
-        return False
-    busy = {r[0] for r in present if r[0] != Meeting.IDLE} or {float(Meeting.IDLE)}
-    if len(busy) > 1:
-        return False
-    kind = busy.pop()
-    if any(r[0] == Meeting.IDLE for r in present) and kind not in _WITH_IDLE:
-        return False
-    return len(present) == len(rows) or kind == Meeting.CALL
+    @property
+    def call_is_due(self) -> bool:
+        """Whether parked ranks should be called."""
+        return bool(self.parked) and time.monotonic() - self._called_s >= CALL_S
 
+    def call(self, row: Row, *, is_parked: bool) -> dict[int, Row]:
+        """Meets all ranks at the door: those that work call, those that are parked wait for it."""
+        # A rank says what it wants when an exchange begins. This wait comes first, so that what a
+        # parked rank says then is not as old as the call before.
+        self._whole.barrier(what=_CALL, timeout_s=PARKED_TIMEOUT_S if is_parked else None)
+        self._called_s = time.monotonic()
+        return self._exchange(row, self._whole, range(self.world_size))
 
-def _mismatch(numbers: Sequence[int], rows: Sequence[Sequence[float]], users: Sequence[str]) -> str:
-    deeds = [
-        f"rank {number} is {Meeting(int(row[0])).deed}{place and f' at {place}'}"
-        for number, row, place in zip(numbers, rows, users, strict=True)
-    ]
-    places = {int(row[1]) for row in rows}
-    where = f"in window {places.pop()}" if len(places) == 1 else f"in windows {sorted(places)}"
-    kinds = {int(row[0]) for row in rows}
-    if kinds == {Meeting.STEP, Meeting.FLUSH}:
-        why = (
-            "Over a stream, or without ddp.loader, every rank has to make as many updates. Remedy: "
-            "leave a loop over a stream on all ranks at the same ddp.window; without a loader, one "
-            "that has nothing left goes along, by ddp.backward(loss, weight=0) or, with a "
-            "DistributedTrainer, train_batch(None); DistributedTrainer.train_epoch does so itself"
-        )
-    elif Meeting.GATHER in kinds:
-        why = (
-            "Remedy: call ddp.gather on all ranks equally often in each round of an evaluation's "
-            "loop, and leave that loop on all ranks in the same round. To evaluate on fewer "
-            "samples, give ddp.eval_loader a torch.utils.data.Subset instead"
-        )
-    else:
-        why = (
-            "Ranks go round the loop a different number of times, so a local counter must not "
-            "decide about a collective. Remedy: call it in ddp.on_commit(fn), which runs on every "
-            "rank, or after the epoch"
-        )
-    return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
+    def rejoin(self) -> None:
+        """All ranks are present again."""
+        if self._small is not None:
+            self._small.close()
+        self._small = None
+        self.members = tuple(range(self.world_size))
 
+    def hurry(self, timeout_s: float) -> None:
+        """Shortens the deadlines of exchanges, also of one that is under way."""
+        self.comm.hurry(timeout_s)
+        self._whole.hurry(timeout_s)
 
-def describe_self(
-    rank: int,
-    local_rank: int,
-    device: torch.device,
-    *,
-    emulated: float,
-    versions: Mapping[str, str],
-    precision: str = "fp32",
-) -> Member:
-    """This rank's own entry in the team."""
-    host = socket.gethostname()
-    name, memory = kind_of(device).describe(device)
-    return Member(
-        member=f"{host}/{device.type}/{local_rank}",
-        rank=rank,
-        host=host,
-        pid=os.getpid(),
-        device=str(device),
-        device_name=name,
-        memory_bytes=memory,
-        threads=torch.get_num_threads(),
-        emulated=emulated,
-        versions=versions,
-        precision=precision,
-    )
+    def close(self) -> None:
+        """Lets the connections go, without waiting for any rank; idempotent."""
+        self.comm.close()
 
-
-def own_versions() -> dict[str, str]:
-    """Versions of Python, torch and evener in this process."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__.partition("+")[0],
-        "evener": __version__,
-    }
-
-
-def member_document(member: Member) -> dict[str, Any]:
-    """The member as plain JSON types."""
-    return {**asdict(member), "versions": dict(member.versions)}
+    def _exchange(self, row: Row, comm: Communicator, ranks: Iterable[int]) -> dict[int, Row]:
+        # The same words on every rank: what a rank wants is in its row, so that ranks which want
+        # different things meet all the same, and each can say who wanted what.
+        numbers = encode(row, self.world_size) if comm.world_size > 1 else []
+        try:
+            rows = comm.all_gather_rows(numbers, what="a meeting of the team")
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{error} (rank {comm.number} was {row.purpose.deed} in window {row.window})",
+                missing=error.missing,
+            ) from None
+        return {
+            rank: row if rank == self.rank else decode(received)
+            for rank, received in zip(ranks, rows, strict=True)
+        }

@@ -8,8 +8,9 @@ from typing import Any, final
 from evener.errors import CheckpointError, ConfigError
 from evener.planning.elche import ElChe
 from evener.planning.guard import DivergenceGuard, Verdict, ask_guard
-from evener.planning.local import LocalPlan, LocalReport
+from evener.planning.local import LocalPlan
 from evener.planning.policies import ApplyPolicy, Planner
+from evener.planning.report import Report
 
 _TAIL = 1.5
 """A window is planned as the last one when no more than so many windows' work is left."""
@@ -78,7 +79,7 @@ class CadencePolicy(Planner):
             for samples, ms in zip(self._samples_per_step, self.elche.ms_per_batch, strict=True)
         )
 
-    def observe(self, reports: Sequence[LocalReport], sync_s: float) -> None:
+    def observe(self, reports: Sequence[Report], sync_s: float) -> None:
         """Learns from a window.
 
         Args:

@@ -5,8 +5,9 @@ from typing import Any, final
 
 from evener.errors import ConfigError
 from evener.planning.apportion import apportion
-from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
+from evener.planning.report import Report
 from evener.planning.shares import without_ones
 
 
@@ -59,7 +60,7 @@ class FixedShares(Policy):
         """Zeros: nothing is measured."""
         return (0.0,) * len(self._members)
 
-    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+    def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         """Does nothing: shares do not depend on what happens."""
 
     def plan(

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.plan import WindowPlan
+from evener.planning.report import Report
 
 
 class ApplyPolicy(StrEnum):
@@ -106,7 +107,7 @@ class Policy(Planner):
         """
 
     @abstractmethod
-    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+    def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window.
 
         Args:

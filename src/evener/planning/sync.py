@@ -6,8 +6,9 @@ from statistics import median, median_low
 from typing import Any, final
 
 from evener.errors import CheckpointError, ConfigError, ProtocolError
-from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.report import Report
 from evener.planning.shares import (
     better_alone,
     equal_shares,
@@ -156,7 +157,7 @@ class SyncPolicy(Policy):
         if all(0.0 < speed < math.inf for speed in speeds):
             self.hint([max(speed, fastest / _LARGEST_RATIO) for speed in speeds])
 
-    def observe(self, reports: Sequence[WindowReport], plan: WindowPlan, sync_s: float) -> None:
+    def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window; see ``Policy``."""
         if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
             raise ProtocolError(

@@ -21,7 +21,6 @@ from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
-from evener.engine.local_window import local_payload_length
 from evener.engine.loss_scale import LossScale
 from evener.engine.registry import Registry
 from evener.engine.replica import Replica
@@ -29,10 +28,8 @@ from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
 from evener.engine.steps import LocalSteps
-from evener.engine.sync import WindowEngine
-from evener.engine.sync_row import payload_length
-from evener.engine.team import Member, Team, describe_self, member_document, own_versions
-from evener.engine.updates import Updater
+from evener.engine.sync import SyncEngine
+from evener.engine.team import Team
 from evener.errors import CheckpointError, UsageError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.fixed import FixedShares
@@ -57,6 +54,7 @@ from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, check_policy, connect_team
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import team_lines
+from evener.run.team.members import Member, describe_self, member_document, own_versions
 from evener.run.team.news import LEFT, tell
 from evener.run.team.placement import Devices, choose_device
 
@@ -120,16 +118,14 @@ class Assembly:
         )
         try:
             self._config = _with_emulation(config, self.comm)
-            size = self.comm.world_size
-            longest = max(payload_length(size), local_payload_length(size))
-            self.team = Team(self.comm, payload_length=longest)
+            self.team = Team(self.comm)
             self.members = self._introduce(
                 describe_training(self.model, optimizers, scheduler, chosen, config)
             )
             self.flat = FlatBuffers(
                 list(self.model.named_parameters()),
                 # Local steps exchange no gradients, so these stay where autograd has put them.
-                size if chosen is ApplyPolicy.SYNC else 1,
+                self.comm.world_size if chosen is ApplyPolicy.SYNC else 1,
                 parts=parts_of(optimizers),
                 buckets=config.gradient_buckets,
             )
@@ -233,13 +229,9 @@ class Assembly:
         options = self._make_options()
         engine: Engine
         if policy is ApplyPolicy.SYNC:
-            engine = WindowEngine(
-                team=self.team,
-                flat=self.flat,
-                buffers=self.buffers,
-                updater=Updater(self.flat, self.buffers, self.optimizers, self.comm, options),
-                policy=self._plan_shares(speeds, options.avoid_ones),
-                options=options,
+            planner = self._plan_shares(speeds, options.avoid_ones)
+            engine = SyncEngine(
+                self.team, planner, self.flat, self.buffers, self.optimizers, options
             )
         else:
             engine = self._make_local_engine(speeds, options, policy)
@@ -262,33 +254,32 @@ class Assembly:
         if policy is ApplyPolicy.ASYNC and team.world_size > 1:
             comm = self.comm.split(range(team.world_size), name="background")
             assert comm is not None
-            background = Team(comm, payload_length=team.payload_length)
+            background = Team(comm)
         cadence = config.make_cadence(team.world_size)
         if speeds is not None:
             cadence.with_speeds(speeds)
         parameters = ParameterAverager(self.flat)
+        lr_factor = 1.0 + (team.world_size - 1) * config.lr_scale_ratio
         return LocalEngine(
-            team=team,
-            replica=Replica(self.flat, parameters, self.buffers, options.check),
-            steps=LocalSteps(
-                team.rank,
-                self.flat,
-                self.optimizers,
-                self.schedule,
-                options,
-                lr_factor=1.0 + (team.world_size - 1) * config.lr_scale_ratio,
-            ),
-            schedule=self.schedule,
-            policy=CadencePolicy(
+            team,
+            CadencePolicy(
                 self.names,
                 cadence,
                 make_guard(config.divergence_guard, config.divergence_threshold),
                 max_batch_diff=config.max_batch_diff,
                 in_background=background is not None,
             ),
-            options=options,
+            Replica(self.flat, parameters, self.buffers, options.check),
+            LocalSteps(
+                team.rank,
+                self.flat,
+                self.optimizers,
+                self.schedule,
+                options,
+                lr_factor=lr_factor,
+            ),
+            options,
             background=background,
-            avoid_ones=options.avoid_ones,
         )
 
     def _make_options(self) -> EngineOptions:
@@ -312,9 +303,8 @@ class Assembly:
             check=ReplicaCheck(self.model, self.flat, self.buffers, every=config.verify_every or 0),
             check_model=partial(check_identity, self.model, self.flat),
             stop_requested=stop_requested,
-            before_update=self.schedule.before_update,
-            after_update=self.schedule.after_update,
-            transfer_state=partial(self.state.send, self.comm),
+            schedule=self.schedule,
+            training=self.state,
             notice=notice,
             habits=self._habits,
         )

@@ -18,11 +18,11 @@ from evener.engine.memory import explain as explain_memory
 from evener.engine.notices import warn_of_former_name
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, checked_value, checked_weight, refuse_number
-from evener.engine.team import Meeting, Member
 from evener.errors import EvenerError
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
+from evener.protocol.row import Purpose
 from evener.run.assembly import Assembly
 from evener.run.launching.starting import start_all_ranks
 from evener.run.launching.uncaught import explain_with, forget, note
@@ -33,6 +33,7 @@ from evener.run.models import Models, Schedulers, check_arguments
 from evener.run.reporting import SinkMaker, check_sinks
 from evener.run.settings import DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
+from evener.run.team.members import Member
 from evener.run.team.placement import Devices, devices_of_host, place_in
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
@@ -281,7 +282,7 @@ class Ddp(DataSide):
         units = checked_weight(weight)
         product = checked_value(value) * units if units else 0.0
         numerator = denominator = 0.0
-        for row in self._engine.ask(Meeting.MEAN, [product, units]).values():
+        for row in self._engine.ask(Purpose.VALUE, [product, units]).values():
             numerator += row[0]
             denominator += row[1]
         return numerator / denominator if denominator else float("nan")
@@ -304,7 +305,7 @@ class Ddp(DataSide):
 
     def stop(self) -> None:
         """Asks the team to stop after the window that is being computed; any rank may call it."""
-        self._engine.leave_soon = True
+        self._engine.stop()
 
     def wants_stop(self) -> bool:
         """Whether this rank was told to stop; the team agrees at its next exchange."""
@@ -384,15 +385,13 @@ class Ddp(DataSide):
             error: What is being handled; it may have nothing to do with the team.
         """
         engine = self._engine
-        if engine.team.comm.has_ended or engine.team.whole.comm.has_ended:
-            return True
-        if engine.team.whole.is_at_odds:
+        if engine.is_lost:
             return True
         if error is None:
             return False
         if isinstance(error, EvenerError) and self._has_raised(error):
             return True
-        if engine.left:
+        if engine.has_left:
             return any(loader.loop.holds(error) for loader in self._loaders)
         return engine.share.in_micro_batch
 

@@ -12,13 +12,12 @@ from evener.data.loader import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read
-from evener.engine.loaders.making import make_loader
 from evener.engine.loaders.planned import Feed, TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.local import LocalEngine
 from evener.engine.registry import Stateful
-from evener.engine.team import Meeting
 from evener.errors import CheckpointError, ConfigError, EvenerError
+from evener.protocol.row import Purpose
 from evener.run.assembly import Assembly
 from evener.run.config.options import Allowed
 from evener.run.reporting import EventStream
@@ -158,7 +157,7 @@ class DataSide:
                 max_steps=max_steps,
                 given=intake,
             )
-            loader = make_loader(engine, feed)
+            loader = TeamLoader(engine, feed)
         self._loaders.append(loader)
         self._restore_position(len(self._loaders) - 1)
         return loader
@@ -260,7 +259,7 @@ class DataSide:
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         engine = self._engine
-        engine.ask(Meeting.SAVE)
+        engine.ask(Purpose.SAVE)
         engine.prepare_save()
         engine.settle()  # parameters may be a window ahead of the data position
         engine.verify()

@@ -14,7 +14,7 @@ from evener.averaging.weights import (
     power_of_two_near,
 )
 from evener.errors import UsageError
-from evener.planning.plan import WindowReport
+from evener.planning.report import Report
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 BAD_WEIGHTS = [-1.0, -1e-300, math.nan, math.inf, -math.inf]
@@ -57,7 +57,7 @@ def test_bad_weights_are_named(weight):
     with pytest.raises(UsageError, match=f"planned window has {named}"):
         power_of_two_near(weight)
     with pytest.raises(UsageError, match=f"rank 1 has {named}"):
-        combine([WindowReport(weight=1.0), WindowReport(weight=weight)])
+        combine([Report(weight=1.0), Report(weight=weight)])
     with pytest.raises(UsageError, match=f"micro-batch 3 has {named}"):
         check_weight(weight, owner="micro-batch 3")
 
@@ -75,7 +75,7 @@ def test_any_partition_gives_the_mean_of_one_process(micro_batches, cuts):
     for start, stop in itertools.pairwise(bounds):
         part = micro_batches[start:stop]
         rows.append(
-            WindowReport(
+            Report(
                 weight=math.fsum(weight for weight, _ in part),
                 loss_sum=math.fsum(weight * loss for weight, loss in part),
             )
@@ -105,28 +105,26 @@ def test_dividing_early_by_a_power_of_two_changes_nothing(parts, planned):
 
 
 def test_ranks_without_weight_do_not_count():
-    idle = WindowReport(weight=0.0, loss_sum=math.nan)
-    assert combine([idle, WindowReport(weight=2.0, loss_sum=6.0), idle]) == (2.0, 3.0)
+    idle = Report(weight=0.0, loss_sum=math.nan)
+    assert combine([idle, Report(weight=2.0, loss_sum=6.0), idle]) == (2.0, 3.0)
 
 
 def test_a_loss_that_is_not_finite_is_not_hidden():
-    combined = combine(
-        [WindowReport(weight=1.0, loss_sum=1.0), WindowReport(weight=1.0, loss_sum=math.inf)]
-    )
+    combined = combine([Report(weight=1.0, loss_sum=1.0), Report(weight=1.0, loss_sum=math.inf)])
     assert combined == (2.0, math.inf)
 
 
 def test_nothing_to_apply():
     assert combine([]) is None
-    assert combine([WindowReport(), WindowReport()]) is None
+    assert combine([Report(), Report()]) is None
 
 
 def test_a_total_that_overflows_is_refused():
     with pytest.raises(UsageError, match="the window has weight=inf"):
-        combine([WindowReport(weight=1e308), WindowReport(weight=1e308)])
+        combine([Report(weight=1e308), Report(weight=1e308)])
 
 
 def test_sums_run_from_the_left():
     # From the left the 1 is lost; exact or compensated sums, as of sum() in Python 3.12, keep it.
-    rows = [WindowReport(weight=weight) for weight in (2.0**53, 1.0, 1.0)]
+    rows = [Report(weight=weight) for weight in (2.0**53, 1.0, 1.0)]
     assert combine(rows) == (2.0**53, 0.0)

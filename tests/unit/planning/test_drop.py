@@ -10,7 +10,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
-from evener.planning.local import LocalReport
+from evener.planning.report import Report
 
 EXCHANGE_S = 0.004
 NEVER_ENDING = 10**9
@@ -57,7 +57,7 @@ def simulate(
             steps.append(clock.num_steps)
         waits = [max(arrivals) - at for at in arrivals]
         reports = [
-            LocalReport(steps=n, samples=n, weight=n, busy_s=at - now_s)
+            Report(steps=n, samples=n, weight=n, busy_s=at - now_s)
             for n, at in zip(steps, arrivals, strict=True)
         ]
         policy.observe(reports, sync_s)

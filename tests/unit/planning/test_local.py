@@ -14,12 +14,12 @@ from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard, NoGuard, Verdict
 from evener.planning.local import (
     LocalPlan,
-    LocalReport,
     decode_local_plan,
     decode_local_report,
     encode_local_plan,
     encode_local_report,
 )
+from evener.planning.report import Report
 
 
 def plan(**changes) -> LocalPlan:
@@ -56,12 +56,12 @@ def test_a_damaged_plan_is_refused():
 
 
 def test_a_report_survives_the_journey():
-    report = LocalReport(weight=12.5, loss_sum=-3.25, steps=7, samples=56, non_finite=-2, wait_s=1)
+    report = Report(weight=12.5, loss_sum=-3.25, steps=7, samples=56, non_finite=-2, wait_s=1)
     assert decode_local_report(encode_local_report(report)) == report
-    lost = LocalReport(loss_sum=math.nan, divergence=math.inf)
+    lost = Report(loss_sum=math.nan, divergence=math.inf)
     assert math.isnan(decode_local_report(encode_local_report(lost)).loss_sum)
     with pytest.raises(ProtocolError, match="different code"):
-        decode_local_report(encode_local_report(LocalReport(samples=-1)))
+        decode_local_report(encode_local_report(Report(samples=-1)))
 
 
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────
@@ -72,10 +72,10 @@ def policy(world_size=2, anchor=10, guard=None, **options) -> CadencePolicy:
     return CadencePolicy(members, ElChe(world_size, anchor), guard or NoGuard(), **options)
 
 
-def timed(*ms: float, steps=None, divergence=0.0) -> list[LocalReport]:
+def timed(*ms: float, steps=None, divergence=0.0) -> list[Report]:
     counts = steps or [1] * len(ms)
     return [
-        LocalReport(steps=c, samples=8 * c, busy_s=c * m / 1000, divergence=divergence)
+        Report(steps=c, samples=8 * c, busy_s=c * m / 1000, divergence=divergence)
         for c, m in zip(counts, ms, strict=True)
     ]
 

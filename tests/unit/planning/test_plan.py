@@ -11,13 +11,13 @@ from evener.errors import ProtocolError
 from evener.planning.plan import (
     REPORT_LENGTH,
     WindowPlan,
-    WindowReport,
     decode_plan,
     decode_report,
     encode_plan,
     encode_report,
     plan_length,
 )
+from evener.planning.report import Report
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).map(tuple)
@@ -142,7 +142,7 @@ def test_a_number_too_large_to_travel_is_refused():
 
 
 REPORTS = st.builds(
-    WindowReport,
+    Report,
     weight=st.floats(0, 1e300),
     loss_sum=st.floats(allow_nan=False),
     compute_s=st.floats(0, 1e9),
@@ -169,7 +169,7 @@ def test_report_round_trip_is_exact(report):
 
 
 def test_a_loss_that_is_not_finite_travels():
-    decoded = decode_report(encode_report(WindowReport(loss_sum=math.nan, non_finite=-1)))
+    decoded = decode_report(encode_report(Report(loss_sum=math.nan, non_finite=-1)))
     assert math.isnan(decoded.loss_sum)
     assert decoded.non_finite == -1
 
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_travels():
     ],
 )
 def test_bad_report_is_refused(changes, message):
-    row = encode_report(WindowReport(**changes))
+    row = encode_report(Report(**changes))
     with pytest.raises(ProtocolError, match=message):
         decode_report(row)
 

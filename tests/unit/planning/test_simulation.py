@@ -18,7 +18,7 @@ from statistics import mean
 
 import pytest
 
-from evener.planning.plan import WindowReport
+from evener.planning.report import Report
 from evener.planning.shares import fastest_shares, finish_s
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
@@ -79,7 +79,7 @@ class Team:
             spent_s += seconds
         if sum(warm) < share and self.first[rank] is None:
             self.first[rank] = window
-        return WindowReport(
+        return Report(
             **report,
             compute_s=spent_s,
             warmup_s=warmup_s,

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning import sync as sync_module
-from evener.planning.plan import WindowPlan, WindowReport
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
+from evener.planning.report import Report
 from evener.planning.shares import better_alone, finish_s
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
@@ -50,7 +51,7 @@ class Team:
         for _ in range(num_windows):
             plan = self.policy.plan(self.window, 0, 0, batch_size)
             reports = [
-                WindowReport(
+                Report(
                     weight=float(share),
                     samples=share,
                     micro_batches=num_micro_batches(share, self.size),
@@ -74,14 +75,12 @@ class Team:
 
 
 def timed(samples, seconds):
-    return WindowReport(
-        samples=samples, micro_batches=num_micro_batches(samples, 8), compute_s=seconds
-    )
+    return Report(samples=samples, micro_batches=num_micro_batches(samples, 8), compute_s=seconds)
 
 
 def measure(policy, rank, per_sample_s):
     """Tells the planner of windows in which one rank did 8 samples, and no other anything."""
-    reports = [WindowReport()] * len(policy.members)
+    reports = [Report()] * len(policy.members)
     reports[rank] = timed(8, 8 * per_sample_s)
     shares = tuple(report.samples for report in reports)
     for _ in range(3):
@@ -236,7 +235,7 @@ def test_one_disturbed_window_leaves_no_rank_without_work():
 def test_the_first_micro_batch_of_a_size_has_no_vote():
     policy = SyncPolicy(["a", "b"], [8, 8])
     plan = policy.plan(0, 0, 0, 32)
-    first = WindowReport(
+    first = Report(
         samples=16,
         micro_batches=2,
         compute_s=5.08,
@@ -259,8 +258,8 @@ def test_hint_decides_the_first_shares_and_measurements_the_next():
     plan = policy.plan(0, 0, 0, 32)
     assert plan.shares == (24, 8)
     assert policy.solo_speeds(32) == (0.0, 0.0), "a hint is no speed"
-    reports = [WindowReport(samples=24, micro_batches=3, compute_s=0.24)]
-    policy.observe([*reports, WindowReport(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
+    reports = [Report(samples=24, micro_batches=3, compute_s=0.24)]
+    policy.observe([*reports, Report(samples=8, micro_batches=1, compute_s=0.08)], plan, 0.0)
     assert policy.plan(1, 0, 32, 32).shares == (16, 16)
 
 
@@ -268,10 +267,8 @@ def test_a_hint_is_put_on_the_scale_of_what_is_measured():
     policy = SyncPolicy(["a", "b", "c"], [None, None, None])
     policy.hint((1.0, 0.5, 0.25))
     plan = WindowPlan(0, 0, 0, 10, (10, 0, 0))
-    idle = WindowReport()
-    policy.observe(
-        [WindowReport(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0
-    )
+    idle = Report()
+    policy.observe([Report(samples=10, micro_batches=1, compute_s=0.2), idle, idle], plan, 0.0)
     assert policy.costs == (CostModel(0.0, 0.02), CostModel(0.0, 0.04), CostModel(0.0, 0.08))
 
 
@@ -344,7 +341,7 @@ def test_micro_batch_sizes_can_change():
     policy = SyncPolicy(["a", "b"], [None, None])
     plan = WindowPlan(0, 0, 0, 16, (8, 8))
     for samples in (2, 8, 2, 8):  # 1 s and 0.1 s a sample
-        report = WindowReport(samples=samples, micro_batches=1, compute_s=1.0 + 0.1 * samples)
+        report = Report(samples=samples, micro_batches=1, compute_s=1.0 + 0.1 * samples)
         policy.observe([report, report], plan, 0.0)
     assert policy.plan(0, 0, 0, 16).shares == (8, 8)
     policy.set_micro_batch_sizes([8, 2])
@@ -357,7 +354,7 @@ def test_exchange_is_the_usual_one():
     plan = policy.plan(0, 0, 0, 1)
     assert policy.exchange_s == 0.0
     for sync_s in (0.01, 0.01, 5.0, 0.02, 0.01, float("nan"), -1.0):
-        policy.observe([WindowReport()], plan, sync_s)
+        policy.observe([Report()], plan, sync_s)
     assert policy.exchange_s == 0.01
 
 
@@ -398,7 +395,7 @@ def test_a_slow_rank_0_is_named_only_where_no_other_is(speeds, named):
     for rank, speed in enumerate(speeds):
         measure(policy, rank, 1.0 / speed)
     plan = policy.plan(0, 0, 0, 32)
-    policy.observe([WindowReport()] * len(speeds), plan, 10.0)
+    policy.observe([Report()] * len(speeds), plan, 10.0)
     assert [policy.rank_to_park(32) for _ in range(8)] == [None] * 7 + [named]
 
 
@@ -492,4 +489,4 @@ def test_bad_arguments_are_named(make, message):
 def test_reports_of_another_team_are_refused():
     policy = SyncPolicy(["a", "b"], [8, 8])
     with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
-        policy.observe([WindowReport()], policy.plan(0, 0, 0, 4), 0.0)
+        policy.observe([Report()], policy.plan(0, 0, 0, 4), 0.0)

@@ -10,7 +10,7 @@ import pytest
 from evener import ConfigError, DdpConfig
 from evener.planning.cadence import CadencePolicy
 from evener.planning.guard import NoGuard
-from evener.planning.local import LocalReport
+from evener.planning.report import Report
 
 BAD = [
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a positive number or None"),
@@ -102,7 +102,7 @@ def test_ranks_in_step_average_as_rarely_as_the_overhead_asks_for(diff):
         assert max(steps) - min(steps) <= diff
         policy.observe(
             [
-                LocalReport(steps=n, samples=n, busy_s=n * ms / 1000)
+                Report(steps=n, samples=n, busy_s=n * ms / 1000)
                 for n, ms in zip(steps, (10.0, 10.5), strict=True)
             ],
             sync_s,

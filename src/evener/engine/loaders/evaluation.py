@@ -10,9 +10,9 @@ from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
-from evener.engine.team import Meeting
 from evener.errors import UsageError
 from evener.planning.rounds import Round, evaluation_rounds
+from evener.protocol.row import Purpose
 
 _AHEAD = 3  # batches that are asked for before they are needed
 
@@ -90,7 +90,7 @@ class EvaluationLoader(LikeDataLoader):
         speeds = engine.policy.solo_speeds(self.batch_size)
         if not all(speed > 0 for speed in speeds):
             speeds = (1.0,) * engine.world_size
-        rows = engine.ask(Meeting.EVALUATE, [count, fingerprint, self.batch_size, *speeds])
+        rows = engine.ask(Purpose.EVALUATE, [count, fingerprint, self.batch_size, *speeds])
         for rank, (samples, order, *_) in rows.items():
             if samples != count:
                 raise UsageError(

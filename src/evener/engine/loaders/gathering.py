@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from evener.engine.engine import Engine
-from evener.engine.team import Meeting
 from evener.errors import CollectiveMismatchError, UsageError
 from evener.planning.rounds import Round
+from evener.protocol.row import Purpose
 
 T = TypeVar("T")
 #: A round of an evaluation, and how often a rank has called ``gather`` in it before.
@@ -125,7 +125,7 @@ class EvaluationPass:
         """Exchange rows with the others until they have come to this place, too."""
         front = None
         while front != place:
-            told = self._engine.ask(Meeting.GATHER, _Offer.encode(place, rows))
+            told = self._engine.ask(Purpose.GATHER, _Offer.encode(place, rows))
             offers = [_Offer.decode(numbers) for numbers in told.values()]
             front = min(offer.place for offer in offers)
             if not self._fits(front, offers):

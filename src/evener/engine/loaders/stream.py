@@ -48,7 +48,7 @@ class StreamLoader(LikeDataLoader):
         self._next = 0
         iterable = isinstance(batches.dataset, IterableDataset)
         what = batches.dataset if iterable else batches.batch_sampler
-        engine.options.habits.tell_once(_REMARK.format(what=type(what).__name__))
+        engine.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; ``TypeError`` where the data set has no length."""
@@ -84,12 +84,12 @@ class StreamLoader(LikeDataLoader):
                 f"epoch {epoch} was begun inside the loop over another loader; finish that loop, "
                 "or leave it by break, first"
             )
-        engine.options.check_model()
+        engine.check_model()
         engine.begin_stream(epoch)
         self._epoch = epoch
         try:
             yield from self._rounds(epoch)
-            engine.flush()
+            engine.end_epoch()
             if not engine.stopping:
                 self._epoch = epoch + 1
         except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
@@ -126,7 +126,7 @@ class StreamLoader(LikeDataLoader):
     def _rounds(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
         for batch in self._batches:
-            engine.seed_draws(self._seed, epoch, engine.window, engine.team.rank)
+            engine.seed_draws(self._seed, epoch, engine.window, engine.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
             self.loop.skipped = ""
@@ -137,8 +137,7 @@ class StreamLoader(LikeDataLoader):
                 return
         going_on = True
         while going_on and not self._finished:
-            engine.open_share(0)  # every window has a scale of its own
-            going_on = engine.close_unplanned(idle=True) is not None
+            going_on = engine.join_unplanned() is not None
 
 
 def stream_of(

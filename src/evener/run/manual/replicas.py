@@ -15,7 +15,6 @@ from evener.averaging.replicas import Entry, ReplicaAverager
 from evener.comm.base import Communicator
 from evener.devices import move
 from evener.engine.notices import warn_of_former_name
-from evener.engine.team import Member, describe_self, own_versions
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.run.launching.child import apply_threads
 from evener.run.launching.terminal import say
@@ -32,6 +31,7 @@ from evener.run.manual.models import (
 )
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import hardware_summary
+from evener.run.team.members import Member, describe_self, own_versions
 
 _Named = Mapping[str, Tensor]
 

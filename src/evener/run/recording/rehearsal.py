@@ -11,9 +11,9 @@ import torch
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
 from evener.engine.loaders.planned import split
-from evener.engine.sync import WindowEngine
-from evener.engine.team import Meeting
+from evener.engine.sync import SyncEngine
 from evener.planning.apportion import apportion
+from evener.protocol.row import Purpose
 from evener.run.assembly import Assembly
 
 #: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
@@ -79,7 +79,7 @@ class Rehearsal:
                     shares[rank] = self._batch_size
                     speed = self._run(shares, alone=True, short=number == 0)
                     solo[rank].append(speed)
-                if isinstance(self._engine, WindowEngine):
+                if isinstance(self._engine, SyncEngine):
                     equal.append(self._run(equal_shares, alone=False, short=number == 0))
                 if self._engine.stopping:
                     return None
@@ -142,15 +142,8 @@ class Rehearsal:
         flat.zero_()
         slowdown.after(slow_start)
 
-    def _meet(self, payload: Sequence[float]) -> list[list[float]]:
-        rows, leaving = self._team.meet(
-            Meeting.REHEARSAL,
-            window=self._engine.window,
-            leaving=int(self._engine.wants_stop()),
-            payload=payload,
-        )
-        self._engine.stopping |= leaving > 0
-        return rows
+    def _meet(self, payload: Sequence[float]) -> list[Sequence[float]]:
+        return [*self._engine.ask(Purpose.REHEARSE, payload).values()]
 
     def _remember(self) -> dict[str, Any]:
         return {

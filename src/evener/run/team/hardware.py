@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from evener.engine.team import Member
+from evener.run.team.members import Member
 
 _KINDS = {"cuda": "GPU", "xpu": "GPU", "mps": "GPU", "cpu": "CPU rank"}
 

@@ -10,17 +10,18 @@ from typing import Any, Self, TypeVar, final
 
 import torch
 
-from evener.averaging.weights import combine, power_of_two_near
+from evener.averaging.weights import power_of_two_near
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
 from evener.devices import count_accelerators, kind_of
-from evener.engine.finite import find_non_finite, overflow
+from evener.engine.finite import non_finite_on, overflow
 from evener.engine.loss_scale import LossScale
 from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.planning.fixed import FixedShares
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.sync import SyncPolicy
+from evener.protocol.machine import combine
 from evener.run.config.classify import ClassifyConfig
 from evener.run.team.host import threads_per_rank
 from evener.run.team.placement import Devices, devices_of_host
@@ -254,21 +255,22 @@ class DataParallelCoordinator:
             raise
         self._window = plan.window + 1
         reports = [c.report for c in computed]
-        combined = combine(reports)
-        assert combined is not None  # class weights are above 0
-        total_weight, loss = combined
-        norm = math.inf
-        bad = find_non_finite(reports, plan, self._replicas[0].flat.names, self._window)
-        if bad is None:
+        total_weight, loss = combine(dict(enumerate(reports)))  # class weights are above 0
+        norm, error = math.inf, overflow(plan, self._window)
+        culprits = [rank for rank, report in enumerate(reports) if report.non_finite]
+        for rank in culprits[:1]:
+            code, names = reports[rank].non_finite, self._replicas[0].flat.names
+            error = non_finite_on(rank, code, plan, names, self._window)
+        if not culprits:
             norm = self._update(plan, scale, total_weight)
         else:
             self._on_all(Replica.drop)
         if math.isfinite(norm):
             self._loss_scale.update(overflowed=False)
-        elif self._loss_scale.explains(reports):
+        elif self._loss_scale.can_shrink and all(map(self._loss_scale.may_shrink, culprits)):
             return None
         elif self._config.non_finite == "raise":
-            raise self._loss_scale.exhausted(bad or overflow(plan, self._window))
+            raise self._loss_scale.exhausted(error)
         self._planner.observe(reports, plan, 0.0)
         correct = sum(c.correct for c in computed)
         return BatchResult(

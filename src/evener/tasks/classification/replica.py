@@ -16,7 +16,7 @@ from evener.data.cursor import derive_seed
 from evener.engine.emulate import Slowdown, compute_clock
 from evener.engine.loaders.planned import split
 from evener.engine.share import Share
-from evener.planning.plan import WindowReport
+from evener.planning.report import Report
 from evener.run.config.classify import AdapterOptimizerConfig
 from evener.run.precision import HALF, AutocastForward, choose_precision
 from evener.tasks.classification.encoding import Encoded
@@ -63,7 +63,7 @@ class Computed:
         correct: Samples whose class was found.
     """
 
-    report: WindowReport
+    report: Report
     correct: int
 
 
@@ -138,7 +138,7 @@ class Replica:
         loss_sum = share.loss_sum_of()
         finite = torch.isfinite(torch.tensor(loss_sum)).item()
         return Computed(
-            WindowReport(
+            Report(
                 weight=share.weight,
                 loss_sum=loss_sum,
                 compute_s=share.compute_s + self._update_s,

@@ -207,9 +207,7 @@ class TransformerTrainer:
         share, self._share = self._share, None
         if share is not None:
             return self.ddp.step()
-        engine = self.ddp.assembly.engine
-        engine.open_share(0)  # every window has a scale of its own
-        return engine.close_unplanned(idle=True)
+        return self.ddp.assembly.engine.join_unplanned()
 
     def close(self) -> None:
         """Leaves the team; the model stays usable. Idempotent."""
@@ -231,7 +229,7 @@ class TransformerTrainer:
         elif self._share.in_micro_batch:
             self._share.end_micro_batch()
         # Dropout is drawn from what the batch is, as everywhere else.
-        engine.seed_draws(self._seed, engine.window, engine.team.rank, self._num_batches)
+        engine.seed_draws(self._seed, engine.window, engine.rank, self._num_batches)
         self._share.start_micro_batch(batch.num_sequences)
         self._num_batches += 1
 

@@ -17,7 +17,7 @@ from evener.engine.loss_scale import (
     LossScale,
 )
 from evener.errors import NonFiniteGradientError
-from evener.planning.local import LocalReport
+from evener.planning.report import Report
 from evener.run.ddp import Ddp, DdpConfig
 from evener.run.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
@@ -212,8 +212,8 @@ def test_the_scale_goes_on_with_another_team_and_policy(policy: str, tmp_path: P
     assert run_team(3, lambda comm: body(comm, "cadence", True)) == [first[0]] * 3
 
 
-def report(scale: float, *, overflows: int = 0, steps: int = 10) -> LocalReport:
-    return LocalReport(steps=steps, skipped=overflows, overflows=overflows, loss_scale=scale)
+def report(scale: float, *, overflows: int = 0, steps: int = 10) -> Report:
+    return Report(steps=steps, skipped=overflows, overflows=overflows, loss_scale=scale)
 
 
 def test_all_take_the_smallest_scale_and_keep_what_they_have_learnt_since() -> None:

@@ -1,0 +1,68 @@
+"""What a rank tells of its part of a window. Pure."""
+
+from dataclasses import dataclass
+from typing import Final
+
+#: What is not finite, beside k + 1 for the gradient of trainable parameter k.
+LOSS: Final = -1
+PARAMETERS: Final = -2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One rank's part of a window, whatever the policy; all zeros where it had none.
+
+    Attributes:
+        weight: Sum of the weights of its micro-batches; steps left out count nothing.
+        loss_sum: Sum of weight times loss.
+        compute_s: Seconds of compute, without any wait for other ranks.
+        busy_s: Seconds of compute, and of waiting for data in between.
+        micro_batches: Micro-batches computed.
+        samples: Samples computed, those of steps left out included.
+        steps: Local steps done, in CADENCE and ASYNC: batches off the front of its queue.
+        skipped: How many of these it left out, because they were not finite.
+        overflows: How many it left out because fp16 overflowed.
+        non_finite: 0 if everything is finite; k > 0 if the gradient of trainable parameter k - 1
+            (in flat order) is not; -1 if the loss is not; -2 if the parameters are not.
+        own_norm: 2-norm of its own gradient; 0 without one.
+        buffers_changed: Whether a buffer of its model was written.
+        loss_scale: Its own loss scale; 0 where it has none.
+        limit: Largest micro-batch that fits into its memory; 0 while there was enough.
+        warmup_s: How much of ``compute_s`` tells nothing of the rank's speed: the first micro-batch
+            of each size pays for what is set up once (caches, autotuning, compiling).
+        warmup_busy_s: And how much of ``busy_s``.
+        warmup_micro_batches: How many of ``micro_batches`` these were.
+        warmup_steps: How many of ``steps``.
+        warmup_samples: And how many of ``samples``.
+        wait_s: Seconds for which it waited for others in the window before: known only after it.
+        sync_s: Seconds that averaging then took of its time.
+        divergence: How far it was from the average of the window before, relative to that.
+        stale_steps: Local steps that it had made when that average landed.
+    """
+
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    compute_s: float = 0.0
+    busy_s: float = 0.0
+    micro_batches: int = 0
+    samples: int = 0
+    steps: int = 0
+    skipped: int = 0
+    overflows: int = 0
+    non_finite: int = 0
+    own_norm: float = 0.0
+    buffers_changed: bool = False
+    loss_scale: float = 0.0
+    limit: int = 0
+    warmup_s: float = 0.0
+    warmup_busy_s: float = 0.0
+    warmup_micro_batches: int = 0
+    warmup_steps: int = 0
+    warmup_samples: int = 0
+    wait_s: float = 0.0
+    sync_s: float = 0.0
+    divergence: float = 0.0
+    stale_steps: int = 0
+
+
+NOTHING = Report()

@@ -1,0 +1,84 @@
+"""Generations: who takes part in windows, and how that changes. Pure.
+
+A generation is a period in which membership does not change. A rank that is parked or called back
+changes it, and that is agreed: the planner wishes it in the last window of a generation, a round of
+``CHANGE`` rows shows that all have applied that window, and each forms the next generation from
+what it knows. Any rank may be parked, rank 0 too: the lowest rank that is present plans.
+
+Ranks that are parked wait at the *door*, where those that work come by now and then. What is said
+there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from evener.errors import CollectiveMismatchError
+from evener.protocol import wording
+from evener.protocol.machine import Phase, State
+from evener.protocol.row import Purpose, Row
+
+
+class Said(IntEnum):
+    """What ranks that work tell those that are parked."""
+
+    STAY = 0
+    GO_ON = 1
+    """Come back: the epoch goes on."""
+    END = 2
+    """Come back: the epoch is over, or the team stops."""
+    LEFT = 3
+    """Come back: the others have left the loop by ``break``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes of a meeting at the door.
+
+    Attributes:
+        state: The state after it.
+        said: What those who work have said.
+        source: The lowest rank that worked: its state is everybody's.
+    """
+
+    state: State
+    said: Said
+    source: int
+
+
+def without(state: State, rank: int) -> State:
+    """The next generation, in which ``rank`` is parked; it begins with new plans."""
+    members = tuple(member for member in state.members if member != rank)
+    phase = Phase.AWAY if rank == state.me else state.phase
+    return replace(state, generation=state.generation + 1, members=members, phase=phase, plans=())
+
+
+def answer(state: State, rows: Mapping[int, Row]) -> Answer:
+    """What follows from the rows at the door; without ``STAY``, the next generation has all ranks.
+
+    Args:
+        state: This rank's.
+        rows: Of all ranks of the team.
+
+    Raises:
+        CollectiveMismatchError: Somebody who is not parked has come for something else.
+    """
+    calling = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.AWAY}
+    places = {(row.purpose, row.window, row.generation) for row in calling.values()}
+    if len(places) != 1 or next(iter(places))[0] is not Purpose.CALL:
+        raise CollectiveMismatchError(wording.mismatch(rows, {}))
+    source, row = next(iter(calling.items()))
+    stopping = state.stopping or any(other.stop for other in rows.values())
+    said = Said(int(row.body[0]))
+    state = replace(state, own=None, stopping=stopping)
+    if said is not Said.STAY:
+        state = replace(
+            state,
+            generation=row.generation + 1,
+            members=tuple(range(state.world_size)),
+            window=row.window,
+            phase=Phase.OUT if state.phase is Phase.AWAY else state.phase,
+            led_out=said is Said.LEFT if state.phase is Phase.AWAY else state.led_out,
+            plans=(),
+        )
+    return Answer(state, said, source)

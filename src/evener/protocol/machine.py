@@ -1,0 +1,498 @@
+"""The state machine of a window: what follows from the rows of all ranks. Pure.
+
+A *round* is one exchange of rows. Before it a rank says what it is about to do (``State.say``);
+after it ``judge`` gives the verdict: what to do, in order, and the state that comes of it. All
+ranks judge the same rows by the same function, so all do the same. Engines carry it out and keep
+no flags of their own about who has left, rests, stops or is away.
+
+The whole table is in ``judge`` and the functions below it, first match first::
+
+    rows                                              what is done
+    ------------------------------------------------  -------------------------------------------
+    unlike windows, generations or purposes           error on every rank: ranks are at odds
+    a row that is not final (an announcement)         OPEN: gradients may travel; or VOID
+    VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE    nothing: their bodies are the answer
+    PLAN                                              the planner's plan is taken: work begins
+    REST, nothing in flight; nobody did anything      VERIFY, COMMIT; who was idle is led out
+    CHANGE                                            COMMIT, then a new generation is formed
+    WINDOW or STEP, somebody drops it                 COMMIT, DROP
+      ... something is not finite, no skip allowed    COMMIT, RESTORE, error on every rank
+      ... one optimizer's turn (SYNC)                 COMMIT, TURN
+      ... in SYNC                                     COMMIT, APPLY, perhaps CHANGE
+      ... in CADENCE and ASYNC                        COMMIT, EXCHANGE, then PLAN: LAND
+
+``COMMIT`` is about the window before, and only where one was applied: rows of all ranks show that
+all have applied it. It comes first, before any error.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+from evener.errors import CollectiveMismatchError, EvenerError, ProtocolError, UsageError
+from evener.planning.local import LocalPlan
+from evener.planning.plan import WindowPlan
+from evener.planning.policies import ApplyPolicy
+from evener.planning.report import Report
+from evener.protocol import wording
+from evener.protocol.row import ALL, Drop, Purpose, Row, unpack
+from evener.protocol.wording import DATA_LENGTH
+
+
+class Phase(Enum):
+    """Where a rank is."""
+
+    OUT = auto()
+    """No epoch is open, and nothing is owed."""
+    WORK = auto()
+    """In an epoch, with a plan."""
+    EARLY = auto()
+    """The same, and this window was announced."""
+    REST = auto()
+    """Its loop was left by ``break``, which others may not know: rows are owed."""
+    AWAY = auto()
+    """Parked: outside of the generation."""
+    ENDED = auto()
+    """Closed, or at odds with the others: nothing can be agreed on any more."""
+
+
+class Do(Enum):
+    """What an engine is told to do."""
+
+    VERIFY = auto()
+    """Compare replicas, where that is wanted."""
+    COMMIT = auto()
+    """The window before is known to be applied everywhere."""
+    RATES = auto()
+    """Learning rates differ: tell one another, and take those of ranks with work."""
+    DROP = auto()
+    """Throw this window away; its samples stay uncommitted."""
+    REDO = auto()
+    """Throw this window away, and compute it again."""
+    RESTORE = auto()
+    """Throw away what was computed since the last average."""
+    TURN = auto()
+    """Average and step one optimizer; the window goes on."""
+    APPLY = auto()
+    """Average and step; the window is over."""
+    EXCHANGE = auto()
+    """Exchange differences from the consensus, then the next plan."""
+    LAND = auto()
+    """Move the consensus on by what was exchanged."""
+    CHANGE = auto()
+    """The generation ends; see ``generation.py``."""
+    OPEN = auto()
+    """Gradients may travel: all have announced the same window."""
+    VOID = auto()
+    """Announcements differed, so nothing travels: the row that comes next is final."""
+    REPEAT = auto()
+    """Say the same once more, in a further round."""
+
+
+Plan = WindowPlan | LocalPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """All that one rank knows of where the team is.
+
+    Attributes:
+        me: This rank's number in the team.
+        world_size: Ranks of the team, those that are away included.
+        policy: What a window is.
+        members: Ranks of this generation, in order; the lowest one plans.
+        generation: Its number.
+        phase: Where this rank is.
+        window: Number of the window that is being computed.
+        attempt: How often it was begun anew.
+        own: The row that was said and not yet answered.
+        open: Whether gradients of this window may travel.
+        plans: Agreed plans, that of this window first; one at a time in CADENCE and ASYNC.
+        flight: Plan of the window whose exchange has begun and not landed.
+        applied: Whether the window before is applied and not known to be committed.
+        turns: Optimizers' turns taken in this window.
+        stopping: Whether the team has agreed to stop.
+        winding: Whether the epoch ends early, with one more window at which all wait.
+        led_out: Whether the others have left their loops by ``break``, and this rank with them.
+    """
+
+    me: int
+    world_size: int
+    policy: ApplyPolicy
+    members: tuple[int, ...]
+    generation: int = 0
+    phase: Phase = Phase.OUT
+    window: int = 0
+    attempt: int = 0
+    own: Row | None = None
+    open: bool = False
+    plans: tuple[Plan, ...] = ()
+    flight: LocalPlan | None = None
+    applied: bool = False
+    turns: int = 0
+    stopping: bool = False
+    winding: bool = False
+    led_out: bool = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """That of the window that is being computed."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def planner(self) -> int:
+        """The rank that plans: the lowest one that is present."""
+        return self.members[0]
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether a window is one optimizer step."""
+        return self.policy is ApplyPolicy.SYNC
+
+    @property
+    def is_working(self) -> bool:
+        """Whether there is a window to compute."""
+        return self.phase in (Phase.WORK, Phase.EARLY)
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Ranks that are parked."""
+        return frozenset(range(self.world_size)) - frozenset(self.members)
+
+    # ── actions ──────────────────────────────────────────────────────────────────────────────────
+
+    def say(self, purpose: Purpose, **said: Any) -> "State":
+        """This rank speaks; ``own`` is its row.
+
+        Args:
+            purpose: What it wants.
+            **said: Further fields of ``Row``.
+        """
+        row = Row(
+            purpose=purpose,
+            window=self.window,
+            generation=self.generation,
+            attempt=self.attempt,
+            left=self.phase is Phase.REST,
+            turns=self.turns,
+            **said,
+        )
+        phase = self.phase if row.final else Phase.EARLY
+        return replace(self, own=row, phase=phase)
+
+    def start(self) -> "State":
+        """A window of local steps is over, and its exchange begins."""
+        assert isinstance(self.plan, LocalPlan)
+        return replace(self, flight=self.plan)
+
+    def leave(self) -> "State":
+        """The loop is left by ``break``, or by an error; without effect outside of one."""
+        if not (self.is_working or (self.is_sync and self.phase is Phase.OUT)):
+            return self
+        return replace(self, phase=Phase.REST)
+
+    def release(self) -> "State":
+        """Plans are dropped: an epoch begins, or ends."""
+        phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
+        return replace(self, phase=phase, plans=(), turns=0, winding=False, open=False)
+
+    def begin(self) -> "State":
+        """An epoch begins: nothing of the one before is left."""
+        return replace(self.release(), led_out=False)
+
+    def end(self) -> "State":
+        """The team was left, or lost."""
+        return replace(self, phase=Phase.ENDED, own=None, flight=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What follows from a round.
+
+    Attributes:
+        state: The state after it.
+        do: What to do, in this order.
+        part: The optimizer that is stepped; ``ALL`` of them otherwise.
+        weight: Of the window, over all ranks.
+        loss: Mean loss; ``nan`` without weight.
+        skip: Whether the window is left out, though its samples count.
+        culprit: The first rank on which something is not finite, where that is an error.
+        error: What to raise, when all that is in ``do`` was done.
+    """
+
+    state: State
+    do: tuple[Do, ...] = ()
+    part: int = ALL
+    weight: float = 0.0
+    loss: float = math.nan
+    skip: bool = False
+    culprit: int | None = None
+    error: EvenerError | None = None
+
+
+_ANSWERS = frozenset(
+    {
+        Purpose.VALUE,
+        Purpose.SAVE,
+        Purpose.EVALUATE,
+        Purpose.GATHER,
+        Purpose.PROBE,
+        Purpose.REHEARSE,
+    }
+)
+# What a rank without work may take part in: it goes along with whatever the others do.
+_WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
+
+
+def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
+    """What follows from the rows of a round; the same on every rank.
+
+    Args:
+        state: This rank's.
+        rows: By rank, of all members of the generation, in rank order.
+    """
+    purpose = _common_purpose(rows)
+    if purpose is None:
+        error = CollectiveMismatchError(wording.mismatch(rows, {}))
+        return Verdict(state=state.end(), error=error)
+    stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
+    state = replace(state, own=None, stopping=state.stopping or stops)
+    if not all(row.final for row in rows.values()):
+        return _judge_announcements(state, rows)
+    if purpose in _ANSWERS:
+        return Verdict(state=state)
+    if purpose is Purpose.PLAN:
+        return _begin(state, rows)
+    if purpose in (Purpose.REST, Purpose.IDLE):
+        return _settle(state, rows)
+    if purpose is Purpose.CHANGE:
+        return Verdict(state=replace(state, applied=False), do=_commit(state))
+    return _judge_window(state, rows, purpose)
+
+
+def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
+    """What all have come for; ``None`` where they have come for different things."""
+    places = {(row.window, row.generation, row.attempt) for row in rows.values()}
+    wanted = {row.purpose for row in rows.values()}
+    busy = wanted - {Purpose.IDLE}
+    if len(places) > 1 or len(busy) > 1:
+        return None
+    purpose = busy.pop() if busy else Purpose.IDLE
+    return None if Purpose.IDLE in wanted and purpose not in _WITH_IDLE else purpose
+
+
+def _commit(state: State, *before: Do) -> tuple[Do, ...]:
+    return (*before, Do.COMMIT) if state.applied else ()
+
+
+def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
+    """Some have only announced the window: may gradients travel?"""
+    if error := _unlike_parameters(rows):
+        return Verdict(state=state, error=error)
+    alike = all(
+        row.purpose is Purpose.IDLE
+        or (row.purpose in (Purpose.WINDOW, Purpose.STEP) and row.part == ALL)
+        for row in rows.values()
+    )
+    opened = alike and not any(row.left or row.drop for row in rows.values())
+    repeats = (Do.REPEAT,) if rows[state.me].final else ()
+    if opened:
+        return Verdict(state=replace(state, open=True), do=(Do.OPEN, *repeats))
+    phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
+    return Verdict(state=replace(state, phase=phase), do=repeats or (Do.VOID,))
+
+
+def _begin(state: State, rows: Mapping[int, Row]) -> Verdict:
+    """An epoch begins, or goes on in a new generation: the planner's plan is taken."""
+    own = rows[state.me]
+    for rank, row in rows.items():
+        if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
+            error = UsageError(wording.other_data(rank, row, state.me, own))
+            return Verdict(state=state, error=error)
+    return Verdict(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
+
+
+def _accept(state: State, numbers: tuple[float, ...]) -> State:
+    """Takes a plan; without one, or where nothing is left to do, the epoch is over."""
+    plans = state.plans
+    if numbers:
+        if state.is_sync:
+            plans = (*plans, unpack(WindowPlan, numbers))
+        else:
+            plan = unpack(LocalPlan, numbers)
+            plans = (plan,) if any(plan.most) else ()
+    if state.phase is Phase.REST:
+        return replace(state, plans=plans)
+    phase = Phase.WORK if plans and not state.stopping else Phase.OUT
+    return replace(state, plans=plans, phase=phase)
+
+
+def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
+    """All rest: what was applied is committed. Who was idle in a loop that is left goes with it."""
+    if any(row.busy for row in rows.values()):
+        return Verdict(state=state)  # whoever has an exchange in flight lands it first
+    do = _commit(state, Do.VERIFY)
+    state = replace(state, applied=False)
+    if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
+        is_left = any(row.left for row in rows.values())
+        led_out = is_left and state.phase is not Phase.REST
+        if state.away and is_left:
+            do = (*do, Do.CHANGE)
+        state = replace(state.release(), led_out=led_out)
+    return Verdict(state=state, do=do)
+
+
+def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Verdict:
+    """A window is closed, or one optimizer takes its turn."""
+    do = _commit(state)
+    state = replace(state, applied=False)
+    if error := _unlike_parameters(rows):
+        return Verdict(state=state, do=do, error=error)
+    if len({row.rates for row in rows.values()}) > 1:
+        do = (*do, Do.RATES)
+    working = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.IDLE}
+    if drop := max(row.drop for row in rows.values()):
+        return _drop(state, do, rows, drop)
+    first, *others = working
+    part = working[first].part
+    for rank in others:
+        if working[rank].part != part:
+            told = wording.other_part(first, part, rank, working[rank].part)
+            return Verdict(state=state, do=do, error=UsageError(told))
+    bad = [rank for rank, row in rows.items() if row.report.non_finite]
+    if bad and not all(rows[rank].may_skip for rank in bad):
+        state = replace(state, turns=0)
+        if not state.is_sync:
+            state = replace(state.release(), flight=None)
+        return Verdict(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
+    try:
+        weight, loss = combine({rank: row.report for rank, row in rows.items()})
+    except UsageError as refused:
+        return Verdict(state=state, do=do, error=refused)
+    verdict = Verdict(
+        state=state, part=part, weight=weight, loss=loss, skip=bool(bad) or weight == 0.0
+    )
+    if not state.is_sync:
+        return replace(verdict, do=(*do, Do.EXCHANGE))
+    if purpose is Purpose.WINDOW and part != ALL:
+        return replace(verdict, state=replace(state, turns=state.turns + 1), do=(*do, Do.TURN))
+    if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
+        return replace(verdict, do=do, error=wrong)
+    return _close(verdict, rows, do)
+
+
+def _close(verdict: Verdict, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Verdict:
+    """A window of SYNC is over; the plan of the window after the next comes with it."""
+    before = verdict.state
+    state = replace(before, window=before.window + 1, attempt=0, applied=True, turns=0, open=False)
+    do = (*do, Do.APPLY)
+    if before.plans:
+        state = _accept(replace(state, plans=state.plans[1:]), rows[state.planner].body)
+        if rows[state.planner].change and state.plans and not state.stopping:
+            do = (*do, Do.CHANGE)
+    return replace(verdict, state=state, do=do)
+
+
+def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop) -> Verdict:
+    """Nobody applies the window."""
+    reasons = {row.drop for row in rows.values()}
+    if drop is Drop.LEFT and Drop.STOP not in reasons:
+        stayed = [r for r in rows.values() if not r.left and r.purpose is not Purpose.IDLE]
+        if stayed:
+            error = CollectiveMismatchError(wording.mismatch(rows, {}))
+            return Verdict(state=state.end(), do=do, error=error)
+        led_out = state.phase is not Phase.REST
+        do = (*do, Do.DROP, *((Do.CHANGE,) if state.away else ()))
+        return Verdict(state=replace(state.release(), led_out=led_out), do=do)
+    if Drop.STOP not in reasons:
+        phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
+        state = replace(state, attempt=state.attempt + 1, phase=phase, open=False)
+        return Verdict(state=state, do=(*do, Do.REDO))
+    return Verdict(state=state.release(), do=(*do, Do.DROP))
+
+
+def land(
+    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], verdict: Verdict
+) -> Verdict:
+    """A window of local steps has been exchanged, and its average lands.
+
+    Args:
+        state: This rank's now, with the window in flight.
+        rows: Of the window.
+        numbers: The planner's next plan.
+        verdict: What was made of the rows.
+    """
+    over, has_left = state.flight, state.phase is Phase.REST
+    assert over is not None, "no window is in flight"
+    stopping = state.stopping or verdict.state.stopping
+    steps = sum(row.report.steps for row in rows.values())
+    state = _accept(replace(state, flight=None, stopping=False, plans=()), numbers)
+    is_over = state.plan is None
+    winds = stopping or state.winding or any(row.left for row in rows.values())
+    if winds and not over.blocking:
+        state = replace(state, winding=True)
+    elif winds:
+        led_out = not (is_over or stopping or has_left)
+        phase = Phase.REST if led_out or has_left else Phase.OUT
+        state = replace(state, plans=(), winding=False, phase=phase, led_out=led_out)
+    state = replace(state, window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
+    do = tuple(do for do in verdict.do if do is Do.COMMIT)
+    return replace(verdict, state=state, do=(*do, Do.LAND))
+
+
+def _unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
+    if len({row.trainable for row in rows.values()}) == 1:
+        return None
+    return UsageError(wording.other_parameters(rows))
+
+
+def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
+    plan = state.plan
+    assert isinstance(plan, WindowPlan)
+    for rank, row in rows.items():
+        if row.report.samples != plan.shares[rank]:
+            return ProtocolError(wording.other_work(rank, row.report.samples, plan))
+    return None
+
+
+def combine(reports: Mapping[int, Report]) -> tuple[float, float]:
+    """Weight and mean loss of a window over all ranks, by the one weight rule.
+
+    Sums run from the left in rank order: the built-in ``sum()`` rounds differently from Python 3.12
+    on.
+
+    Returns:
+        The total weight and the mean loss, which is ``nan`` for a weight of 0. The loss is not
+        finite if that of a rank with weight is not.
+
+    Raises:
+        UsageError: A weight is negative or not finite, or their sum is not finite.
+    """
+    total = loss_sum = 0.0
+    for rank, report in reports.items():
+        weight = check_weight(report.weight, owner=f"rank {rank}")
+        if weight > 0.0:
+            total += weight
+            loss_sum += report.loss_sum
+    check_weight(total, owner="the window")
+    return total, loss_sum / total if total else math.nan
+
+
+def check_weight(weight: float, *, owner: str) -> float:
+    """Return ``weight`` if it can weigh a loss.
+
+    Args:
+        weight: Units that the loss is the mean of, such as samples or tokens.
+        owner: Whose weight it is, for the message, such as ``"rank 1"``.
+
+    Raises:
+        UsageError: The weight is negative or not finite.
+    """
+    if not math.isfinite(weight) or weight < 0.0:
+        raise UsageError(
+            f"{owner} has weight={weight}: a weight is how many samples or tokens a loss is the "
+            "mean of, so it must be finite and not negative. Give the count of what was averaged"
+        )
+    return weight
