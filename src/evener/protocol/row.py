@@ -221,7 +221,7 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
     whole: Any = kind
     tuples = [name for name, of in _kinds(whole) if of is tuple]
     beyond = len(numbers) - _length(whole)
-    if beyond % max(1, len(tuples)) or (beyond and not tuples):
+    if beyond < 0 or beyond % max(1, len(tuples)) or (beyond and not tuples):
         raise ProtocolError(
             f"an encoded {kind.__name__} of {len(numbers)} numbers was received, it has "
             f"{_length(whole)}: do all ranks run the same version of evener?"

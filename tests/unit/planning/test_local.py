@@ -1,4 +1,4 @@
-"""Plans and reports of CADENCE windows, and the clock that closes them."""
+"""Plans of CADENCE windows, and the clock that closes them."""
 
 import math
 from dataclasses import replace
@@ -7,62 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.errors import ConfigError, ProtocolError
+from evener.errors import ConfigError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard, NoGuard, Verdict
-from evener.planning.local import (
-    LocalPlan,
-    decode_local_plan,
-    decode_local_report,
-    encode_local_plan,
-    encode_local_report,
-)
 from evener.planning.report import Report
-
-
-def plan(**changes) -> LocalPlan:
-    values = {
-        "window": 3,
-        "epoch": 1,
-        "window_s": 1.5,
-        "blocking": True,
-        "steps": (4, 2),
-        "most": (6, 4),
-        "queues": (12, 8),
-        "least": 3,
-        "anchor": 2,
-        "verdict": Verdict.NUDGE_DOWN,
-    }
-    return LocalPlan(**(values | changes))
-
-
-@pytest.mark.parametrize("changes", [{}, {"window_s": math.inf}, {"blocking": False}])
-def test_a_plan_survives_the_journey(changes):
-    sent = plan(**changes)
-    assert decode_local_plan(encode_local_plan(sent), 2) == sent
-
-
-def test_a_damaged_plan_is_refused():
-    row = encode_local_plan(plan())
-    with pytest.raises(ProtocolError, match="does not check"):
-        decode_local_plan([*row[:7], row[7] + 1, *row[8:]], 2)
-    with pytest.raises(ProtocolError, match="does not check"):
-        decode_local_plan(row, 3)
-    for changes in ({"steps": (4, -2)}, {"window_s": 0.0}, {"most": (1,)}):
-        with pytest.raises(ProtocolError):
-            plan(**changes)
-
-
-def test_a_report_survives_the_journey():
-    report = Report(weight=12.5, loss_sum=-3.25, steps=7, samples=56, non_finite=-2, wait_s=1)
-    assert decode_local_report(encode_local_report(report)) == report
-    lost = Report(loss_sum=math.nan, divergence=math.inf)
-    assert math.isnan(decode_local_report(encode_local_report(lost)).loss_sum)
-    with pytest.raises(ProtocolError, match="different code"):
-        decode_local_report(encode_local_report(Report(samples=-1)))
-
 
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────
 
