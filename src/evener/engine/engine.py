@@ -30,6 +30,8 @@ from evener.engine.share import Share
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveMismatchError, EvenerError, UsageError
+from evener.planning.local import LocalPlan
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, Report
 from evener.protocol import wording
@@ -570,6 +572,29 @@ class Engine(ABC):
         return {} if self._applied is None else self._applied.told
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
+
+    def _advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
+        """Counts a window that was applied, of some optimizer steps."""
+        before = self.progress
+        self.progress = Progress(
+            window=before.window + 1,
+            steps=before.steps + made,
+            samples=before.samples + samples,
+            weight=before.weight + weight,
+            skipped=before.skipped + skipped,
+        )
+
+    def _result_of(self, found: Round, plan: WindowPlan | LocalPlan, **rest: Any) -> WindowResult:
+        return WindowResult(
+            window=plan.window,
+            epoch=plan.epoch,
+            loss=found.verdict.loss,
+            weight=found.verdict.weight,
+            progress=self.progress,
+            applied_t=time.time(),
+            ranks=records_of(self._reports(found.rows)),
+            **rest,
+        )
 
     def _set_progress(self, progress: Progress) -> None:
         self.progress = progress

@@ -26,13 +26,12 @@ from evener.engine.engine import (
     Work,
     digest_of,
     needs_plans,
-    records_of,
 )
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import RecentMoments, SavedState
 from evener.engine.replica import Replica
-from evener.engine.results import CadenceRecord, Progress, WindowResult
+from evener.engine.results import CadenceRecord, WindowResult
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share
 from evener.engine.steps import LocalSteps
@@ -420,15 +419,23 @@ class LocalEngine(Engine):
         made = sum(report.steps for report in reports) - skipped
         if weight:
             self._moments.add(reports[self.rank].weight)
-        self.progress = Progress(
-            window=self.progress.window + 1,
-            steps=self.progress.steps + made,
-            samples=self.progress.samples + sum(report.samples for report in reports),
-            weight=self.progress.weight + weight,
-            skipped=self.progress.skipped + skipped,
-        )
+        samples = sum(report.samples for report in reports)
+        self._advance(made=made, skipped=skipped, samples=samples, weight=weight)
         self._schedule.agree(self.progress, made)
-        self._result = self._result_of(outcome, found)
+        over, ranges = outcome.over, merged(outcome.retired)
+        self._result = self._result_of(
+            found,
+            over,
+            start=ranges[0][0],
+            size=sum(stop - start for start, stop in ranges),
+            grad_norm=math.nan,
+            lr=self._steps.lr,
+            skipped=weight == 0,
+            ranges=ranges,
+            cadence=CadenceRecord(
+                anchor=over.anchor, window_s=over.window_s, guard=over.verdict.value
+            ),
+        )
         spent_s = self._spent_s + time.perf_counter() - started_s
         told = {
             "wait_s": found.wait_s,
@@ -437,28 +444,6 @@ class LocalEngine(Engine):
             "stale_steps": stale_steps,
         }
         self._applied = Applied(self._result, outcome.retired, told)
-
-    def _result_of(self, outcome: Outcome, found: Round) -> WindowResult:
-        plan, verdict = outcome.over, found.verdict
-        ranges = merged(outcome.retired)
-        return WindowResult(
-            window=plan.window,
-            epoch=plan.epoch,
-            start=ranges[0][0],
-            size=sum(stop - start for start, stop in ranges),
-            loss=verdict.loss,
-            weight=verdict.weight,
-            grad_norm=math.nan,
-            lr=self._steps.lr,
-            skipped=verdict.weight == 0,
-            progress=self.progress,
-            applied_t=time.time(),
-            ranks=records_of(self._reports(found.rows)),
-            ranges=ranges,
-            cadence=CadenceRecord(
-                anchor=plan.anchor, window_s=plan.window_s, guard=plan.verdict.value
-            ),
-        )
 
     def _go_by(self, plan: LocalPlan) -> None:
         """Goes on by a plan; what this rank has already done of it counts."""

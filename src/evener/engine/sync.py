@@ -53,7 +53,7 @@ class SyncEngine(Engine):
     plans, before it computes its share.
 
     A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
-    parameters; ``ALL`` stands for all optimizers together.
+    parameters; ``None`` stands for all optimizers together.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class SyncEngine(Engine):
     ) -> None:
         super().__init__(team, flat, buffers, optimizers, options)
         self.planner = policy
-        self._averagers = {ALL: GradientAverager(self.flat, team.comm)}
-        if len(self.optimizers) > 1:
-            for part in range(len(self.optimizers)):
-                self._averagers[part] = GradientAverager(self.flat, team.comm, part)
+        parts = range(len(optimizers)) if len(optimizers) > 1 else ()
+        self._averagers: dict[int | None, GradientAverager] = {
+            part: GradientAverager(flat, team.comm, part) for part in (None, *parts)
+        }
         self._cursor: Cursor | None = None
         self._batch_size = 0
         self._max_steps: int | None = None
@@ -83,7 +83,7 @@ class SyncEngine(Engine):
         self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
-        self._update_s = 0.0
+        self._update_s = self._sync_s = 0.0
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
@@ -201,6 +201,8 @@ class SyncEngine(Engine):
         """Starts this rank's part of a window, before which the planner plans."""
         if self.state.plans and self._draft is None:
             self._make_draft()
+            if self.rank == self.state.planner:
+                self._wish = self._wanted_change()
         whole_window = num_micro_batches == 1 and self.comm.world_size == 1
         scale = None
         if not whole_window or self._scale.is_used:
@@ -271,14 +273,14 @@ class SyncEngine(Engine):
         return self._close(Purpose.IDLE)
 
     def _close(
-        self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO
+        self, purpose: Purpose, part: int | None = None, drop: Drop = Drop.NO
     ) -> WindowResult | None:
         """Says what this rank did, and does what follows from what all say."""
         self._result = None
         may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
         self._meet(
             purpose,
-            part=part,
+            part=ALL if part is None else part,
             drop=drop,
             change=self._wish,
             trainable=len(self.flat.parameters),
@@ -289,18 +291,17 @@ class SyncEngine(Engine):
         )
         return self._result
 
-    def _report(self, part: int) -> Report:
+    def _report(self, part: int | None) -> Report:
         """What this rank did; in an optimizer's turn, as far as its own losses go."""
         share, averager = self.share, self._averagers[part]
-        closes_turns = bool(self._turns) and part == ALL
+        closes_turns = bool(self._turns) and part is None
         index = None if closes_turns else averager.gather()
-        losses = number_of(part)
-        loss_sum = share.loss_sum_of(losses)
+        loss_sum = share.loss_sum_of(part)
         found = 0 if index is None else index + 1
         # The part of the update that its samples stand for goes with a warm-up.
         warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
         return Report(
-            weight=share.weight if closes_turns else share.weight_of(losses),
+            weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
             # The last update is this rank's own work too, and part of what it costs a window.
             compute_s=share.compute_s + self._update_s,
@@ -323,13 +324,13 @@ class SyncEngine(Engine):
             self._finish(found)
         elif do is Do.TURN:
             assert isinstance(self.state.plan, WindowPlan)
-            self._result, _ = self._apply(found, self.state.plan)
+            self._result = self._apply(found, self.state.plan)
             self._turns.append(self._result)
         elif do is Do.DROP:
             self.drop_share()
             self._drop_plans()
         elif do is Do.RESTORE:
-            self.flat.zero_(number_of(found.verdict.part))
+            self.flat.zero_(found.verdict.part)
             self._turns.clear()
         elif do is Do.CHANGE:
             self._change(found)
@@ -346,20 +347,14 @@ class SyncEngine(Engine):
         else:
             plan = self._unplanned(reports)
             self._look_for_equal_batches(found.rows)
-        result, sync_s = self._end_turns(found) if self._turns else self._apply(found, plan)
-        skipped = result.skipped
-        self.progress = Progress(
-            window=plan.window + 1,
-            steps=self.progress.steps + (not skipped),
-            samples=self.progress.samples + plan.size,
-            weight=self.progress.weight + (0.0 if skipped else result.weight),
-            skipped=self.progress.skipped + skipped,
-        )
+        result = self._end_turns(found) if self._turns else self._apply(found, plan)
+        made, weight = not result.skipped, 0.0 if result.skipped else result.weight
+        self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
         self._result = replace(result, progress=self.progress, ranks=records_of(reports))
         started_s = time.perf_counter()
         if self._check.is_wanted and self._check.is_due(plan.window):
             self._check.compare(self.comm, plan.window)
-        sync_s += time.perf_counter() - started_s
+        sync_s = self._sync_s + time.perf_counter() - started_s
         told = {"wait_s": found.wait_s, "sync_s": sync_s}
         self._applied = Applied(self._result, leases, told)
 
@@ -391,64 +386,47 @@ class SyncEngine(Engine):
 
     # ── the update ───────────────────────────────────────────────────────────────────────────────
 
-    def _apply(self, found: Round, plan: WindowPlan) -> tuple[WindowResult, float]:
+    def _apply(self, found: Round, plan: WindowPlan) -> WindowResult:
         """Averages and updates: all optimizers, or one in its turn.
-
-        Returns:
-            The result, and the seconds of the exchange.
 
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
         """
-        verdict, options = found.verdict, self.options
-        part, weight, only = verdict.part, verdict.weight, number_of(verdict.part)
-        what = f"window {plan.window}"
-        norm, sync_s, skipped = math.nan, 0.0, verdict.skip
+        verdict, closes = found.verdict, Do.APPLY in found.verdict.do
+        part, weight, skipped = verdict.part, verdict.weight, verdict.skip
+        what, norm, started_s = f"window {plan.window}", math.nan, time.perf_counter()
         if not skipped:
-            started_s = time.perf_counter()
+            max_norm = self.options.max_grad_norm
             norm = self._averagers[part].average(
-                self.share.scale_of(only), weight, what=what, max_norm=options.max_grad_norm
+                self.share.scale_of(part), weight, what=what, max_norm=max_norm
             )
-            if Do.APPLY in verdict.do:
-                self._average_buffers(found, weight, what)
-            sync_s = time.perf_counter() - started_s
-            skipped = self._overflowed(norm, plan, only)
-        elif Do.APPLY in verdict.do:
-            self._average_buffers(found, 0.0, what)
+        if closes:
+            self._average_buffers(found, 0.0 if skipped else weight, what)
+        self._sync_s = time.perf_counter() - started_s
+        skipped = skipped or self._overflowed(norm, plan, part)
         watch = Stopwatch(self._slowdown)
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
-        lr = float(self.optimizers[only or 0].param_groups[0]["lr"])
+        lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
         if not skipped:
             self._update(part, what)
         # Also of a window left out: it may have overflowed because another weight was expected.
         self._expected_weight = weight or self._expected_weight
         if weight and self._scale.is_used:
             self._scale.update(overflowed=skipped)
-        self.flat.zero_(only)
+        self.flat.zero_(part)
         self._update_s = watch.stop()
-        return WindowResult(
-            window=plan.window,
-            epoch=plan.epoch,
-            start=plan.start,
-            size=plan.size,
-            loss=verdict.loss,
-            weight=weight,
-            grad_norm=norm,
-            lr=lr,
-            skipped=skipped,
-            progress=self.progress,
-            applied_t=time.time(),
-            ranks=records_of(self._reports(found.rows)),
-        ), sync_s
+        return self._result_of(
+            found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
+        )
 
-    def _end_turns(self, found: Round) -> tuple[WindowResult, float]:
+    def _end_turns(self, found: Round) -> WindowResult:
         """What optimizers have done in their turns, as one window."""
-        turns, self._turns = self._turns, []
+        turns, self._turns, self._sync_s = self._turns, [], 0.0
         weight, last = turns[0].weight, turns[-1]
         self._average_buffers(found, weight, f"window {last.window}")
         skipped = all(turn.skipped for turn in turns)
-        return replace(last, weight=weight, skipped=skipped, applied_t=time.time()), 0.0
+        return replace(last, weight=weight, skipped=skipped, applied_t=time.time())
 
     def _average_buffers(self, found: Round, weight: float, what: str) -> None:
         """Averages the model's buffers by weight; a window without weight leaves them as before."""
@@ -459,18 +437,17 @@ class SyncEngine(Engine):
         else:
             self.buffers.restore()
 
-    def _overflowed(self, norm: float, plan: WindowPlan, only: int | None) -> bool:
+    def _overflowed(self, norm: float, plan: WindowPlan, part: int | None) -> bool:
         if math.isfinite(norm):
             return False
         if self._skips or self._scale.can_shrink:
             return True
-        self.flat.zero_(only)
+        self.flat.zero_(part)
         raise overflow(plan, self.progress.steps + 1)
 
-    def _update(self, part: int, what: str) -> None:
-        only = number_of(part)
-        stepped = self.optimizers if only is None else [self.optimizers[only]]
-        self.flat.mask_untouched(only)
+    def _update(self, part: int | None, what: str) -> None:
+        stepped = self.optimizers if part is None else [self.optimizers[part]]
+        self.flat.mask_untouched(part)
         with self.habits.stepping():
             for optimizer in stepped:
                 optimizer.step()
@@ -478,7 +455,7 @@ class SyncEngine(Engine):
         if self.options.unlike_devices:
             self._averagers[part].unify(what=f"parameters of {what}")
         if not self._schedule.is_empty:
-            self._schedule.after_update(None if only is None else stepped[0])
+            self._schedule.after_update(None if part is None else stepped[0])
 
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
         plan, code = self.state.plan, rows[rank].report.non_finite
@@ -490,7 +467,7 @@ class SyncEngine(Engine):
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
     def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Leases the slice after the last planned one; the planner plans it, and who takes part.
+        """Leases the slice after the last planned one; the planner plans it.
 
         Returns:
             The number of the window that it will be.
@@ -501,15 +478,11 @@ class SyncEngine(Engine):
         self._draft, self._wish = (), 0
         if piece is not None:
             self._leases[number] = piece
-        if self.rank != self.state.planner:
-            return number
-        policy = self.policy
-        if piece is not None:
-            plan = policy.plan(
+        if piece is not None and self.rank == self.state.planner:
+            plan = self.policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
             self._draft = tuple(pack(plan))
-        self._wish = self._wanted_change(policy.rank_to_park(self._batch_size))
         return number
 
     def _take_draft(self) -> tuple[float, ...]:
@@ -547,8 +520,9 @@ class SyncEngine(Engine):
 
     # ── parking ──────────────────────────────────────────────────────────────────────────────────
 
-    def _wanted_change(self, misfit: int | None) -> int:
+    def _wanted_change(self) -> int:
         """What the planner wishes to change about the team after this window."""
+        misfit = self.policy.rank_to_park(self._batch_size)
         if misfit == BOOKKEEPER:
             self._warn_of_rank_0()
         elif misfit is not None:
@@ -662,8 +636,3 @@ class SyncEngine(Engine):
     def saved_states(self) -> list[SavedState]:
         """This rank's optimizer states, which are every rank's."""
         return [own_state(optimizer) for optimizer in self.optimizers]
-
-
-def number_of(part: int) -> int | None:
-    """The number of one optimizer, as flat buffers and shares count them; ``None`` for all."""
-    return None if part == ALL else part

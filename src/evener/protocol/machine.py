@@ -214,7 +214,7 @@ class Verdict:
     Attributes:
         state: The state after it.
         do: What to do, in this order.
-        part: The optimizer that is stepped; ``ALL`` of them otherwise.
+        part: The optimizer that is stepped; ``None`` for all of them.
         weight: Of the window, over all ranks.
         loss: Mean loss; ``nan`` without weight.
         skip: Whether the window is left out, though its samples count.
@@ -224,7 +224,7 @@ class Verdict:
 
     state: State
     do: tuple[Do, ...] = ()
-    part: int = ALL
+    part: int | None = None
     weight: float = 0.0
     loss: float = math.nan
     skip: bool = False
@@ -371,12 +371,11 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
         weight, loss = combine({rank: row.report for rank, row in rows.items()})
     except UsageError as refused:
         return Verdict(state=state, do=do, error=refused)
-    verdict = Verdict(
-        state=state, part=part, weight=weight, loss=loss, skip=bool(bad) or weight == 0.0
-    )
+    skip, only = bool(bad) or weight == 0.0, None if part == ALL else part
+    verdict = Verdict(state=state, part=only, weight=weight, loss=loss, skip=skip)
     if not state.is_sync:
         return replace(verdict, do=(*do, Do.EXCHANGE))
-    if purpose is Purpose.WINDOW and part != ALL:
+    if purpose is Purpose.WINDOW and only is not None:
         return replace(verdict, state=replace(state, turns=state.turns + 1), do=(*do, Do.TURN))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
         return replace(verdict, do=do, error=wrong)

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
 
 from evener.errors import ProtocolError
-from evener.planning.plan import WindowPlan
 from evener.planning.report import NOTHING, Report
 
 T = TypeVar("T")
@@ -288,8 +287,3 @@ def _members(kind: Any) -> tuple[Enum, ...]:
 def _checksum(numbers: Sequence[float]) -> float:
     """CRC-32 of the numbers as little-endian float64; below 2**32, so float64 carries it."""
     return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
-
-
-def plan_of(row: Row) -> WindowPlan | None:
-    """The plan that a row of SYNC carries, if any."""
-    return unpack(WindowPlan, row.body) if row.body else None
