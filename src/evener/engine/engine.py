@@ -329,6 +329,10 @@ class Engine(ABC):
     def open_share(self, num_micro_batches: int) -> Share:
         """Starts this rank's part of a window, or a local step."""
 
+    def plan_ahead(self) -> None:
+        """Uses the time in which a device computes gradients; called after each backward."""
+        return  # where plans are not made ahead
+
     @abstractmethod
     def end_micro_batch(self) -> WindowResult | None:
         """Ends a micro-batch, and with it whatever ends there; see ``Ddp.step``."""

@@ -50,7 +50,7 @@ class SyncEngine(Engine):
 
     Plans are made two windows ahead, so that data is there before it is needed: the plan of window
     w + 2 travels in the rows of w. Every rank leases the same slices of the epoch; only the planner
-    plans, before it computes its share.
+    plans, while its device computes the gradients of w.
 
     A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
     parameters; ``None`` stands for all optimizers together.
@@ -198,11 +198,7 @@ class SyncEngine(Engine):
     # ── this rank's part of a window ─────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
-        """Starts this rank's part of a window, before which the planner plans."""
-        if self.state.plans and self._draft is None:
-            self._make_draft()
-            if self.rank == self.state.planner:
-                self._wish = self._wanted_change()
+        """Starts this rank's part of a window."""
         whole_window = num_micro_batches == 1 and self.comm.world_size == 1
         scale = None
         if not whole_window or self._scale.is_used:
@@ -260,6 +256,7 @@ class SyncEngine(Engine):
         """
         plan, window = self.state.plan, self.window
         assert isinstance(plan, WindowPlan)
+        self.plan_ahead()  # without a share it was not done
         if plan.shares[self.rank]:
             return self._close(Purpose.WINDOW, drop=drop)
         result = self._close(Purpose.IDLE)
@@ -465,6 +462,16 @@ class SyncEngine(Engine):
         raise self._scale.exhausted(error)
 
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def plan_ahead(self) -> None:
+        """Makes the plan of the window after the next, once, while a device computes gradients.
+
+        Only the planner plans, and decides whether a rank should be parked or called back.
+        """
+        if self.state.plans and self._draft is None:
+            self._make_draft()
+            if self.rank == self.state.planner:
+                self._wish = self._wanted_change()
 
     def _make_draft(self, *, work_for_all: float = 0.0) -> int:
         """Leases the slice after the last planned one; the planner plans it.

@@ -209,6 +209,7 @@ class Ddp(DataSide):
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own)
         habits.after_backward(share)
+        engine.plan_ahead()
 
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
         """Ends a micro-batch; with the last one of this rank's share, closes the window.
