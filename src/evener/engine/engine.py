@@ -10,12 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.optim import Optimizer
 
-from evener.averaging.buffers import BufferAverager
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
-from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice, derive_seed
 from evener.data.randomness import seed_training
 from evener.devices import kind_of
@@ -23,9 +20,9 @@ from evener.engine.emulate import Slowdown
 from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
 from evener.engine.memory import MicroBatchLimits
-from evener.engine.moments import SavedState
+from evener.engine.moments import OptimizerState
 from evener.engine.results import Progress, RankRecord, WindowResult
-from evener.engine.schedule import Schedule, agree_on_rates, rates_of, set_rates
+from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -43,21 +40,19 @@ from evener.protocol.row import Purpose, Row, room_of
 class EngineOptions:
     """What an engine is told; see ``DdpConfig`` for the meaning."""
 
-    max_grad_norm: float | None = None
-    non_finite: str = "raise"
-    unlike_devices: bool = False
-    avoid_ones: bool = False
-    dtype: torch.dtype = torch.float32
-    loss_scale: LossScale = field(default_factory=lambda: LossScale(()))
+    max_grad_norm: float | None
+    non_finite: str
+    verify_every: int
+    lr_factor: float
+    unlike_devices: bool
+    avoid_ones: bool
+    dtype: torch.dtype
+    loss_scale: LossScale
     slowdown: Slowdown
-    check: ReplicaCheck
-    check_model: Callable[[], None]
     stop_requested: Callable[[], bool]
     on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
     #: Told of the micro-batches of a local step that was left out on this rank.
     on_left_out: list[Callable[[int], None]] = field(default_factory=list)
-    schedule: Schedule
-    training: TrainingState
     notice: Callable[[str], None]
     habits: Habits
 
@@ -106,9 +101,8 @@ class Engine(ABC):
     Attributes:
         team: The ranks.
         state: Where the team is, as this rank knows it.
-        flat: The trainable parameters.
-        buffers: Keeps the model's buffers equal.
-        optimizers: This rank's.
+        training: What this rank trains with, of which ``flat``, ``buffers`` and ``optimizers`` are
+            parts.
         options: What the engine was told.
         progress: What the team has applied so far.
         share: The micro-batches between two updates, while they are computed.
@@ -119,21 +113,15 @@ class Engine(ABC):
         was_parked: Whether this rank has ever been parked.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        flat: FlatBuffers,
-        buffers: BufferAverager,
-        optimizers: Sequence[Optimizer],
-        options: EngineOptions,
-    ) -> None:
+    def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         self.team = team
         self.state = State(
             me=team.rank, world_size=team.world_size, policy=self.way, members=team.members
         )
-        self.flat = flat
-        self.buffers = buffers
-        self.optimizers = optimizers
+        self.training = training
+        self.flat = training.flat
+        self.buffers = training.buffers
+        self.optimizers = training.optimizers
         self.options = options
         self.progress = Progress()
         self.limits = MicroBatchLimits(team.world_size)
@@ -146,9 +134,11 @@ class Engine(ABC):
         self._applied: Applied | None = None
         self.habits = options.habits
         self._skips = options.non_finite == "skip"
-        self._check = options.check
+        self._check = ReplicaCheck(
+            training.model, self.flat, self.buffers, every=options.verify_every
+        )
         self._scale = options.loss_scale
-        self._schedule = options.schedule
+        self._schedule = training.schedule
         self._slowdown = options.slowdown
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
@@ -289,7 +279,7 @@ class Engine(ABC):
 
     def check_model(self) -> None:
         """Refuses a model whose parameters were replaced."""
-        self.options.check_model()
+        self.training.check_identity()
 
     # ── an epoch, as loaders see it ──────────────────────────────────────────────────────────────
 
@@ -401,11 +391,11 @@ class Engine(ABC):
         """Takes the model as it is for what all ranks have agreed on, as after a load."""
 
     def prepare_save(self) -> None:
-        """Agrees on what ``saved_states`` returns; all ranks call it together, before a save."""
+        """Agrees on ``optimizer_states`` before a save; all ranks call it together."""
         return  # where optimizers are in the same state on all ranks
 
     @abstractmethod
-    def saved_states(self) -> list[SavedState]:
+    def optimizer_states(self) -> list[OptimizerState]:
         """The state of each optimizer as a checkpoint holds it; on rank 0."""
 
     def set_micro_batch_size(self, size: int) -> None:
@@ -413,7 +403,7 @@ class Engine(ABC):
         self.limits.start_with(size)
         self.policy.set_micro_batch_sizes(self.limits.sizes)
 
-    def saved_state(self, members: Sequence[str]) -> dict[str, Any]:
+    def state_dict(self, members: Sequence[str]) -> dict[str, Any]:
         """How far the team has got and what it has learnt, in JSON: without model and optimizers.
 
         Args:
@@ -426,8 +416,8 @@ class Engine(ABC):
             "loss_scale": self._scale.state_dict(),
         }
 
-    def restore_state(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
-        """Goes on from ``saved_state``, with the model as it is; of a team of any size."""
+    def load_state_dict(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
+        """Goes on from ``state_dict``, with the model as it is; of a team of any size."""
         self.policy.load_state_dict(state["planner"])
         self.limits.load_state_dict(state["micro_batch_limits"], members, self.rank)
         self.policy.set_micro_batch_sizes(self.limits.sizes)

@@ -29,11 +29,12 @@ from evener.engine.engine import (
 )
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.moments import RecentMoments, SavedState
+from evener.engine.moments import OptimizerState, RecentMoments
 from evener.engine.replica import Replica
 from evener.engine.results import CadenceRecord, WindowResult
 from evener.engine.schedule import agree_on_rates
 from evener.engine.share import Share
+from evener.engine.state import TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
 from evener.planning.cadence import CadencePolicy
@@ -79,8 +80,7 @@ class LocalEngine(Engine):
     Args:
         team: The ranks.
         policy: Plans; the planner's word counts.
-        replica: The model's working copy, and the consensus.
-        steps: Makes local steps.
+        training: What this rank trains with: the model is its working copy.
         options: What the engine is told.
         background: For ASYNC: the same ranks once more, for the thread that exchanges.
     """
@@ -89,17 +89,16 @@ class LocalEngine(Engine):
         self,
         team: Team,
         policy: CadencePolicy,
-        replica: Replica,
-        steps: LocalSteps,
+        training: TrainingState,
         options: EngineOptions,
         *,
         background: Team | None = None,
     ) -> None:
         self._background = background
-        super().__init__(team, replica.flat, replica.buffers, steps.optimizers, options)
+        super().__init__(team, training, options)
         self._policy = policy
-        self._replica = replica
-        self._steps = steps
+        self._replica = Replica(self.flat, self.buffers, self._check)
+        self._steps = LocalSteps(team.rank, training, options)
         self._exchanger: Exchanger[Outcome] = Exchanger()
         if background is not None:
             self._exchanger = BackgroundExchanger(f"average-{team.rank}")
@@ -500,7 +499,7 @@ class LocalEngine(Engine):
         """Forms the weighted mean of optimizer states; all ranks call it together."""
         self._moments.form(self.window)
 
-    def saved_states(self) -> list[SavedState]:
+    def optimizer_states(self) -> list[OptimizerState]:
         """Rank 0's means, of the last ``prepare_save``."""
         return self._moments.states
 

@@ -13,10 +13,10 @@ from evener.comm.base import Communicator
 from evener.engine.schedule import Schedule
 
 #: Tensors by name, and the document that puts them in their places.
-SavedState = tuple[dict[str, Tensor], dict[str, Any]]
+OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-def own_state(optimizer: Optimizer) -> SavedState:
+def own_state(optimizer: Optimizer) -> OptimizerState:
     """Return an optimizer's state as tensors and a document."""
     return flatten_optimizer(optimizer.state_dict())
 
@@ -37,7 +37,7 @@ class RecentMoments:
     def __init__(
         self, comm: Communicator, optimizers: Sequence[Optimizer], schedule: Schedule
     ) -> None:
-        self.states: list[SavedState]
+        self.states: list[OptimizerState]
         self._comm = comm
         self._optimizers = optimizers
         self._schedule = schedule
@@ -67,7 +67,7 @@ class RecentMoments:
         self._window = window
 
     @torch.no_grad()
-    def _mean(self, own: dict[str, Tensor], document: dict[str, Any]) -> SavedState:
+    def _mean(self, own: dict[str, Tensor], document: dict[str, Any]) -> OptimizerState:
         comm = self._comm
         index = {
             name: [list(t.shape), str(t.dtype)] for name, t in own.items() if t.is_floating_point()

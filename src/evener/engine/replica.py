@@ -35,20 +35,21 @@ class Replica:
 
     Args:
         flat: The trainable parameters.
-        parameters: Keeps their consensus.
-        buffers: Keeps that of buffers.
+        buffers: Keeps the consensus of buffers.
         check: Compares the ranks' consensus.
+
+    Attributes:
+        parameters: Keeps the consensus of parameters.
     """
 
     def __init__(
         self,
         flat: FlatBuffers,
-        parameters: ParameterAverager,
         buffers: BufferAverager,
         check: ReplicaCheck,
     ) -> None:
         self.flat = flat
-        self.parameters = parameters
+        self.parameters = ParameterAverager(flat)
         self.buffers = buffers
         self._check = check
         self._num_shown = 0

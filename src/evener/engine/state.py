@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from evener.averaging.buffers import BufferAverager
 from evener.checkpoint import unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.engine.moments import SavedState, own_state
+from evener.engine.moments import OptimizerState, own_state
 from evener.engine.registry import REGISTERED, Registry
 from evener.engine.schedule import Schedule
+from evener.errors import UsageError
 from evener.parsing import Fields
 
 #: Tensors by group and name.
@@ -72,30 +74,48 @@ def unpack(document: Any, groups: Groups) -> TrainingContent:
 class TrainingState:
     """What a rank trains with.
 
-    Args:
+    Attributes:
         model: The model; its buffers travel.
         flat: Its trainable parameters, which travel, too. Frozen ones never change.
-        optimizers: Those that step them.
+        buffers: Keeps the model's buffers equal.
+        optimizers: Those that step the parameters.
         schedule: Their learning rates.
-        registry: Objects of the user.
+        registry: Objects of the user whose state belongs to the run's.
     """
 
     def __init__(
         self,
         model: nn.Module,
         flat: FlatBuffers,
+        buffers: BufferAverager,
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
-        registry: Registry,
     ) -> None:
-        self._model = model
-        self._flat = flat
-        self._optimizers = optimizers
-        self._schedule = schedule
-        self._registry = registry
+        self.model = model
+        self.flat = flat
+        self.buffers = buffers
+        self.optimizers = optimizers
+        self.schedule = schedule
+        self.registry = Registry()
+
+    def check_identity(self) -> None:
+        """The model must hold the parameters that are averaged and stepped, not others instead.
+
+        Raises:
+            UsageError: One has been replaced since the set-up.
+        """
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, parameter in zip(self.flat.names, self.flat.parameters, strict=True):
+            if now.get(name, parameter) is not parameter:
+                raise UsageError(
+                    f"parameter {name!r} was replaced by another Parameter after the team was set "
+                    "up, as load_state_dict(assign=True) does: no optimizer steps it, and it is "
+                    "not averaged; load without assign, or before Ddp.setup and the optimizer are "
+                    "made"
+                )
 
     def collect(
-        self, optimizers: Sequence[SavedState] | None = None
+        self, optimizers: Sequence[OptimizerState] | None = None
     ) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
         """Return the state as a document and the tensors that it names, which are no copies.
 
@@ -103,15 +123,15 @@ class TrainingState:
             optimizers: The optimizers' states, where they are not simply those of this rank.
         """
         if optimizers is None:
-            optimizers = [own_state(optimizer) for optimizer in self._optimizers]
+            optimizers = [own_state(optimizer) for optimizer in self.optimizers]
         groups: dict[str, Mapping[str, Tensor]] = {
             stem_of(number): tensors for number, (tensors, _) in enumerate(optimizers)
         }
-        registered, tensors = self._registry.collect()
+        registered, tensors = self.registry.collect()
         if tensors:
             groups[REGISTERED] = tensors
         document = {
-            "schedule": self._schedule.state_dict(),
+            "schedule": self.schedule.state_dict(),
             "optimizers": [document for _, document in optimizers],
             REGISTERED: registered,
         }
@@ -124,9 +144,9 @@ class TrainingState:
             CheckpointError: A registered object refuses its state.
         """
         # What may be refused comes first: the code of registered objects is the user's.
-        self._registry.restore(content.registered)
-        self._schedule.load_state_dict(content.schedule)
-        for optimizer, state in zip(self._optimizers, content.optimizers, strict=True):
+        self.registry.restore(content.registered)
+        self.schedule.load_state_dict(content.schedule)
+        for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
 
     @torch.no_grad()
@@ -156,9 +176,9 @@ class TrainingState:
         note = encode({"state": document, "counters": counters, "index": index}, path="state")
         said = json.dumps(note).encode() if sends else b""
         note = decode(json.loads(comm.all_gather_bytes(said, what="state index")[source]))
-        for flat in self._flat.groups:
+        for flat in self.flat.groups:
             comm.broadcast(flat.data, source, what="parameters of a recall")
-        for buffer in self._model.buffers():
+        for buffer in self.model.buffers():
             whole = buffer.contiguous()
             comm.broadcast(whole, source, what="buffers of a recall")
             if receives:
@@ -168,7 +188,7 @@ class TrainingState:
             if sends:
                 tensor = groups[group][name].contiguous()
             else:
-                device = torch.device("cpu") if kind == "cpu" else self._flat.groups[0].data.device
+                device = torch.device("cpu") if kind == "cpu" else self.flat.groups[0].data.device
                 number = getattr(torch, dtype.removeprefix("torch."))
                 tensor = torch.empty(shape, dtype=number, device=device)
             comm.broadcast(tensor, source, what="optimizer state of a recall")

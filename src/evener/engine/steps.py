@@ -2,19 +2,15 @@
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
-from torch.optim import Optimizer
-
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
-from evener.comm.flat import FlatBuffers
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Progress
-from evener.engine.schedule import Schedule
 from evener.engine.share import Share, Stopwatch
+from evener.engine.state import TrainingState
 from evener.planning.clock import WindowClock
 from evener.planning.local import LocalPlan
 from evener.planning.report import LOSS, NOTHING, Report
@@ -26,35 +22,25 @@ class LocalSteps:
 
     Args:
         rank: This rank.
-        flat: The trainable parameters, made for one rank: gradients stay where autograd puts them.
-        optimizers: The rank's own.
-        schedule: Sets learning rates.
-        options: What the engine was told.
-        lr_factor: Multiplies the learning rate for the length of a step.
+        training: What it trains with; the parameters are laid out for one rank, so that gradients
+            stay where autograd puts them.
+        options: What the engine was told; ``lr_factor`` multiplies the learning rate for the length
+            of a step.
 
     Attributes:
-        optimizers: As given.
+        optimizers: The rank's own.
         batch_weight: Weight of the last batch; 0 before the first.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        flat: FlatBuffers,
-        optimizers: Sequence[Optimizer],
-        schedule: Schedule,
-        options: EngineOptions,
-        *,
-        lr_factor: float = 1.0,
-    ) -> None:
-        self.optimizers = optimizers
+    def __init__(self, rank: int, training: TrainingState, options: EngineOptions) -> None:
+        self.optimizers = training.optimizers
         self.batch_weight = 0.0
         self._rank = rank
-        self._flat = flat
-        self._schedule = schedule
+        self._flat = training.flat
+        self._schedule = training.schedule
         self._options = options
-        self._lr_factor = lr_factor
-        self._averager = GradientAverager(flat, SingleCommunicator())
+        self._lr_factor = options.lr_factor
+        self._averager = GradientAverager(self._flat, SingleCommunicator())
         self._clock = WindowClock()
         self._work = NOTHING
         self._plan: LocalPlan | None = None

@@ -7,20 +7,17 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any, Final, NoReturn, final
 
-from torch.optim import Optimizer
-
-from evener.averaging.buffers import BufferAverager
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
-from evener.comm.flat import FlatBuffers
 from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, digest_of, records_of
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.moments import SavedState, own_state
+from evener.engine.moments import OptimizerState, own_state
 from evener.engine.notices import parked, slow_rank_0
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch
+from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
 from evener.errors import UsageError
@@ -57,19 +54,14 @@ class SyncEngine(Engine):
     """
 
     def __init__(
-        self,
-        team: Team,
-        policy: Policy,
-        flat: FlatBuffers,
-        buffers: BufferAverager,
-        optimizers: Sequence[Optimizer],
-        options: EngineOptions,
+        self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
     ) -> None:
-        super().__init__(team, flat, buffers, optimizers, options)
+        super().__init__(team, training, options)
         self.planner = policy
-        parts = range(len(optimizers)) if len(optimizers) > 1 else ()
+        num_parts = len(self.optimizers)
+        parts = range(num_parts) if num_parts > 1 else ()
         self._averagers: dict[int | None, GradientAverager] = {
-            part: GradientAverager(flat, team.comm, part) for part in (None, *parts)
+            part: GradientAverager(self.flat, team.comm, part) for part in (None, *parts)
         }
         self._cursor: Cursor | None = None
         self._batch_size = 0
@@ -606,9 +598,7 @@ class SyncEngine(Engine):
             "loss_scale": self._scale.state_dict(),
         }
         self.team.rejoin()
-        counters = self.options.training.send(
-            self.comm, counters, source=found.source, receives=receives
-        )
+        counters = self.training.send(self.comm, counters, receives, found.source)
         if receives:
             self._set_progress(Progress(**counters["progress"]))
             self._expected_weight = counters["expected_weight"]
@@ -640,6 +630,6 @@ class SyncEngine(Engine):
         """Takes the buffers as they are for the agreed ones."""
         self.buffers.reset()
 
-    def saved_states(self) -> list[SavedState]:
+    def optimizer_states(self) -> list[OptimizerState]:
         """This rank's optimizer states, which are every rank's."""
         return [own_state(optimizer) for optimizer in self.optimizers]

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -12,8 +12,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.parameters import ParameterAverager
-from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import move
@@ -22,12 +20,9 @@ from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
 from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
-from evener.engine.registry import Registry
-from evener.engine.replica import Replica
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
-from evener.engine.steps import LocalSteps
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.errors import CheckpointError, UsageError
@@ -43,9 +38,7 @@ from evener.run.likeness import check_training, check_versions, describe_trainin
 from evener.run.models import (
     Models,
     Schedulers,
-    check_identity,
     check_optimizers,
-    check_parameters,
     combine_models,
     parts_of,
 )
@@ -54,7 +47,7 @@ from evener.run.settings import DdpConfig
 from evener.run.team.backends import check_backend, check_policy, connect_team
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import team_lines
-from evener.run.team.members import Member, describe_self, member_document, own_versions
+from evener.run.team.members import Member, describe_self
 from evener.run.team.news import LEFT, tell
 from evener.run.team.placement import Devices, choose_device
 
@@ -70,9 +63,8 @@ class Assembly:
         environment: This rank's place.
         model: One module that holds all.
         optimizers: As given.
-        schedule: Their learning rates.
-        registry: Objects of the user whose state belongs to the run's.
-        state: What a checkpoint holds, and what a rank that was away receives.
+        state: What the rank trains with: a checkpoint holds it, and a rank that was away receives
+            it.
         device: This rank's device.
         precision: What its forward computes in.
         comm: Joins the ranks.
@@ -126,16 +118,14 @@ class Assembly:
                 list(self.model.named_parameters()),
                 # Local steps exchange no gradients, so these stay where autograd has put them.
                 self.comm.world_size if chosen is ApplyPolicy.SYNC else 1,
-                parts=parts_of(optimizers),
+                parts=parts_of(optimizers, self.model),
                 buckets=config.gradient_buckets,
             )
-            check_parameters(optimizers, self.flat)
             _start_alike(self.model, self.comm)
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
-            self.schedule, self.registry = Schedule(optimizers, scheduler), Registry()
             self.state = TrainingState(
-                self.model, self.flat, optimizers, self.schedule, self.registry
+                self.model, self.flat, self.buffers, optimizers, Schedule(optimizers, scheduler)
             )
             self.engine = self._make_engine(chosen)
         except BaseException:
@@ -206,10 +196,9 @@ class Assembly:
             self.environment.local_rank,
             self.device,
             emulated=config.emulate_slow.get(team.rank, 1.0),
-            versions=own_versions(),
             precision=self.precision,
         )
-        greetings = team.introduce({**member_document(own), "training": training})
+        greetings = team.introduce({**asdict(own), "training": training})
         check_versions([greeting["versions"] for greeting in greetings])
         check_training([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -225,17 +214,21 @@ class Assembly:
 
     def _make_engine(self, policy: ApplyPolicy) -> Engine:
         """The engine of a policy; all ranks call it together."""
-        speeds = self._config.hinted_speeds(self.team.world_size)
-        options = self._make_options()
+        team, options = self.team, self._make_options()
+        speeds = self._config.hinted_speeds(team.world_size)
         engine: Engine
         if policy is ApplyPolicy.SYNC:
             planner = self._plan_shares(speeds, options.avoid_ones)
-            engine = SyncEngine(
-                self.team, planner, self.flat, self.buffers, self.optimizers, options
-            )
+            engine = SyncEngine(team, planner, self.state, options)
         else:
-            engine = self._make_local_engine(speeds, options, policy)
-        if speeds is not None and len(speeds) > 1 and self.team.rank == 0:  # it knows the speeds
+            background = None
+            if policy is ApplyPolicy.ASYNC and team.world_size > 1:
+                comm = self.comm.split(range(team.world_size), name="background")
+                assert comm is not None
+                background = Team(comm)
+            cadence = self._plan_steps(speeds, in_background=background is not None)
+            engine = LocalEngine(team, cadence, self.state, options, background=background)
+        if speeds is not None and len(speeds) > 1 and team.rank == 0:  # it knows the speeds
             engine.call_on_commit(partial(_compare_hint, engine, HintWatch(speeds)))
         return engine
 
@@ -247,39 +240,17 @@ class Assembly:
             planner.hint(list(speeds))
         return planner
 
-    def _make_local_engine(
-        self, speeds: Sequence[float] | None, options: EngineOptions, policy: ApplyPolicy
-    ) -> LocalEngine:
-        config, team, background = self._config, self.team, None
-        if policy is ApplyPolicy.ASYNC and team.world_size > 1:
-            comm = self.comm.split(range(team.world_size), name="background")
-            assert comm is not None
-            background = Team(comm)
-        cadence = config.make_cadence(team.world_size)
+    def _plan_steps(self, speeds: Sequence[float] | None, *, in_background: bool) -> CadencePolicy:
+        config = self._config
+        cadence = config.make_cadence(self.team.world_size)
         if speeds is not None:
             cadence.with_speeds(speeds)
-        parameters = ParameterAverager(self.flat)
-        lr_factor = 1.0 + (team.world_size - 1) * config.lr_scale_ratio
-        return LocalEngine(
-            team,
-            CadencePolicy(
-                self.names,
-                cadence,
-                make_guard(config.divergence_guard, config.divergence_threshold),
-                max_batch_diff=config.max_batch_diff,
-                in_background=background is not None,
-            ),
-            Replica(self.flat, parameters, self.buffers, options.check),
-            LocalSteps(
-                team.rank,
-                self.flat,
-                self.optimizers,
-                self.schedule,
-                options,
-                lr_factor=lr_factor,
-            ),
-            options,
-            background=background,
+        return CadencePolicy(
+            self.names,
+            cadence,
+            make_guard(config.divergence_guard, config.divergence_threshold),
+            max_batch_diff=config.max_batch_diff,
+            in_background=in_background,
         )
 
     def _make_options(self) -> EngineOptions:
@@ -291,20 +262,16 @@ class Assembly:
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
+            verify_every=config.verify_every or 0,
+            lr_factor=1.0 + (len(members) - 1) * config.lr_scale_ratio,
             unlike_devices=len(kinds) > 1,
             avoid_ones=any(isinstance(module, _BatchNorm) for module in self.model.modules()),
             dtype=HALF.get(own.precision, torch.float32),
             loss_scale=LossScale((m.rank for m in members if m.precision == "fp16"), own.rank),
             slowdown=Slowdown(
-                own.emulated,
-                clock=compute_clock(own.device),
-                stop_requested=stop_requested,
+                own.emulated, clock=compute_clock(own.device), stop_requested=stop_requested
             ),
-            check=ReplicaCheck(self.model, self.flat, self.buffers, every=config.verify_every or 0),
-            check_model=partial(check_identity, self.model, self.flat),
             stop_requested=stop_requested,
-            schedule=self.schedule,
-            training=self.state,
             notice=notice,
             habits=self._habits,
         )

@@ -248,8 +248,8 @@ class DataSide:
         Raises:
             ConfigError: The name is taken or impossible.
         """
-        registry = self.assembly.registry
-        registry.add(name, stateful)
+        state = self.assembly.state
+        state.registry.add(name, stateful)
 
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint of the whole team to ``path``; all ranks call it together.

@@ -1,15 +1,15 @@
 """The models and optimizers that a user gives to ``Ddp.setup``: brought into one form, checked."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from evener.comm.flat import FlatBuffers
 from evener.engine.schedule import ProgressSchedule
-from evener.errors import ConfigError, UsageError
+from evener.errors import ConfigError
 
 #: What ``Ddp.setup`` takes for ``model``.
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -155,58 +155,29 @@ def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) ->
             )
 
 
-def check_parameters(optimizers: Sequence[Optimizer], flat: FlatBuffers) -> None:
-    """An optimizer must not step what is not averaged: replicas would drift apart.
-
-    Raises:
-        ConfigError: It holds a trainable parameter of another model.
-    """
-    averaged = {id(parameter) for parameter in flat.parameters}
-    for number, parameter in _held_by(optimizers):
-        if parameter.requires_grad and id(parameter) not in averaged:
-            raise ConfigError(
-                f"optimizer {number} holds a trainable parameter of shape "
-                f"{tuple(parameter.shape)} that is not the model's, so its gradient would "
-                "not be averaged; make it a parameter of the model, or give Ddp.setup "
-                "every model: [generator, discriminator]"
-            )
-
-
-def check_identity(model: nn.Module, flat: FlatBuffers) -> None:
-    """The model must hold the parameters that are averaged and stepped, not others in their place.
-
-    Raises:
-        UsageError: One has been replaced since the set-up.
-    """
-    now = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in zip(flat.names, flat.parameters, strict=True):
-        if now.get(name, parameter) is not parameter:
-            raise UsageError(
-                f"parameter {name!r} was replaced by another Parameter after the team was set up, "
-                "as load_state_dict(assign=True) does: no optimizer steps it, and it is not "
-                "averaged; load without assign, or before Ddp.setup and the optimizer are made"
-            )
-
-
-def parts_of(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+def parts_of(optimizers: Sequence[Optimizer], model: nn.Module) -> dict[int, int]:
     """By ``id`` of a parameter, the number of the optimizer that holds it.
 
+    An optimizer must not step what is not averaged: replicas would drift apart.
+
     Raises:
-        ConfigError: Two optimizers hold the same parameter.
+        ConfigError: Two optimizers hold the same parameter, or one holds a trainable parameter of
+            another model.
     """
     owner: dict[int, int] = {}
-    for number, parameter in _held_by(optimizers):
-        if owner.setdefault(id(parameter), number) != number:
-            raise ConfigError(
-                f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
-                f"of shape {tuple(parameter.shape)}; give each parameter to one of them"
-            )
-    return owner
-
-
-def _held_by(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, nn.Parameter]]:
-    """The parameters of all optimizers, each with the number of the optimizer that holds it."""
+    averaged = set(map(id, model.parameters()))
     for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield number, parameter
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            shape = tuple(parameter.shape)
+            if owner.setdefault(id(parameter), number) != number:
+                raise ConfigError(
+                    f"optimizers {owner[id(parameter)]} and {number} hold the same parameter "
+                    f"of shape {shape}; give each parameter to one of them"
+                )
+            if parameter.requires_grad and id(parameter) not in averaged:
+                raise ConfigError(
+                    f"optimizer {number} holds a trainable parameter of shape {shape} that is not "
+                    "the model's, so its gradient would not be averaged; make it a parameter of "
+                    "the model, or give Ddp.setup every model: [generator, discriminator]"
+                )
+    return owner

@@ -48,7 +48,7 @@ class SavedState:
         positions: The data position of each loader, in the order in which they were made.
         model: Parameters and buffers by name, on the CPU.
         training: Optimizers, schedule, and registered objects.
-        engine: What ``Engine.restore_state`` takes.
+        engine: What ``Engine.load_state_dict`` takes.
     """
 
     path: Path
@@ -83,11 +83,11 @@ def capture(
         into: An earlier snapshot that nobody reads any more; its memory is used again.
     """
     engine = assembly.engine
-    training, groups = assembly.state.collect(engine.saved_states())
+    training, groups = assembly.state.collect(engine.optimizer_states())
     groups = {"model": assembly.model.state_dict(), **groups}
     old = into.tensors if into is not None else {}
     first, *further = positions or [{}]
-    state = {**engine.saved_state(assembly.names), **training, "cursor": dict(first)}
+    state = {**engine.state_dict(assembly.names), **training, "cursor": dict(first)}
     if further:
         state["further_cursors"] = [dict(one) for one in further]
     return Snapshot(
@@ -131,7 +131,7 @@ def restore(assembly: Assembly, saved: SavedState) -> None:
     with torch.no_grad():
         for name, tensor in assembly.model.state_dict().items():
             tensor.copy_(saved.model[name])
-    assembly.engine.restore_state(saved.engine, assembly.names)
+    assembly.engine.load_state_dict(saved.engine, assembly.names)
 
 
 def find_state(assembly: Assembly, path: Path) -> SavedState:
@@ -236,7 +236,7 @@ def _check_fit(saved: SavedState, assembly: Assembly) -> None:
     with _naming(path, what, "resume with the same optimizer and parameter groups"):
         for optimizer, state in zip(assembly.optimizers, training.optimizers, strict=True):
             check_optimizer(state, optimizer)
-    own = assembly.schedule.state_dict()
+    own = assembly.state.schedule.state_dict()
     what = "holds another schedule than this run's"
     with _naming(path, what, "resume with the same schedulers"):
         if len(training.schedule) != len(own):

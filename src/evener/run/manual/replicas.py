@@ -31,7 +31,7 @@ from evener.run.manual.models import (
 )
 from evener.run.team.environment import DistributedTrainConfig
 from evener.run.team.hardware import hardware_summary
-from evener.run.team.members import Member, describe_self, own_versions
+from evener.run.team.members import Member, describe_self
 
 _Named = Mapping[str, Tensor]
 
@@ -337,11 +337,7 @@ def _introduce(
     environment: DistributedTrainConfig,
 ) -> tuple[tuple[Member, ...], int]:
     """Refuses what differs, and numbers the replicas of all processes."""
-    versions = own_versions()
-    own = [
-        asdict(describe_self(i, environment.local_rank, d, emulated=1.0, versions=versions))
-        for i, d in enumerate(devices)
-    ]
+    own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
     parameters, problem = read_layout([dict(m.named_parameters()) for m in models], 0)
     buffers, buffer_problem = read_layout([dict(m.named_buffers()) for m in models], 0)
     note = {

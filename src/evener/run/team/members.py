@@ -4,8 +4,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -50,8 +49,7 @@ def describe_self(
     local_rank: int,
     device: torch.device,
     *,
-    emulated: float,
-    versions: Mapping[str, str],
+    emulated: float = 1.0,
     precision: str = "fp32",
 ) -> Member:
     """This rank's own entry in the team."""
@@ -67,7 +65,7 @@ def describe_self(
         memory_bytes=memory,
         threads=torch.get_num_threads(),
         emulated=emulated,
-        versions=versions,
+        versions=own_versions(),
         precision=precision,
     )
 
@@ -79,8 +77,3 @@ def own_versions() -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],
         "evener": __version__,
     }
-
-
-def member_document(member: Member) -> dict[str, Any]:
-    """The member as plain JSON types."""
-    return {**asdict(member), "versions": dict(member.versions)}

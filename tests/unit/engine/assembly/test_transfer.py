@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from evener.averaging.buffers import BufferAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.engine.registry import Registry
 from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
 from helpers.teams import run_team
@@ -57,10 +57,8 @@ def test_ranks_that_were_away_take_over_all_that_another_holds(source: int) -> N
             torch.optim.SGD(model[1].parameters(), lr=0.1),
         ]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=1, gamma=0.5)
-        registry, counter = Registry(), Counter(comm.rank)
-        registry.add("counter", counter)
+        counter = Counter(comm.rank)
         average = torch.optim.swa_utils.AveragedModel(model)
-        registry.add("average", average)
         flat = FlatBuffers(list(model.named_parameters()), 1)
         schedule = Schedule(optimizers, scheduler)
         for _ in range(comm.rank + 1):
@@ -68,7 +66,9 @@ def test_ranks_that_were_away_take_over_all_that_another_holds(source: int) -> N
             for optimizer in optimizers:
                 optimizer.step()
             scheduler.step()
-        state = TrainingState(model, flat, optimizers, schedule, registry)
+        state = TrainingState(model, flat, BufferAverager(model, comm), optimizers, schedule)
+        state.registry.add("counter", counter)
+        state.registry.add("average", average)
         counters = {"rank": comm.rank, "least": float("-inf"), "place": (1, None)}
         receives = comm.rank != source
         found = state.send(comm, counters, source=source, receives=receives)

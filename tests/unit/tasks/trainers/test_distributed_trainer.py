@@ -421,7 +421,7 @@ def test_options_are_followed_or_refused() -> None:
         (end,) = DistributedComm.local(1)
         trainer = TransformerTrainer(llama(1))
         with DistributedTrainer(trainer, end, verify_every=given, **quiet(**options)) as d:
-            return d.trainer.ddp.assembly.engine.options.check.every
+            return d.trainer.ddp.assembly.engine.options.verify_every
 
     assert [verify_every(None), verify_every(0), verify_every(3)] == [1, 0, 3]
     assert [verify_every(None, verify_every=5), verify_every(2, verify_every=5)] == [5, 2]
