@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from evener import Ddp, DdpConfig, EvenerError
+from evener.engine import sync
 from evener.run.launching.signals import StopSignals
 from helpers.launched import Sandbox
 from helpers.machines import ADDRESSES, TwoMachines
@@ -161,11 +162,50 @@ def test_a_break_calls_a_parked_rank_back() -> None:
     assert values[0] == values[1] == values[2]
 
 
+# ── rank 0 ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def park_rank_0(rank: Rank, ending: str) -> tuple[list[int], list[float], list[float]]:
+    """Rank 0 is away from window 3 on: rank 1 plans, and brings it up to date when it is back."""
+    sync.BOOKKEEPER = -1  # type: ignore[misc]  # nobody keeps books here
+    model, ddp = set_up()
+    ddp.assembly.engine.policy.rank_to_park = (  # type: ignore[method-assign]
+        lambda batch_size: 0 if ddp.window >= 3 and not is_anyone_parked(ddp) else None
+    )
+    seen: list[int] = []
+    data = torch.arange(600.0).unsqueeze(1).repeat(1, 3) / 600
+    with ddp:
+        for x in ddp.loader(data, batch_size=8).epoch(0):
+            if ending == "break" and ddp.window == 30:
+                break
+            seen += (x[:, 0] * 600).round().int().tolist()
+            ddp.backward(model(x).mean())
+            ddp.step()
+        mean = [ddp.weighted_mean(model.weight[0, k].item()) for k in range(3)]
+    return seen, mean, model.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("ending", ["the epoch's end", "break"])
+def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
+    with RankTeam(park_rank_0, 3, ending) as team:
+        outcomes = team.wait()
+    assert all(o.returned for o in outcomes), "\n".join(o.story() for o in outcomes)
+    seen, means, weights = zip(*(outcome.value for outcome in outcomes), strict=True)
+    assert weights[0] == weights[1] == weights[2]
+    assert means[0] == means[1] == means[2] == pytest.approx(weights[0])
+    assert 0 < len(seen[0]) < 8 * 8  # its first windows
+    if ending == "break":
+        assert sum(map(len, seen)) == 30 * 8
+    else:
+        assert sorted([*seen[0], *seen[1], *seen[2]]) == list(range(600))
+
+
 # ── a network that is cut ────────────────────────────────────────────────────────────────────────
 
 TRAIN = """
 import torch
 from evener import Ddp, DdpConfig, EvenerError
+from evener.engine import sync
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
