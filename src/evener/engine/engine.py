@@ -6,7 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,14 +26,19 @@ from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveMismatchError, EvenerError, UsageError
+from evener.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    EvenerError,
+    UsageError,
+)
 from evener.planning.local import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, Report
 from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, Verdict, judge
-from evener.protocol.row import Purpose, Row, room_of
+from evener.protocol.row import Purpose, Row, decode, encode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,10 +54,7 @@ class EngineOptions:
     dtype: torch.dtype
     loss_scale: LossScale
     slowdown: Slowdown
-    stop_requested: Callable[[], bool]
-    on_commit: list[Callable[[WindowResult], None]] = field(default_factory=list)
-    #: Told of the micro-batches of a local step that was left out on this rank.
-    on_left_out: list[Callable[[int], None]] = field(default_factory=list)
+    stop_requested: Callable[[], bool] | None
     notice: Callable[[str], None]
     habits: Habits
 
@@ -103,7 +105,11 @@ class Engine(ABC):
         state: Where the team is, as this rank knows it.
         training: What this rank trains with, of which ``flat``, ``buffers`` and ``optimizers`` are
             parts.
+        rank: Number of this rank.
+        world_size: Ranks of the team, those that are parked included.
         options: What the engine was told.
+        habits: Watches the user's loop.
+        slowdown: Stretches compute on a rank that is emulated slower.
         progress: What the team has applied so far.
         share: The micro-batches between two updates, while they are computed.
         limits: The largest micro-batches that fit.
@@ -114,7 +120,7 @@ class Engine(ABC):
     """
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
-        self.team = team
+        self.team, self.rank, self.world_size = team, team.rank, team.world_size
         self.state = State(
             me=team.rank, world_size=team.world_size, policy=self.way, members=team.members
         )
@@ -132,14 +138,17 @@ class Engine(ABC):
         self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
+        self._on_commit: list[Callable[[WindowResult], None]] = []
+        self._on_left_out: list[Callable[[int], None]] = []
         self.habits = options.habits
         self._skips = options.non_finite == "skip"
+        self._stop_requested = options.stop_requested
         self._check = ReplicaCheck(
             training.model, self.flat, self.buffers, every=options.verify_every
         )
         self._scale = options.loss_scale
         self._schedule = training.schedule
-        self._slowdown = options.slowdown
+        self.slowdown = options.slowdown
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 
@@ -164,21 +173,6 @@ class Engine(ABC):
         return self.progress.window
 
     @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self.team.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the team, those that are parked included."""
-        return self.team.world_size
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        """The ranks that are not parked, in order."""
-        return self.team.members
-
-    @property
     def comm(self) -> Communicator:
         """Joins the ranks that are present."""
         return self.team.comm
@@ -187,11 +181,6 @@ class Engine(ABC):
     def device(self) -> torch.device:
         """Where the model lies on this rank."""
         return self.flat.groups[0].data.device
-
-    @property
-    def most_numbers(self) -> int:
-        """How many numbers ``ask`` exchanges at most."""
-        return room_of(self.world_size)
 
     @property
     def stopping(self) -> bool:
@@ -214,16 +203,6 @@ class Engine(ABC):
         return self.state.led_out
 
     @property
-    def avoid_ones(self) -> bool:
-        """Whether a micro-batch of a single sample is to be avoided, for batch statistics."""
-        return self.options.avoid_ones
-
-    @property
-    def micro_batch_limit(self) -> int:
-        """The largest micro-batch that fits on this rank; 0 while there was enough memory."""
-        return self.limits.own
-
-    @property
     def has_left(self) -> bool:
         """Whether the user has left a loader's loop by ``break``, and others may not know."""
         return self.state.phase is Phase.REST
@@ -234,7 +213,11 @@ class Engine(ABC):
 
     def wants_stop(self) -> bool:
         """Whether this rank was told to stop, by ``stop`` or by a signal."""
-        return self._wants_stop or self.options.stop_requested()
+        return self._wants_stop or self._is_interrupted()
+
+    def _is_interrupted(self) -> bool:
+        """Whether a signal, or who else is asked, wants this rank to stop without delay."""
+        return self._stop_requested is not None and self._stop_requested()
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
         """Exchanges numbers between the ranks that are present; all of them call it together.
@@ -244,7 +227,7 @@ class Engine(ABC):
 
         Args:
             purpose: What this rank wants; must be the same on all ranks.
-            numbers: At most ``most_numbers``.
+            numbers: At most ``room_of(world_size)``.
 
         Returns:
             Each rank's numbers, by rank and in rank order.
@@ -263,7 +246,11 @@ class Engine(ABC):
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
         """Calls ``function`` with every window that is committed, after those given before."""
-        self.options.on_commit.append(function)
+        self._on_commit.append(function)
+
+    def call_on_left_out(self, function: Callable[[int], None]) -> None:
+        """Calls ``function`` with the micro-batches of a local step that this rank leaves out."""
+        self._on_left_out.append(function)
 
     def seed_draws(self, *place: int | str) -> None:
         """Derives what the model draws next, such as dropout, from a micro-batch's place.
@@ -342,7 +329,7 @@ class Engine(ABC):
         self.share = Share(
             num_micro_batches,
             scale=scale,
-            slowdown=self._slowdown,
+            slowdown=self.slowdown,
             known_sizes=self.known_sizes,
         )
         return self.share
@@ -446,11 +433,28 @@ class Engine(ABC):
         stop = self.wants_stop() or self.stopping
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
-        rows = self.team.exchange(self.state.own)
+        rows = self._swap(self.state.own, self.comm, self.team.members)
         verdict = judge(self.state, rows)
         found = Round(rows, verdict, time.perf_counter() - started_s)
         self._follow(found)
         return found
+
+    def _swap(self, row: Row, comm: Communicator, ranks: Iterable[int]) -> dict[int, Row]:
+        """Gives every rank of ``comm`` each one's row, in rank order; all call it together."""
+        # The same words on every rank: what a rank wants is in its row, so that ranks which want
+        # different things meet all the same, and each can say who wanted what.
+        numbers = encode(row, self.world_size) if comm.world_size > 1 else []
+        try:
+            rows = comm.all_gather_rows(numbers, what="a meeting of the team")
+        except CollectiveTimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{error} (rank {comm.number} was {row.purpose.deed} in window {row.window})",
+                missing=error.missing,
+            ) from None
+        return {
+            rank: row if rank == self.rank else decode(received)
+            for rank, received in zip(ranks, rows, strict=True)
+        }
 
     def _follow(self, found: Round) -> None:
         """Carries a verdict out.
@@ -527,7 +531,7 @@ class Engine(ABC):
         self.state = replace(self.state, applied=False)
         assert applied is not None
         self._commit_leases(applied.leases)
-        if self.options.on_commit:
+        if self._on_commit:
             self._tell_committed(self._completed(applied.result, rows))
 
     @abstractmethod
@@ -552,7 +556,7 @@ class Engine(ABC):
         self.committing = True
         try:
             with self.consensus():
-                for callback in self.options.on_commit:
+                for callback in self._on_commit:
                     callback(result)
         finally:
             self.committing = False

@@ -9,8 +9,7 @@ optimizer with parameters that its team does not average.
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,14 +105,14 @@ class Habits:
         for model in models:
             _owners[model] = weakref.ref(self)
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let optimizers step for the length of the block."""
-        before, self._stepping = self._stepping, True
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step optimizers, which the user's loop may not."""
+        self._stepping = True
         try:
-            yield
+            for optimizer in optimizers:
+                optimizer.step()
         finally:
-            self._stepping = before
+            self._stepping = False
 
     def before_backward(self, share: Share, loss: Tensor, weight: float | None) -> None:
         """Look at the gradients and at the loss before they are added to.

@@ -150,9 +150,10 @@ class LocalEngine(Engine):
         if self.rank == self.state.planner:
             draft = self._draft(self.window, book.num_left, self._steps_left)
         self._meet(Purpose.PLAN, body=(*self._data(), *draft))
-        if isinstance(self.state.plan, LocalPlan):
-            book.fill(self.state.plan.queues)
-            self._go_by(self.state.plan)
+        plan = self.state.plan
+        if isinstance(plan, LocalPlan):
+            book.fill(plan.queues)
+            self._go_by(plan)
         while self.is_working:
             if self._may_go_on():
                 pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
@@ -237,13 +238,13 @@ class LocalEngine(Engine):
         if not self.share.end_micro_batch():
             return None
         self._in_batch = False
-        self._replica.parameters.adopt()
+        self._replica.adopt()
         made = self._steps.finish(
             self.share, self.state.flight, self.progress, self._leases.batch_size
         )
         if not made:
             self.buffers.rewind()
-            for tell in self.options.on_left_out:
+            for tell in self._on_left_out:
                 tell(self.share.micro_batches)
         return self.advance()
 
@@ -309,7 +310,7 @@ class LocalEngine(Engine):
         assert plan is not None
         assert own is not None
         started_s = time.perf_counter()
-        rows = wire.exchange(own)
+        rows = self._swap(own, wire.comm, wire.members)
         verdict = judge(state, rows)
         found = Round(rows, verdict, time.perf_counter() - started_s)
         if verdict.error is not None:
@@ -323,10 +324,9 @@ class LocalEngine(Engine):
         differences = None
         if verdict.weight:
             what, weight = f"window {plan.window}", own.report.weight
-            self._replica.parameters.exchange(wire.comm, weight, verdict.weight, what=what)
             if any(row.report.buffers_changed for row in rows.values()):
-                self.buffers.exchange(packed, wire.comm, weight, verdict.weight, what=what)
                 differences = packed
+            self._replica.exchange(wire.comm, differences, weight, verdict.weight, what=what)
         retired = [
             piece
             for rank, row in rows.items()
@@ -357,7 +357,7 @@ class LocalEngine(Engine):
             )
         said = state.say(Purpose.PLAN, body=(*self._data(), *draft))
         assert said.own is not None
-        rows = wire.exchange(said.own)
+        rows = self._swap(said.own, wire.comm, wire.members)
         if (error := judge(said, rows).error) is not None:
             self._raise(error, rows, wire)
         return rows[state.planner].body[DATA_LENGTH:]
@@ -365,8 +365,9 @@ class LocalEngine(Engine):
     def _draft(
         self, window: int, left: int, limit: int | None, *, stop: bool = False
     ) -> tuple[float, ...]:
-        epoch = self._leases.cursor.epoch
-        return tuple(pack(self._policy.plan(window, epoch, left=left, limit=limit, stop=stop)))
+        cursor = self._leases.cursor
+        plan = self._policy.plan(window, cursor.epoch, left=left, limit=limit, stop=stop)
+        return tuple(pack(plan))
 
     def _data(self) -> tuple[float, ...]:
         return self._data_of(self._leases.cursor, self._leases.batch_size)
@@ -388,12 +389,13 @@ class LocalEngine(Engine):
             found = Round(found.rows, verdict, wait_s)
         self.state = replace(self.state, flight=None)
         self._follow(found)
-        if isinstance(self.state.plan, LocalPlan):
+        plan = self.state.plan
+        if isinstance(plan, LocalPlan):
             # Who has gone on may have begun what would be handed on; at the tail nobody has.
             book = self._leases
             hands_on = outcome.over.blocking and book.num_free == 0
-            book.fill(self.state.plan.queues, hand_on=hands_on)
-            self._go_by(self.state.plan)
+            book.fill(plan.queues, hand_on=hands_on)
+            self._go_by(plan)
 
     def _carry_out(self, do: Do, found: Round) -> None:
         reports = self._reports(found.rows)
@@ -461,8 +463,9 @@ class LocalEngine(Engine):
     # ── commits ──────────────────────────────────────────────────────────────────────────────────
 
     def _commit_leases(self, leases: Sequence[Slice]) -> None:
+        cursor = self._leases.cursor
         for piece in leases:
-            self._leases.cursor.commit(piece)
+            cursor.commit(piece)
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         assert result.cadence is not None

@@ -82,6 +82,33 @@ class Replica:
         drift = self.parameters.snapshot()
         return Snapshot(drift, self.buffers.changed(), self.buffers.snapshot())
 
+    def adopt(self) -> None:
+        """Counts parameters that were thawed on this rank."""
+        self.parameters.adopt()
+
+    def exchange(
+        self,
+        comm: Communicator,
+        buffers: Tensor | None,
+        weight: float,
+        total: float,
+        *,
+        what: str,
+    ) -> None:
+        """Sums up all ranks' differences, by weight; all ranks call it together.
+
+        Args:
+            comm: The ranks.
+            buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` where no
+                rank has written any.
+            weight: Of this rank.
+            total: Of all ranks.
+            what: Named in errors, such as ``window 3``.
+        """
+        self.parameters.exchange(comm, weight, total, what=what)
+        if buffers is not None:
+            self.buffers.exchange(buffers, comm, weight, total, what=what)
+
     def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
         """Moves the consensus on by what was exchanged, and this rank with it.
 

@@ -149,7 +149,7 @@ class SyncEngine(Engine):
         They compute at the same time, as in a window: ranks may share a machine.
         """
         self.ask(Purpose.PROBE)
-        own = time_slices(self.device, self.options.dtype, self.options.slowdown)
+        own = time_slices(self.device, self.options.dtype, self.slowdown)
         rows = self.ask(Purpose.PROBE, [own])
         self.policy.calibrate([numbers[0] for numbers in rows.values()])
 
@@ -205,7 +205,7 @@ class SyncEngine(Engine):
             return self._close(Purpose.STEP)
         if not self.is_working:
             return None  # dropped at an optimizer's turn: what is left goes through, for nothing
-        if self.options.stop_requested() and not last:
+        if self._is_interrupted() and not last:
             return self.close(Drop.NO if self._turns else Drop.STOP)
         return self.close() if last else None
 
@@ -393,7 +393,7 @@ class SyncEngine(Engine):
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
         skipped = skipped or self._overflowed(norm, plan, part)
-        watch = Stopwatch(self._slowdown)
+        watch = Stopwatch(self.slowdown)
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
@@ -437,9 +437,7 @@ class SyncEngine(Engine):
     def _update(self, part: int | None, what: str) -> None:
         stepped = self.optimizers if part is None else [self.optimizers[part]]
         self.flat.mask_untouched(part)
-        with self.habits.stepping():
-            for optimizer in stepped:
-                optimizer.step()
+        self.habits.step(stepped)
         self.flat.attach_data()
         if self.options.unlike_devices:
             self._averagers[part].unify(what=f"parameters of {what}")
@@ -581,7 +579,8 @@ class SyncEngine(Engine):
         stop = self.stopping or self.wants_stop()
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
-        rows = self.team.call(self.state.own, is_parked=purpose is Purpose.AWAY)
+        self.team.call(is_parked=purpose is Purpose.AWAY)
+        rows = self._swap(self.state.own, self.team.whole, range(self.world_size))
         found = answer(self.state, rows)
         self.state = found.state
         return found

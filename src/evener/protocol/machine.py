@@ -37,7 +37,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
-from evener.protocol.row import ALL, Drop, Purpose, Row, unpack
+from evener.protocol.row import ALL, Drop, Purpose, Row, unpack, unpack_plan
 from evener.protocol.wording import DATA_LENGTH
 
 
@@ -319,7 +319,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
     plans = state.plans
     if numbers:
         if state.is_sync:
-            plans = (*plans, unpack(WindowPlan, numbers))
+            plans = (*plans, unpack_plan(numbers))
         else:
             plan = unpack(LocalPlan, numbers)
             plans = (plan,) if any(plan.most) else ()

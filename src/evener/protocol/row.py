@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
 
 from evener.errors import ProtocolError
+from evener.planning.plan import WindowPlan
 from evener.planning.report import NOTHING, Report
 
 T = TypeVar("T")
@@ -287,3 +288,21 @@ def _members(kind: Any) -> tuple[Enum, ...]:
 def _checksum(numbers: Sequence[float]) -> float:
     """CRC-32 of the numbers as little-endian float64; below 2**32, so float64 carries it."""
     return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
+
+
+def unpack_plan(numbers: Sequence[float]) -> WindowPlan:
+    """The plan that a row of SYNC carries.
+
+    Raises:
+        ProtocolError: It does not add up.
+    """
+    plan = unpack(WindowPlan, numbers)
+    total = 0
+    for share in plan.shares:
+        total += share
+    if total != plan.size:
+        raise ProtocolError(
+            f"plan of window {plan.window} has shares {plan.shares}, which sum to {total} "
+            f"samples, but the window has {plan.size}"
+        )
+    return plan

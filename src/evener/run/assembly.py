@@ -255,7 +255,6 @@ class Assembly:
 
     def _make_options(self) -> EngineOptions:
         config, members, own = self._config, self.members, self.members[self.team.rank]
-        stop_requested = config.stop_when or (lambda: False)
         notice = warn if own.rank == 0 else _keep_to_oneself
         self._habits = Habits(self.flat, self.optimizers, notice, warn=warn, rank=own.rank)
         kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
@@ -269,9 +268,9 @@ class Assembly:
             dtype=HALF.get(own.precision, torch.float32),
             loss_scale=LossScale((m.rank for m in members if m.precision == "fp16"), own.rank),
             slowdown=Slowdown(
-                own.emulated, clock=compute_clock(own.device), stop_requested=stop_requested
+                own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
-            stop_requested=stop_requested,
+            stop_requested=config.stop_when,
             notice=notice,
             habits=self._habits,
         )

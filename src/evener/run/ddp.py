@@ -17,7 +17,7 @@ from evener.devices import count_accelerators
 from evener.engine.memory import explain as explain_memory
 from evener.engine.notices import warn_of_former_name
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Share, checked_value, checked_weight, refuse_number
+from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
 from evener.errors import EvenerError
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
@@ -199,7 +199,7 @@ class Ddp(DataSide):
         """
         refuse_number(loss)
         engine = self._engine
-        habits, share = engine.options.habits, engine.share
+        habits, share = engine.habits, engine.share
         if not (share.in_micro_batch or engine.in_epoch):
             share = self._start_unplanned()
         habits.before_backward(share, loss, weight)
@@ -243,13 +243,12 @@ class Ddp(DataSide):
             UsageError: Gradients were written by something else than ``backward``.
         """
         engine = self._engine
-        habits = engine.options.habits
+        habits = engine.habits
         habits.before_step(engine.share)
-        with habits.stepping():
-            if optimizer is None:
-                result = engine.end_micro_batch()
-            else:
-                result = engine.step_part(self.assembly.part_of(optimizer))
+        if optimizer is None:
+            result = engine.end_micro_batch()
+        else:
+            result = engine.step_part(self.assembly.part_of(optimizer))
         if result is not None:
             habits.after_update(engine.share)
         return result
@@ -257,7 +256,7 @@ class Ddp(DataSide):
     def _start_unplanned(self) -> Share:
         """Starts a window outside of any loader: one contribution of each rank."""
         engine = self._engine
-        engine.options.habits.tell_once(
+        engine.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
@@ -301,7 +300,7 @@ class Ddp(DataSide):
         allowed in it. A parked rank, which takes part in no window, is left out until it is called
         back.
         """
-        self._engine.options.on_commit.append(fn)
+        self._engine.call_on_commit(fn)
         return fn
 
     def stop(self) -> None:
@@ -315,10 +314,9 @@ class Ddp(DataSide):
     @contextmanager
     def emulated_slowness(self) -> Iterator[None]:
         """Stretches the block on a rank that is emulated slower; does nothing on others."""
-        slowdown = self._engine.options.slowdown
-        start = slowdown.start()
+        watch = Stopwatch(self._engine.slowdown)
         yield
-        slowdown.after(start)
+        watch.stop()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -362,14 +360,14 @@ class Ddp(DataSide):
     def _close(self, error: BaseException | None, *, failed: bool) -> None:
         if error is not None:
             self._explain(error)
-        waits, self._closed = not (self._closed or failed), True
+        engine, waits, self._closed = self._engine, not (self._closed or failed), True
         forget(self._explain)
         try:
             if waits:
-                if self._engine.in_epoch:  # closing inside the loop is leaving it
-                    self._engine.leave()
-                self._engine.hurry(min(CLOSING_S, self.assembly.comm.timeout_s))
-                self._engine.settle()
+                if engine.in_epoch:  # closing inside the loop is leaving it
+                    engine.leave()
+                engine.hurry(CLOSING_S)
+                engine.settle()
         except BaseException as broken:
             failed, error = True, broken
             raise
@@ -406,7 +404,8 @@ class Ddp(DataSide):
 
     def _explain(self, error: BaseException) -> None:
         """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
-        explain_memory(error, self._engine.share.open_samples)
+        share = self._engine.share
+        explain_memory(error, share.open_samples)
         for loader in self._loaders:
             if text := loader.loop.explain(error, self.rank):
                 note(error, text)

@@ -7,12 +7,11 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from evener.data.cursor import Cursor
 from evener.data.loader import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read
-from evener.engine.loaders.planned import Feed, TeamLoader
+from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.local import LocalEngine
 from evener.engine.registry import Stateful
@@ -148,16 +147,9 @@ class DataSide:
                 engine.tell_once(remark)
             engine.set_micro_batch_size(size)
             self.events.learn(num_samples=num_samples)
-            feed = Feed(
-                intake.fetcher(prefetch),
-                Cursor(num_samples, seed),
-                intake.order,
-                batch_size=intake.batch_size,
-                micro_batch_size=size,
-                max_steps=max_steps,
-                given=intake,
+            loader = TeamLoader(
+                engine, intake, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
             )
-            loader = TeamLoader(engine, feed)
         self._loaders.append(loader)
         self._restore_position(len(self._loaders) - 1)
         return loader

@@ -236,7 +236,8 @@ def _check_fit(saved: SavedState, assembly: Assembly) -> None:
     with _naming(path, what, "resume with the same optimizer and parameter groups"):
         for optimizer, state in zip(assembly.optimizers, training.optimizers, strict=True):
             check_optimizer(state, optimizer)
-    own = assembly.state.schedule.state_dict()
+    schedule = assembly.state.schedule
+    own = schedule.state_dict()
     what = "holds another schedule than this run's"
     with _naming(path, what, "resume with the same schedulers"):
         if len(training.schedule) != len(own):

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from evener.engine.engine import Engine
 from evener.errors import CollectiveMismatchError, UsageError
 from evener.planning.rounds import Round
-from evener.protocol.row import Purpose
+from evener.protocol.row import Purpose, room_of
 
 T = TypeVar("T")
 #: A round of an evaluation, and how often a rank has called ``gather`` in it before.
@@ -216,7 +216,7 @@ class Gatherer:
                 "or lists, tuples and dicts of them: torch.tensor(value) makes one of numbers, a "
                 "tokenizer one of texts"
             )
-        room = self._engine.most_numbers - _HEAD
+        room = room_of(self._engine.world_size) - _HEAD
         if leaf.layout != torch.strided or leaf.dtype not in _DTYPES or leaf.dim() > room:
             raise UsageError(
                 f"ddp.gather was given a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "

@@ -22,7 +22,7 @@ class Loop:
     code: CodeType | None = None
     start: int = -1
     place: str = ""
-    skipped: str = field(default="", kw_only=True)
+    skipped: str = field(default="", init=False)
 
     @classmethod
     def here(cls) -> "Loop":
@@ -32,6 +32,10 @@ class Loop:
             return cls()
         code = frame.f_code
         return cls(code, frame.f_lasti, f"{code.co_filename}:{frame.f_lineno}")
+
+    def skip(self, why: str) -> None:
+        """Say why the body does not run on this rank, or that it does, with an empty text."""
+        self.skipped = why
 
     def holds(self, error: BaseException) -> bool:
         """Return whether an exception has passed through the loop's body."""

@@ -3,42 +3,17 @@
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
 
 from evener.data.cursor import Cursor
-from evener.data.loader import Fetcher, Pending
+from evener.data.loader import Pending, Prefetch
 from evener.engine.engine import Engine, Work
-from evener.engine.loaders.facts import Described, LikeDataLoader
-from evener.engine.loaders.intake import Indices, Order
+from evener.engine.loaders.facts import LikeDataLoader
+from evener.engine.loaders.intake import Indices, Intake
 from evener.engine.loaders.loops import Loop
 from evener.engine.memory import MicroBatchTooLarge
 from evener.errors import UsageError
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """What a loader hands out.
-
-    Attributes:
-        fetcher: Loads the samples.
-        cursor: Which have been committed.
-        order: In which order they come.
-        batch_size: Samples of an optimizer step: of the team in SYNC, of one rank otherwise.
-        micro_batch_size: Most samples of one forward and backward.
-        max_steps: Optimizer steps of the run; ``None`` for no limit.
-        given: How the user wants data to be loaded.
-    """
-
-    fetcher: Fetcher
-    cursor: Cursor
-    order: Order
-    batch_size: int
-    micro_batch_size: int
-    max_steps: int | None
-    given: Described
 
 
 @final
@@ -50,14 +25,32 @@ class TeamLoader(LikeDataLoader):
     of so many samples, each of which is a local step. A rank without work takes part in the
     exchange of windows inside ``__next__``, so ranks may go round the loop a different number of
     times.
+
+    Args:
+        engine: Says what this rank is to compute.
+        intake: The data set, and how to go through it.
+        prefetch: How samples are loaded ahead.
+        micro_batch_size: Most samples of one forward and backward.
+        max_steps: Optimizer steps of the run; ``None`` for no limit.
     """
 
-    def __init__(self, engine: Engine, feed: Feed) -> None:
-        super().__init__(feed.given)
+    def __init__(
+        self,
+        engine: Engine,
+        intake: Intake,
+        *,
+        prefetch: Prefetch,
+        micro_batch_size: int,
+        max_steps: int | None,
+    ) -> None:
+        super().__init__(intake)
         self._engine = engine
-        self._feed = feed
-        self.cursor = feed.cursor
-        self.batch_size = feed.batch_size
+        self._order = intake.order
+        self._fetcher = intake.fetcher(prefetch)
+        self._most_samples = micro_batch_size
+        self._max_steps = max_steps
+        self.cursor = Cursor(intake.count_trained(), intake.seed)
+        self.batch_size = intake.batch_size
         self.loop = Loop()
         self._next = 0
         self._left = False
@@ -71,8 +64,8 @@ class TeamLoader(LikeDataLoader):
     @property
     def micro_batch_size(self) -> int:
         """Most samples in one forward and backward on this rank."""
-        limit = self._engine.micro_batch_limit
-        return min(self._feed.micro_batch_size, limit or self._feed.micro_batch_size)
+        limits = self._engine.limits
+        return min(self._most_samples, limits.own or self._most_samples)
 
     def __iter__(self) -> Iterator[Any]:
         """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
@@ -97,16 +90,16 @@ class TeamLoader(LikeDataLoader):
         """
         self._next = epoch + 1
         loop = self.loop = Loop.here()
-        engine, max_steps = self._engine, self._feed.max_steps
+        engine, max_steps = self._engine, self._max_steps
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         if self.cursor.is_committed(epoch):
-            loop.skipped = f"epoch {epoch} had been committed before, so nothing was left to do"
+            loop.skip(f"epoch {epoch} had been committed before, so nothing was left to do")
             return
         if engine.stopping or (max_steps is not None and engine.turns >= max_steps):
-            loop.skipped = "the team had stopped, or reached max_steps, before this epoch"
+            loop.skip("the team had stopped, or reached max_steps, before this epoch")
             return
-        loop.skipped = "this rank had no share of the windows of this epoch"
+        loop.skip("this rank had no share of the windows of this epoch")
         if engine.in_epoch:
             raise UsageError(
                 f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
@@ -116,14 +109,14 @@ class TeamLoader(LikeDataLoader):
         engine.begin(self.cursor, self.batch_size, max_steps)
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)
-        indices = self._feed.order.of(epoch)
+        indices = self._order.of(epoch)
         self._compare(indices)
         with engine.epoch_open():
             try:
                 for work in engine.work():
                     yield from self._hand_out(work, indices)
                 if loop.skipped and engine.was_parked:
-                    loop.skipped = "this rank was parked, as it cost more than it brought"
+                    loop.skip("this rank was parked, as it cost more than it brought")
                 self._left = engine.was_led_out
                 if not self._left:
                     engine.end_epoch()
@@ -152,7 +145,7 @@ class TeamLoader(LikeDataLoader):
 
     def _compare(self, indices: Indices) -> None:
         """Refuses a sampler that draws other samples on another rank."""
-        if not (own := self._feed.order.fingerprint(indices)):
+        if not (own := self._order.fingerprint(indices)):
             return
         team = self._engine.team
         for rank, other in enumerate(team.introduce({"order": own})):
@@ -166,7 +159,7 @@ class TeamLoader(LikeDataLoader):
     def close(self) -> None:
         """Ends the fetching of data; idempotent."""
         self._fetched.clear()
-        self._feed.fetcher.close()
+        self._fetcher.close()
 
     def _hand_out(self, work: Work, permutation: Indices) -> Generator[Any, None, None]:
         """Hands out a share, or a batch; all of it anew where a micro-batch does not fit."""
@@ -181,7 +174,7 @@ class TeamLoader(LikeDataLoader):
         while micro_batches:
             first, samples, pending = micro_batches.popleft()
             batch = self._received(pending)
-            self.loop.skipped = ""
+            self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.
             engine.seed_draws(self.cursor.seed, "micro-batch", window, first)
             share.start_micro_batch(samples)
@@ -207,10 +200,11 @@ class TeamLoader(LikeDataLoader):
     ) -> deque[tuple[int, int, Pending]]:
         """Asks for samples, in micro-batches: first position, number of samples, batch."""
         queue: deque[tuple[int, int, Pending]] = deque()
-        fetcher, avoid_ones = self._feed.fetcher, self._engine.avoid_ones
-        for part in split(positions, self.micro_batch_size, avoid_ones=avoid_ones):
+        options = self._engine.options
+        for part in split(positions, self.micro_batch_size, avoid_ones=options.avoid_ones):
             indices = [permutation[p] for p in part]
-            queue.append((part[0], len(part), fetcher.submit(self.cursor.epoch, indices)))
+            pending = self._fetcher.submit(self.cursor.epoch, indices)
+            queue.append((part[0], len(part), pending))
         return queue
 
 

@@ -75,10 +75,10 @@ class StreamLoader(LikeDataLoader):
         engine = self._engine
         self._next = epoch + 1
         loop = self.loop = Loop.here()
-        loop.skipped = "the team had stopped, or finished this epoch, before"
+        loop.skip("the team had stopped, or finished this epoch, before")
         if self._finished or epoch < self._epoch:
             return
-        loop.skipped = "its data set gave this rank no batch"
+        loop.skip("its data set gave this rank no batch")
         if engine.in_epoch:
             raise UsageError(
                 f"epoch {epoch} was begun inside the loop over another loader; finish that loop, "
@@ -129,7 +129,7 @@ class StreamLoader(LikeDataLoader):
             engine.seed_draws(self._seed, epoch, engine.window, engine.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
-            self.loop.skipped = ""
+            self.loop.skip("")
             yield batch
             if share.in_micro_batch:
                 raise share.not_ended()

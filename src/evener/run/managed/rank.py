@@ -85,7 +85,7 @@ class ManagedRank:
         self._share = self.ddp.assembly.engine.share
         self._tally = EpochTally(self.ddp.world_size)
         self.ddp.on_commit(self._on_commit)
-        self.ddp.assembly.engine.options.on_left_out.append(self._scalars.leave_out)
+        self.ddp.assembly.engine.call_on_left_out(self._scalars.leave_out)
 
     def epochs(self) -> Iterator[EpochMetrics]:
         """Trains; all ranks iterate together.

@@ -135,9 +135,7 @@ class Rehearsal:
             slow_start = slowdown.start()
         flat = self._assembly.flat
         flat.mask_untouched()
-        with engine.options.habits.stepping():
-            for optimizer in self._assembly.optimizers:
-                optimizer.step()
+        engine.habits.step(engine.optimizers)
         flat.attach_data()
         flat.zero_()
         slowdown.after(slow_start)
