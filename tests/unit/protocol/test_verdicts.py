@@ -1,0 +1,540 @@
+"""The table of transitions, row by row: what ``judge``, ``land`` and ``answer`` make of rows."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from evener.errors import CollectiveMismatchError, ProtocolError, UsageError
+from evener.planning.local import LocalPlan
+from evener.planning.plan import WindowPlan
+from evener.planning.policies import ApplyPolicy
+from evener.planning.report import LOSS, NOTHING, Report
+from evener.protocol.generation import Said, answer, without
+from evener.protocol.machine import Do, Phase, State, Verdict, judge, land
+from evener.protocol.row import ADMIT, CALL, Drop, Purpose, Row, pack
+
+DATA = (600.0, 8.0, 7.0)
+FIRST, SECOND = (WindowPlan(window, 0, window * 4, 4, (2, 2)) for window in (3, 4))
+THIRD = tuple(pack(WindowPlan(5, 0, 20, 4, (2, 2))))
+TWO = Report(weight=2.0, loss_sum=6.0, samples=2)
+
+
+def working(rank: int = 0, **given: Any) -> State:
+    """A rank of two in the middle of an epoch of SYNC."""
+    fields: dict[str, Any] = {
+        "me": rank,
+        "world_size": 2,
+        "policy": ApplyPolicy.SYNC,
+        "members": (0, 1),
+        "phase": Phase.WORK,
+        "window": 3,
+        "plans": (FIRST, SECOND),
+        "applied": True,
+    }
+    return State(**fields | given)
+
+
+def local_plan(window: int = 3, **given: Any) -> LocalPlan:
+    fields: dict[str, Any] = {
+        "window": window,
+        "epoch": 0,
+        "window_s": 1.0,
+        "blocking": False,
+        "steps": (2, 2),
+        "most": (4, 4),
+        "queues": (6, 6),
+    }
+    return LocalPlan(**fields | given)
+
+
+def flying(rank: int = 0, *, blocking: bool = False, **given: Any) -> State:
+    """A rank of two whose window of local steps is being exchanged."""
+    plan = local_plan(blocking=blocking)
+    fields = {"policy": ApplyPolicy.CADENCE, "plans": (plan,), "flight": plan}
+    return working(rank, **fields | given)
+
+
+def row(purpose: Purpose = Purpose.WINDOW, **given: Any) -> Row:
+    fields: dict[str, Any] = {"window": 3, "trainable": 5}
+    if purpose in (Purpose.WINDOW, Purpose.STEP):
+        fields["report"] = TWO
+    return Row(purpose=purpose, **fields | given)
+
+
+def both(state: State, *rows: Row) -> Verdict:
+    """The verdict of one of two ranks."""
+    return judge(state, dict(enumerate(rows)))
+
+
+# ── windows of SYNC ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_window_is_committed_and_the_next_one_applied() -> None:
+    planned = row(body=THIRD)
+    found = both(working(attempt=2, turns=1, open=True), planned, row())
+    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert (found.weight, found.loss, found.part, found.skip) == (4.0, 3.0, None, False)
+    state = found.state
+    assert (state.window, state.attempt, state.turns, state.open) == (4, 0, 0, False)
+    assert state.applied
+    assert [plan.window for plan in state.plans] == [4, 5]
+    assert state.phase is Phase.WORK
+
+
+def test_nothing_is_committed_where_nothing_was_applied() -> None:
+    assert both(working(applied=False), row(body=THIRD), row()).do == (Do.APPLY,)
+
+
+def test_the_last_plan_ends_the_epoch() -> None:
+    state = both(working(plans=(FIRST,)), row(), row()).state
+    assert state.plans == ()
+    assert state.phase is Phase.OUT
+    assert state.applied
+
+
+def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
+    for rows in ([row(body=THIRD, stop=True), row()], [row(body=THIRD), row(stop=True)]):
+        found = both(working(), *rows)
+        assert found.do == (Do.COMMIT, Do.APPLY)
+        assert found.state.stopping
+        assert found.state.phase is Phase.OUT
+
+
+def test_the_plan_is_that_of_the_lowest_rank_that_is_present() -> None:
+    state = working(2, world_size=3, members=(1, 2), plans=(replace(FIRST, shares=(0, 2, 2)),))
+    found = judge(state, {1: row(body=tuple(pack(SECOND))), 2: row()})
+    assert found.state.plans == (SECOND,)
+    assert found.state.planner == 1
+    assert found.state.away == frozenset({0})
+
+
+@pytest.mark.parametrize("wish", [1, ADMIT, CALL])
+def test_the_planners_wish_comes_after_the_window(wish: int) -> None:
+    assert both(working(), row(body=THIRD, change=wish), row()).do[-2:] == (Do.APPLY, Do.CHANGE)
+    assert Do.CHANGE not in both(working(), row(body=THIRD), row(change=wish)).do
+    # At its end an epoch calls everybody anyway, and so does a stop.
+    assert Do.CHANGE not in both(working(plans=(FIRST,)), row(change=wish), row()).do
+    assert Do.CHANGE not in both(working(), row(body=THIRD, change=wish, stop=True), row()).do
+
+
+def test_an_optimizers_turn_leaves_the_window_open() -> None:
+    found = both(working(turns=1), row(part=1), row(part=1))
+    assert found.do == (Do.COMMIT, Do.TURN)
+    assert found.part == 1
+    state = found.state
+    assert (state.window, state.turns, state.applied) == (3, 2, False)
+    assert state.plans == (FIRST, SECOND)
+
+
+def test_without_a_plan_one_optimizers_step_closes_the_window() -> None:
+    stream = working(plans=(), phase=Phase.OUT)
+    found = both(stream, row(Purpose.STEP, part=1), row(Purpose.STEP, part=1))
+    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.part == 1
+    assert found.state.window == 4
+
+
+def test_unlike_optimizers_are_an_error_that_names_both_ranks() -> None:
+    found = both(working(), row(part=1), row())
+    assert isinstance(found.error, UsageError)
+    assert "rank 0 steps optimizer 1, rank 1 all optimizers" in str(found.error)
+    assert found.do == (Do.COMMIT,)
+
+
+def test_a_rank_without_a_share_has_no_say_in_which_optimizer_is_stepped() -> None:
+    plan = replace(FIRST, shares=(0, 4))
+    said = row(part=1, report=replace(TWO, samples=4))
+    found = both(working(plans=(plan, SECOND)), row(Purpose.IDLE, report=NOTHING), said)
+    assert found.do == (Do.COMMIT, Do.TURN)
+    assert found.part == 1
+
+
+def test_a_window_without_weight_is_left_out() -> None:
+    nothing = replace(TWO, weight=0.0, loss_sum=0.0)
+    found = both(working(), row(body=THIRD, report=nothing), row(report=nothing))
+    assert found.do == (Do.COMMIT, Do.APPLY)
+    assert found.skip
+    assert math.isnan(found.loss)
+
+
+def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
+    bad = replace(TWO, non_finite=LOSS)
+    found = both(working(turns=2), row(), row(report=bad))
+    assert found.culprit == 1
+    assert found.do == (Do.COMMIT, Do.RESTORE)
+    assert found.state.turns == 0
+    assert found.state.plans == (FIRST, SECOND)
+    found = both(working(), row(body=THIRD), row(report=bad, may_skip=True))
+    assert found.culprit is None
+    assert found.skip
+    assert found.do == (Do.COMMIT, Do.APPLY)
+    # Every rank on which something is not finite must allow it.
+    found = both(working(), row(report=bad, may_skip=True), row(report=bad))
+    assert found.culprit == 0
+
+
+def test_samples_that_differ_from_the_plan_are_an_error() -> None:
+    found = both(working(), row(), row(report=replace(TWO, samples=3)))
+    assert isinstance(found.error, ProtocolError)
+    assert "rank 1 computed 3 samples of window 3, planned were 2" in str(found.error)
+    assert found.do == (Do.COMMIT,)
+
+
+def test_a_bad_weight_is_an_error_after_the_commit() -> None:
+    found = both(working(), row(), row(report=replace(TWO, weight=-1.0)))
+    assert isinstance(found.error, UsageError)
+    assert found.do == (Do.COMMIT,)
+
+
+def test_unlike_numbers_of_trainable_parameters_are_an_error() -> None:
+    for final in (True, False):
+        found = both(working(), row(final=final), row(trainable=6, final=final))
+        assert isinstance(found.error, UsageError)
+        assert "5 on rank 0, 6 on rank 1" in str(found.error)
+
+
+def test_unlike_learning_rates_are_told_before_the_window_is_applied() -> None:
+    found = both(working(), row(body=THIRD, rates=1.0), row(rates=2.0))
+    assert found.do == (Do.COMMIT, Do.RATES, Do.APPLY)
+
+
+# ── windows that are dropped ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_stop_in_mid_window_drops_it_and_the_plans() -> None:
+    found = both(working(turns=1, winding=True), row(), row(drop=Drop.STOP))
+    assert found.do == (Do.COMMIT, Do.DROP)
+    state = found.state
+    assert (state.window, state.plans, state.turns, state.winding) == (3, (), 0, False)
+    assert state.phase is Phase.OUT
+    assert state.stopping
+
+
+def test_a_share_that_cannot_be_finished_is_computed_again_by_all() -> None:
+    early = working(phase=Phase.EARLY, open=True, attempt=1)
+    found = both(early, row(), row(drop=Drop.REDO))
+    assert found.do == (Do.COMMIT, Do.REDO)
+    state = found.state
+    assert (state.attempt, state.phase, state.open) == (2, Phase.WORK, False)
+    assert (state.window, state.plans) == (3, (FIRST, SECOND))
+    # A stop is stronger: nothing is computed again.
+    assert both(early, row(drop=Drop.STOP), row(drop=Drop.REDO)).do == (Do.COMMIT, Do.DROP)
+
+
+def test_a_break_after_an_announcement_is_an_error_where_a_rank_stays() -> None:
+    found = both(working(), row(), row(drop=Drop.LEFT, left=True))
+    assert isinstance(found.error, CollectiveMismatchError)
+    assert found.do == (Do.COMMIT,)
+    assert found.state.phase is Phase.ENDED
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
+def test_a_break_of_all_that_work_leads_idle_ranks_out(members: tuple[int, ...]) -> None:
+    left = row(drop=Drop.LEFT, left=True)
+    rows = {0: row(Purpose.IDLE, report=NOTHING), 1: left, 2: left}
+    idle = working(world_size=3, members=members)
+    found = judge(idle, {rank: rows[rank] for rank in members})
+    assert found.error is None
+    parked = (Do.CHANGE,) if members == (0, 1) else ()
+    assert found.do == (Do.COMMIT, Do.DROP, *parked)
+    assert found.state.led_out
+    assert found.state.phase is Phase.OUT
+    gone = replace(idle, me=1, phase=Phase.REST)
+    assert not judge(gone, {rank: rows[rank] for rank in members}).state.led_out
+
+
+# ── announcements ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gradients_may_travel_when_all_have_announced_the_window() -> None:
+    early = working(phase=Phase.EARLY)
+    announced = row(final=False, report=NOTHING)
+    found = both(early, announced, announced)
+    assert found.do == (Do.OPEN,)
+    assert found.state.open
+    assert found.state.phase is Phase.EARLY
+    assert found.state.applied  # nothing is committed before the final rows
+    # Rank 0 has nothing more to compute: its final row comes once more, in the round of the others.
+    assert both(working(), row(), announced).do == (Do.OPEN, Do.REPEAT)
+    assert both(early, row(Purpose.IDLE, final=False, report=NOTHING), announced).do == (Do.OPEN,)
+
+
+@pytest.mark.parametrize(
+    "other", [{"part": 1}, {"left": True}, {"drop": Drop.STOP}, {"drop": Drop.REDO}]
+)
+def test_gradients_do_not_travel_where_a_rank_wants_something_else(other: dict[str, Any]) -> None:
+    early = working(phase=Phase.EARLY)
+    announced, said = row(final=False, report=NOTHING), row(**other)
+    found = both(early, announced, said)
+    assert found.do == (Do.VOID,)
+    assert not found.state.open
+    assert found.state.phase is Phase.WORK
+    found = judge(working(1), {0: announced, 1: said})
+    assert found.do == (Do.REPEAT,)
+    assert found.state.phase is Phase.WORK
+
+
+def test_an_announcement_is_not_final_and_changes_the_phase() -> None:
+    state = working().say(Purpose.WINDOW, final=False)
+    assert state.phase is Phase.EARLY
+    assert state.is_working
+    final = state.say(Purpose.WINDOW)
+    assert final.phase is Phase.EARLY
+    assert final.own is not None
+    assert (final.own.window, final.own.left) == (3, False)
+    assert working(phase=Phase.REST).say(Purpose.REST).own == row(
+        Purpose.REST, left=True, trainable=0
+    )
+
+
+# ── other rounds ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        row(Purpose.VALUE),
+        row(Purpose.IDLE),
+        row(Purpose.SAVE, window=4),
+        row(Purpose.SAVE, generation=1),
+        row(Purpose.SAVE, attempt=1),
+    ],
+    ids=["purpose", "idle", "window", "generation", "attempt"],
+)
+def test_ranks_at_odds_end_with_the_same_error(other: Row) -> None:
+    for rows in ([row(Purpose.SAVE), other], [other, row(Purpose.SAVE)]):
+        found = both(working(), *rows)
+        assert isinstance(found.error, CollectiveMismatchError)
+        assert found.do == ()
+        assert found.state.phase is Phase.ENDED
+
+
+def test_a_value_is_answered_by_the_rows_alone_and_may_tell_of_a_stop() -> None:
+    found = both(working(), row(Purpose.VALUE), row(Purpose.VALUE, stop=True))
+    assert found.do == ()
+    assert found.error is None
+    assert found.state == working(stopping=True)
+
+
+def test_a_change_of_the_generation_commits_the_window_before() -> None:
+    found = both(working(), row(Purpose.CHANGE), row(Purpose.CHANGE))
+    assert found.do == (Do.COMMIT,)
+    assert not found.state.applied
+    assert both(working(applied=False), row(Purpose.CHANGE), row(Purpose.CHANGE)).do == ()
+
+
+def test_an_epoch_begins_with_the_planners_plan() -> None:
+    fresh = working(plans=(), phase=Phase.OUT)
+    said = (*DATA, *pack(FIRST))
+    found = both(fresh, row(Purpose.PLAN, body=said), row(Purpose.PLAN, body=DATA))
+    assert found.state.plans == (FIRST,)
+    assert found.state.phase is Phase.WORK
+    found = both(fresh, row(Purpose.PLAN, body=DATA), row(Purpose.PLAN, body=DATA))
+    assert found.state.phase is Phase.OUT
+    stopped = row(Purpose.PLAN, body=DATA, stop=True)
+    assert both(fresh, row(Purpose.PLAN, body=said), stopped).state.phase is Phase.OUT
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_other_data_on_a_rank_is_an_error(place: int) -> None:
+    other = tuple(number + (k == place) for k, number in enumerate(DATA))
+    rows = row(Purpose.PLAN, body=DATA), row(Purpose.PLAN, body=other)
+    found = both(working(plans=()), *rows)
+    assert isinstance(found.error, UsageError)
+    assert "rank 1 trains on" in str(found.error)
+    assert "rank 0 on 600 samples with batch_size 8 and seed 7" in str(found.error)
+
+
+def test_a_plan_of_local_steps_takes_the_place_of_the_one_before() -> None:
+    here, nothing = local_plan(), local_plan(4, most=(0, 0), steps=(0, 0))
+    begun = working(policy=ApplyPolicy.CADENCE, plans=(local_plan(2),))
+    for plan, phase in ((here, Phase.WORK), (nothing, Phase.OUT)):
+        said = row(Purpose.PLAN, body=(*DATA, *pack(plan)))
+        state = both(begun, said, row(Purpose.PLAN, body=DATA)).state
+        assert state.phase is phase
+        assert state.plans == ((plan,) if plan is here else ())
+
+
+# ── at rest ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rest_commits_and_ends_what_was_left() -> None:
+    found = both(working(phase=Phase.REST), row(Purpose.REST), row(Purpose.REST, left=True))
+    assert found.do == (Do.VERIFY, Do.COMMIT)
+    state = found.state
+    assert (state.applied, state.plans, state.phase) == (False, (), Phase.OUT)
+    assert not state.led_out
+
+
+def test_rest_in_mid_epoch_goes_on_where_nobody_has_left() -> None:
+    found = both(working(), row(Purpose.REST), row(Purpose.REST))
+    assert found.do == (Do.VERIFY, Do.COMMIT)
+    assert found.state == working(applied=False)
+    assert both(working(applied=False), row(Purpose.REST), row(Purpose.REST)).do == ()
+
+
+def test_rest_leads_a_rank_without_a_share_out_and_calls_parked_ones() -> None:
+    rows = row(Purpose.IDLE), row(Purpose.REST, left=True)
+    found = both(working(), *rows)
+    assert found.do == (Do.VERIFY, Do.COMMIT)
+    assert found.state.led_out
+    assert found.state.phase is Phase.OUT
+    found = both(working(world_size=3), *rows)
+    assert found.do == (Do.VERIFY, Do.COMMIT, Do.CHANGE)
+    assert not both(working(), row(Purpose.IDLE), row(Purpose.REST)).state.led_out
+
+
+def test_who_has_an_exchange_in_flight_lands_it_before_all_rest() -> None:
+    for rows in ([row(Purpose.REST, busy=True), row(Purpose.REST)],
+                 [row(Purpose.REST), row(Purpose.REST, busy=True)]):  # fmt: skip
+        found = both(flying(), *rows)
+        assert found.do == ()
+        assert found.state == flying()
+
+
+# ── windows of local steps ───────────────────────────────────────────────────────────────────────
+
+
+def stepped(steps: int = 2, **given: Any) -> Row:
+    return row(report=replace(TWO, steps=steps), **given)
+
+
+def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Verdict:
+    numbers = () if plan is None else tuple(pack(plan))
+    found = dict(enumerate(rows))
+    return land(state, found, numbers, judge(state, found))
+
+
+def test_a_window_of_local_steps_is_exchanged_and_lands() -> None:
+    found = both(flying(), stepped(), stepped())
+    assert found.do == (Do.COMMIT, Do.EXCHANGE)
+    assert (found.weight, found.loss) == (4.0, 3.0)
+    plan = local_plan(4)
+    found = landed(flying(applied=False), stepped(), stepped(), plan=plan)
+    assert found.do == (Do.LAND,)
+    state = found.state
+    assert (state.window, state.applied, state.flight, state.plans) == (4, True, None, (plan,))
+    assert state.phase is Phase.WORK
+    assert not state.winding
+    assert landed(flying(), stepped(), stepped(), plan=plan).do == (Do.COMMIT, Do.LAND)
+
+
+def test_a_window_in_which_nobody_stepped_is_no_window() -> None:
+    found = landed(flying(applied=False), stepped(0), stepped(0), plan=local_plan())
+    assert found.state.window == 3
+    assert not found.state.applied
+
+
+def test_what_is_not_finite_ends_the_epoch_of_local_steps() -> None:
+    bad = row(report=replace(TWO, steps=2, non_finite=LOSS))
+    found = both(flying(), stepped(), bad)
+    assert found.culprit == 1
+    assert found.do == (Do.COMMIT, Do.RESTORE)
+    assert (found.state.flight, found.state.plans, found.state.phase) == (None, (), Phase.OUT)
+
+
+def test_a_stop_winds_the_epoch_down_by_one_more_window() -> None:
+    plan = local_plan(4, blocking=True)
+    state = landed(flying(), stepped(), stepped(stop=True), plan=plan).state
+    assert state.stopping
+    assert state.winding
+    assert state.plans == (plan,)
+    last = replace(state, flight=plan, plans=(plan,))
+    rows = (stepped(window=4, stop=True), stepped(window=4, stop=True))
+    state = landed(last, *rows).state
+    assert (state.winding, state.plans, state.phase) == (False, (), Phase.OUT)
+    assert not state.led_out
+
+
+def test_a_break_winds_the_epoch_down_and_leads_others_out_of_it() -> None:
+    plan, further = local_plan(4, blocking=True), local_plan(5)
+    left = {"window": 4, "left": True}
+    inside = landed(flying(), stepped(), stepped(left=True), plan=plan).state
+    assert inside.winding
+    gone = landed(flying(1, phase=Phase.REST), stepped(), stepped(left=True), plan=plan).state
+    assert gone.phase is Phase.REST
+    rows = stepped(window=4), stepped(**left)
+    state = landed(replace(inside, flight=plan), *rows, plan=further).state
+    assert (state.phase, state.led_out, state.plans) == (Phase.REST, True, ())
+    state = landed(replace(gone, flight=plan), *rows, plan=further).state
+    assert (state.phase, state.led_out, state.plans) == (Phase.REST, False, ())
+    # Where the epoch was over anyway, nobody is led out of it.
+    state = landed(replace(inside, flight=plan), *rows).state
+    assert (state.phase, state.led_out) == (Phase.OUT, False)
+
+
+# ── this rank's own actions ──────────────────────────────────────────────────────────────────────
+
+
+def test_leaving_counts_where_something_may_be_owed() -> None:
+    assert working().leave().phase is Phase.REST
+    assert working(phase=Phase.EARLY).leave().phase is Phase.REST
+    assert working(phase=Phase.OUT).leave().phase is Phase.REST  # of a stream
+    assert flying(phase=Phase.OUT).leave().phase is Phase.OUT
+    for phase in (Phase.AWAY, Phase.ENDED):
+        assert working(phase=phase).leave().phase is phase
+
+
+def test_an_epoch_begins_with_nothing_of_the_one_before() -> None:
+    old = working(phase=Phase.REST, turns=1, winding=True, open=True, led_out=True)
+    assert old.release() == working(phase=Phase.OUT, plans=(), led_out=True)
+    assert old.begin() == working(phase=Phase.OUT, plans=())
+    for phase in (Phase.AWAY, Phase.ENDED):
+        assert working(phase=phase).release().phase is phase
+    over = flying(own=row()).end()
+    assert (over.phase, over.own, over.flight) == (Phase.ENDED, None, None)
+
+
+# ── generations ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_generation_without_a_rank() -> None:
+    state = without(working(1), 0)
+    assert (state.generation, state.members, state.plans) == (1, (1,), ())
+    assert state.planner == 1
+    assert state.phase is Phase.WORK
+    assert without(working(), 0).phase is Phase.AWAY
+
+
+def door(said: Said, **given: Any) -> dict[int, Row]:
+    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said),), **given)
+    return {0: row(Purpose.AWAY), 1: calling, 2: calling}
+
+
+def test_a_call_finds_parked_ranks_where_they_are() -> None:
+    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1, own=row())
+    found = answer(away, door(Said.STAY))
+    assert (found.said, found.source) == (Said.STAY, 1)
+    assert found.state == replace(away, own=None)
+    rows = door(Said.STAY)
+    rows[0] = replace(rows[0], stop=True)
+    assert answer(away, rows).state.stopping
+
+
+@pytest.mark.parametrize("said", [Said.GO_ON, Said.END, Said.LEFT])
+def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
+    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1)
+    state = answer(away, door(said)).state
+    assert (state.generation, state.members, state.window) == (2, (0, 1, 2), 9)
+    assert (state.plans, state.phase, state.led_out) == ((), Phase.OUT, said is Said.LEFT)
+    caller = replace(away, me=1, phase=Phase.REST, window=9, led_out=False)
+    state = answer(caller, door(said)).state
+    assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)
+    assert not state.led_out
+
+
+def test_only_calls_are_heard_at_the_door() -> None:
+    away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1)
+    calling = door(Said.GO_ON)
+    for other in (
+        replace(calling[2], purpose=Purpose.SAVE),
+        replace(calling[2], window=10),
+        replace(calling[2], generation=2),
+    ):
+        with pytest.raises(CollectiveMismatchError):
+            answer(away, calling | {2: other})
+    saving = replace(calling[1], purpose=Purpose.SAVE)
+    with pytest.raises(CollectiveMismatchError):
+        answer(away, calling | {1: saving, 2: saving})
