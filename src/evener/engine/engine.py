@@ -464,7 +464,7 @@ class Engine(ABC):
         """
         rows, verdict = found.rows, found.verdict
         after = verdict.state
-        self.state = replace(self.state, own=None, stopping=self.stopping or after.stopping)
+        self.state = self.state._replace(own=None, stopping=self.stopping or after.stopping)
         if any(row.report.limit for row in rows.values()):
             self._learn_limits(rows)
         for do in verdict.do:
@@ -476,7 +476,7 @@ class Engine(ABC):
                 self._agree_on_rates(rows)
             elif do is not Do.CHANGE:
                 self._carry_out(do, found)
-        self.state = replace(after, stopping=self.stopping)
+        self.state = after._replace(stopping=self.stopping)
         if verdict.culprit is not None:
             self._refuse_non_finite(verdict.culprit, rows)
         if verdict.error is not None:
@@ -528,7 +528,7 @@ class Engine(ABC):
     def _commit(self, rows: Mapping[int, Row]) -> None:
         """All ranks are here, so all have applied the window before: it is committed."""
         applied, self._applied = self._applied, None
-        self.state = replace(self.state, applied=False)
+        self.state = self.state._replace(applied=False)
         assert applied is not None
         self._commit_leases(applied.leases)
         if self._on_commit:
@@ -596,7 +596,7 @@ class Engine(ABC):
 
     def _set_progress(self, progress: Progress) -> None:
         self.progress = progress
-        self.state = replace(self.state, window=progress.window)
+        self.state = self.state._replace(window=progress.window)
 
     def _reports(self, rows: Mapping[int, Row]) -> list[Report]:
         """Reports by rank; blank ones of ranks that are parked."""

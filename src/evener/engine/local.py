@@ -278,8 +278,7 @@ class LocalEngine(Engine):
             Purpose.WINDOW,
             stop=self.wants_stop() or self.stopping,
             rates=digest_of(rate for group in self._schedule.agreed_rates for rate in group),
-            report=replace(
-                work,
+            report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS),
                 buffers_changed=taken.changed,
                 loss_scale=self._scale.own,
@@ -387,7 +386,7 @@ class LocalEngine(Engine):
             verdict = land(self.state, found.rows, outcome.next_plan, found.verdict)
             wait_s = found.wait_s if self._background is None else took_s
             found = Round(found.rows, verdict, wait_s)
-        self.state = replace(self.state, flight=None)
+        self.state = self.state._replace(flight=None)
         self._follow(found)
         plan = self.state.plan
         if isinstance(plan, LocalPlan):

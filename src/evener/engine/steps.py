@@ -113,8 +113,7 @@ class LocalSteps:
         warms_up = share.warmup_samples > 0
         self._clock.count_step(None if warms_up else busy_s)
         work = self._work
-        self._work = replace(
-            work,
+        self._work = work._replace(
             steps=work.steps + 1,
             samples=work.samples + share.samples,
             micro_batches=work.micro_batches + share.micro_batches,

@@ -1,15 +1,13 @@
 """What a rank tells of its part of a window. Pure."""
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 #: What is not finite, beside k + 1 for the gradient of trainable parameter k.
 LOSS: Final = -1
 PARAMETERS: Final = -2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
     Attributes:

@@ -10,8 +10,8 @@ there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 from evener.errors import CollectiveMismatchError
 from evener.protocol import wording
@@ -31,8 +31,7 @@ class Said(IntEnum):
     """Come back: the others have left the loop by ``break``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What comes of a meeting at the door.
 
     Attributes:
@@ -50,7 +49,7 @@ def without(state: State, rank: int) -> State:
     """The next generation, in which ``rank`` is parked; it begins with new plans."""
     members = tuple(member for member in state.members if member != rank)
     phase = Phase.AWAY if rank == state.me else state.phase
-    return replace(state, generation=state.generation + 1, members=members, phase=phase, plans=())
+    return state._replace(generation=state.generation + 1, members=members, phase=phase, plans=())
 
 
 def answer(state: State, rows: Mapping[int, Row]) -> Answer:
@@ -70,10 +69,9 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
     source, row = next(iter(calling.items()))
     stopping = state.stopping or any(other.stop for other in rows.values())
     said = Said(int(row.body[0]))
-    state = replace(state, own=None, stopping=stopping)
+    state = state._replace(own=None, stopping=stopping)
     if said is not Said.STAY:
-        state = replace(
-            state,
+        state = state._replace(
             generation=row.generation + 1,
             members=tuple(range(state.world_size)),
             window=row.window,

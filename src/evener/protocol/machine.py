@@ -27,9 +27,8 @@ all have applied it. It comes first, before any error.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from evener.errors import CollectiveMismatchError, EvenerError, ProtocolError, UsageError
 from evener.planning.local import LocalPlan
@@ -94,8 +93,7 @@ class Do(Enum):
 Plan = WindowPlan | LocalPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(NamedTuple):
     """All that one rank knows of where the team is.
 
     Attributes:
@@ -180,35 +178,34 @@ class State:
             **said,
         )
         phase = self.phase if row.final else Phase.EARLY
-        return replace(self, own=row, phase=phase)
+        return self._replace(own=row, phase=phase)
 
     def start(self) -> "State":
         """A window of local steps is over, and its exchange begins."""
         assert isinstance(self.plan, LocalPlan)
-        return replace(self, flight=self.plan)
+        return self._replace(flight=self.plan)
 
     def leave(self) -> "State":
         """The loop is left by ``break``, or by an error; without effect outside of one."""
         if not (self.is_working or (self.is_sync and self.phase is Phase.OUT)):
             return self
-        return replace(self, phase=Phase.REST)
+        return self._replace(phase=Phase.REST)
 
     def release(self) -> "State":
         """Plans are dropped: an epoch begins, or ends."""
         phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
-        return replace(self, phase=phase, plans=(), turns=0, winding=False, open=False)
+        return self._replace(phase=phase, plans=(), turns=0, winding=False, open=False)
 
     def begin(self) -> "State":
         """An epoch begins: nothing of the one before is left."""
-        return replace(self.release(), led_out=False)
+        return self.release()._replace(led_out=False)
 
     def end(self) -> "State":
         """The team was left, or lost."""
-        return replace(self, phase=Phase.ENDED, own=None, flight=None)
+        return self._replace(phase=Phase.ENDED, own=None, flight=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What follows from a round.
 
     Attributes:
@@ -258,7 +255,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Verdict(state=state.end(), error=error)
     stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
-    state = replace(state, own=None, stopping=state.stopping or stops)
+    state = state._replace(own=None, stopping=state.stopping or stops)
     if not all(row.final for row in rows.values()):
         return _judge_announcements(state, rows)
     if purpose in _ANSWERS:
@@ -268,7 +265,7 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
     if purpose in (Purpose.REST, Purpose.IDLE):
         return _settle(state, rows)
     if purpose is Purpose.CHANGE:
-        return Verdict(state=replace(state, applied=False), do=_commit(state))
+        return Verdict(state=state._replace(applied=False), do=_commit(state))
     return _judge_window(state, rows, purpose)
 
 
@@ -299,9 +296,9 @@ def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
     opened = alike and not any(row.left or row.drop for row in rows.values())
     repeats = (Do.REPEAT,) if rows[state.me].final else ()
     if opened:
-        return Verdict(state=replace(state, open=True), do=(Do.OPEN, *repeats))
+        return Verdict(state=state._replace(open=True), do=(Do.OPEN, *repeats))
     phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
-    return Verdict(state=replace(state, phase=phase), do=repeats or (Do.VOID,))
+    return Verdict(state=state._replace(phase=phase), do=repeats or (Do.VOID,))
 
 
 def _begin(state: State, rows: Mapping[int, Row]) -> Verdict:
@@ -324,9 +321,9 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
             plan = unpack(LocalPlan, numbers)
             plans = (plan,) if any(plan.most) else ()
     if state.phase is Phase.REST:
-        return replace(state, plans=plans)
+        return state._replace(plans=plans)
     phase = Phase.WORK if plans and not state.stopping else Phase.OUT
-    return replace(state, plans=plans, phase=phase)
+    return state._replace(plans=plans, phase=phase)
 
 
 def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
@@ -334,20 +331,20 @@ def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
     if any(row.busy for row in rows.values()):
         return Verdict(state=state)  # whoever has an exchange in flight lands it first
     do = _commit(state, Do.VERIFY)
-    state = replace(state, applied=False)
+    state = state._replace(applied=False)
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
         is_left = any(row.left for row in rows.values())
         led_out = is_left and state.phase is not Phase.REST
         if state.away and is_left:
             do = (*do, Do.CHANGE)
-        state = replace(state.release(), led_out=led_out)
+        state = state.release()._replace(led_out=led_out)
     return Verdict(state=state, do=do)
 
 
 def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Verdict:
     """A window is closed, or one optimizer takes its turn."""
     do = _commit(state)
-    state = replace(state, applied=False)
+    state = state._replace(applied=False)
     if error := _unlike_parameters(rows):
         return Verdict(state=state, do=do, error=error)
     if len({row.rates for row in rows.values()}) > 1:
@@ -363,9 +360,9 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
             return Verdict(state=state, do=do, error=UsageError(told))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
-        state = replace(state, turns=0)
+        state = state._replace(turns=0)
         if not state.is_sync:
-            state = replace(state.release(), flight=None)
+            state = state.release()._replace(flight=None)
         return Verdict(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
     try:
         weight, loss = combine({rank: row.report for rank, row in rows.items()})
@@ -374,24 +371,24 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
     skip, only = bool(bad) or weight == 0.0, None if part == ALL else part
     verdict = Verdict(state=state, part=only, weight=weight, loss=loss, skip=skip)
     if not state.is_sync:
-        return replace(verdict, do=(*do, Do.EXCHANGE))
+        return verdict._replace(do=(*do, Do.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
-        return replace(verdict, state=replace(state, turns=state.turns + 1), do=(*do, Do.TURN))
+        return verdict._replace(state=state._replace(turns=state.turns + 1), do=(*do, Do.TURN))
     if purpose is Purpose.WINDOW and (wrong := _unlike_work(state, rows)):
-        return replace(verdict, do=do, error=wrong)
+        return verdict._replace(do=do, error=wrong)
     return _close(verdict, rows, do)
 
 
 def _close(verdict: Verdict, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Verdict:
     """A window of SYNC is over; the plan of the window after the next comes with it."""
     before = verdict.state
-    state = replace(before, window=before.window + 1, attempt=0, applied=True, turns=0, open=False)
+    state = before._replace(window=before.window + 1, attempt=0, applied=True, turns=0, open=False)
     do = (*do, Do.APPLY)
     if before.plans:
-        state = _accept(replace(state, plans=state.plans[1:]), rows[state.planner].body)
+        state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
         if rows[state.planner].change and state.plans and not state.stopping:
             do = (*do, Do.CHANGE)
-    return replace(verdict, state=state, do=do)
+    return verdict._replace(state=state, do=do)
 
 
 def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop) -> Verdict:
@@ -404,10 +401,10 @@ def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop)
             return Verdict(state=state.end(), do=do, error=error)
         led_out = state.phase is not Phase.REST
         do = (*do, Do.DROP, *((Do.CHANGE,) if state.away else ()))
-        return Verdict(state=replace(state.release(), led_out=led_out), do=do)
+        return Verdict(state=state.release()._replace(led_out=led_out), do=do)
     if Drop.STOP not in reasons:
         phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
-        state = replace(state, attempt=state.attempt + 1, phase=phase, open=False)
+        state = state._replace(attempt=state.attempt + 1, phase=phase, open=False)
         return Verdict(state=state, do=(*do, Do.REDO))
     return Verdict(state=state.release(), do=(*do, Do.DROP))
 
@@ -427,18 +424,18 @@ def land(
     assert over is not None, "no window is in flight"
     stopping = state.stopping or verdict.state.stopping
     steps = sum(row.report.steps for row in rows.values())
-    state = _accept(replace(state, flight=None, stopping=False, plans=()), numbers)
+    state = _accept(state._replace(flight=None, stopping=False, plans=()), numbers)
     is_over = state.plan is None
     winds = stopping or state.winding or any(row.left for row in rows.values())
     if winds and not over.blocking:
-        state = replace(state, winding=True)
+        state = state._replace(winding=True)
     elif winds:
         led_out = not (is_over or stopping or has_left)
         phase = Phase.REST if led_out or has_left else Phase.OUT
-        state = replace(state, plans=(), winding=False, phase=phase, led_out=led_out)
-    state = replace(state, window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
+        state = state._replace(plans=(), winding=False, phase=phase, led_out=led_out)
+    state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
     do = tuple(do for do in verdict.do if do is Do.COMMIT)
-    return replace(verdict, state=state, do=(*do, Do.LAND))
+    return verdict._replace(state=state, do=(*do, Do.LAND))
 
 
 def _unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:

@@ -9,10 +9,9 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, IntEnum
 from functools import cache
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 from evener.errors import ProtocolError
 from evener.planning.plan import WindowPlan
@@ -31,6 +30,8 @@ CALL: Final = -2
 
 _LARGEST_EXACT: Final = 2**53
 """Whole numbers up to here survive the journey as float64."""
+
+_NUMBERS: Final = (int, bool, float)
 
 _LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2}
 """Where a whole number may be negative."""
@@ -90,8 +91,7 @@ class Drop(IntEnum):
     """Its loop was left by ``break`` after it had announced the window."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """What one rank says in one round.
 
     A row that is not *final* is an announcement: its ``report`` says nothing yet, and it permits
@@ -155,8 +155,8 @@ def encode(row: Row, world_size: int) -> list[float]:
     room = room_of(world_size)
     if len(row.body) > room:
         raise ProtocolError(f"payload of {len(row.body)} numbers, room for {room}")
-    numbers = pack(row)
-    numbers += [float(len(row.body)), *row.body, *[0.0] * (room - len(row.body))]
+    numbers = [*pack(row), *pack(row.report), float(len(row.body)), *row.body]
+    numbers += [0.0] * (room - len(row.body))
     return [*numbers, _checksum(numbers)]
 
 
@@ -175,35 +175,32 @@ def decode(numbers: Sequence[float]) -> Row:
             f"{numbers[-1]:.0f}: it was damaged on the way, or ranks run different versions of "
             "evener"
         )
-    head = _length(Row)
-    length = int(numbers[head])
-    return unpack(Row, numbers[:head], body=tuple(numbers[head + 1 : head + 1 + length]))
+    head, report = len(_layout(Row).scalars), len(_layout(Report).scalars)
+    said, rest = numbers[:head], numbers[head + report :]
+    return unpack(
+        Row,
+        said,
+        report=unpack(Report, numbers[head : head + report]),
+        body=tuple(rest[1 : 1 + int(rest[0])]),
+    )
 
 
 def pack(value: Any) -> list[float]:
-    """The fields of a dataclass as float64; tuples one by one.
+    """The fields of a row, report or plan as float64: single numbers first, then tuples.
 
     Raises:
         ProtocolError: A whole number is too large to travel exactly.
     """
     numbers: list[float] = []
     whole: Any = type(value)
-    for name, kind in _kinds(whole):
+    layout = _layout(whole)
+    for name, kind, _, most in layout.scalars:
         field = getattr(value, name)
-        if kind is float or kind is bool:
-            numbers.append(float(field))
-        elif kind is int:
-            if field > _LARGEST_EXACT:
-                raise ProtocolError(
-                    f"{value} holds a number above 2**53, which float64 cannot carry"
-                )
-            numbers.append(float(field))
-        elif kind is tuple:
-            numbers += map(float, field)
-        elif issubclass(kind, Enum):
-            numbers.append(float(_members(kind).index(field)))
-        else:
-            numbers += pack(field)
+        if kind is int and field > most:
+            raise ProtocolError(f"{value} holds a number above 2**53, which float64 cannot carry")
+        numbers.append(float(field if kind in _NUMBERS else kind.index(field)))
+    for name in layout.tuples:
+        numbers += map(float, getattr(value, name))
     return numbers
 
 
@@ -211,7 +208,8 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
     """Inverse of ``pack``.
 
     Args:
-        kind: The dataclass. All its tuples have one length, which follows from that of ``numbers``.
+        kind: What to make of it. All its tuples have one length, which follows from how many
+            ``numbers`` there are.
         numbers: Its fields.
         **given: Fields that did not travel.
 
@@ -219,70 +217,60 @@ def unpack(kind: type[T], numbers: Sequence[float], **given: Any) -> T:
         ProtocolError: Wrong length, or a number that is not whole or out of range.
     """
     whole: Any = kind
-    tuples = [name for name, of in _kinds(whole) if of is tuple]
-    beyond = len(numbers) - _length(whole)
-    if beyond < 0 or beyond % max(1, len(tuples)) or (beyond and not tuples):
+    layout = _layout(whole)
+    count, num_tuples = len(layout.scalars), len(layout.tuples)
+    size, over = divmod(len(numbers) - count, num_tuples or 1)
+    if size < 0 or over or (size and not num_tuples):
         raise ProtocolError(
             f"an encoded {kind.__name__} of {len(numbers)} numbers was received, it has "
-            f"{_length(whole)}: do all ranks run the same version of evener?"
+            f"{count}: do all ranks run the same version of evener?"
         )
-    values, at = dict(given), 0
-    for name, of in _kinds(whole):
-        length = beyond // len(tuples) if of is tuple else _length(of)
-        values[name] = _value(name, of, numbers[at : at + length])
-        at += length
-    return kind(**values)
+    for (name, of, least, most), number in zip(layout.scalars, numbers, strict=False):
+        if of is float:
+            if number < least or (least == 0 and number != number):
+                raise ProtocolError(f"received report has {name}={number}, which is no duration")
+            given[name] = number
+            continue
+        exact = _whole(name, number, least, most)
+        given[name] = of(exact) if of in _NUMBERS else of[exact]
+    for place, name in enumerate(layout.tuples):
+        part = numbers[count + place * size : count + (place + 1) * size]
+        given[name] = tuple(_whole(name, number, 0, _LARGEST_EXACT) for number in part)
+    return kind(**given)
 
 
-def _value(name: str, kind: Any, numbers: Sequence[float]) -> Any:
-    if kind is tuple:
-        return tuple(_whole(name, number) for number in numbers)
-    if kind is int:
-        return _whole(name, numbers[0])
-    if kind is bool:
-        return numbers[0] > 0
-    if kind is float:
-        if name.endswith("_s") and not numbers[0] >= 0:
-            raise ProtocolError(f"received report has {name}={numbers[0]}, which is no duration")
-        return numbers[0]
-    if not issubclass(kind, Enum):
-        return unpack(kind, numbers)
-    members, index = _members(kind), _whole(name, numbers[0])
-    if index >= len(members):
-        raise ProtocolError(f"received {name} is {index}; known are 0 to {len(members) - 1}")
-    return members[index]
-
-
-def _whole(name: str, value: float) -> int:
-    """Check that a received number is a whole one that float64 carries exactly."""
+def _whole(name: str, value: float, least: float, most: float) -> int:
+    """Check that a received number is a whole one within its range."""
+    if least <= value <= most and value == int(value):
+        return int(value)
     if not math.isfinite(value) or value != math.floor(value):
         raise ProtocolError(f"received field {name!r} is {value}, which is not a whole number")
-    least = _LEAST.get(name, 0)
-    if not least <= value <= _LARGEST_EXACT:
-        raise ProtocolError(f"received field {name!r} is {value:.0f}, outside {least}..2**53")
-    return int(value)
+    raise ProtocolError(f"received field {name!r} is {value:.0f}, outside {least}..{most}")
+
+
+class _Layout(NamedTuple):
+    """How a class travels: single numbers, each with its kind and range, and tuples of some."""
+
+    scalars: tuple[tuple[str, Any, float, float], ...]
+    tuples: tuple[str, ...]
 
 
 @cache
-def _kinds(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields that travel, and their types; a body follows its row."""
-    hints = get_type_hints(kind)
-    of = ((f.name, hints[f.name]) for f in fields(kind) if f.name != "body")
-    return tuple((name, getattr(hint, "__origin__", hint)) for name, hint in of)
-
-
-@cache
-def _length(kind: Any) -> int:
-    """Numbers of a field; without those of tuples."""
-    if not is_dataclass(kind):
-        return 1
-    assert isinstance(kind, type)
-    return sum(0 if of is tuple else _length(of) for _, of in _kinds(kind))
-
-
-@cache
-def _members(kind: Any) -> tuple[Enum, ...]:
-    return tuple(kind)
+def _layout(kind: Any) -> _Layout:
+    scalars: list[tuple[str, Any, float, float]] = []
+    tuples = []
+    for name, hint in get_type_hints(kind).items():
+        if hint is float:
+            scalars.append((name, hint, 0 if name.endswith("_s") else -math.inf, math.inf))
+        elif hint is int:
+            scalars.append((name, hint, _LEAST.get(name, 0), _LARGEST_EXACT))
+        elif hint is bool:
+            scalars.append((name, hint, 0, 1))
+        elif isinstance(hint, type) and issubclass(hint, Enum):
+            scalars.append((name, tuple(hint), 0, len(hint) - 1))
+        elif get_args(hint) == (int, ...):
+            tuples.append(name)
+    return _Layout(tuple(scalars), tuple(tuples))
 
 
 def _checksum(numbers: Sequence[float]) -> float:

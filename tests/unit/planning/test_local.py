@@ -1,7 +1,6 @@
 """Plans of CADENCE windows, and the clock that closes them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -44,7 +43,7 @@ def test_the_first_window_is_a_step_each_and_then_the_slowest_does_the_anchor():
 def test_steps_that_hold_the_first_micro_batch_of_a_size_have_no_vote():
     cadence = policy()
     warm = [
-        replace(report, warmup_steps=1, warmup_samples=8, warmup_busy_s=report.busy_s)
+        report._replace(warmup_steps=1, warmup_samples=8, warmup_busy_s=report.busy_s)
         for report in timed(5000.0, 9000.0)
     ]
     cadence.observe(warm, 0.0)
@@ -52,7 +51,7 @@ def test_steps_that_hold_the_first_micro_batch_of_a_size_have_no_vote():
     cadence.observe(timed(100.0, 300.0), 0.0)
     assert cadence.plan(2, 0, left=9_998, limit=None).steps == (30, 10)
     later = timed(100.0, 300.0, steps=[30, 10])
-    slow = replace(later[1], busy_s=20.0, warmup_steps=1, warmup_samples=5, warmup_busy_s=17.3)
+    slow = later[1]._replace(busy_s=20.0, warmup_steps=1, warmup_samples=5, warmup_busy_s=17.3)
     cadence.observe([later[0], slow], 0.0)
     assert cadence.elche.ms_per_batch == pytest.approx((100.0, 300.0))
 

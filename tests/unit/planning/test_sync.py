@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -245,7 +244,7 @@ def test_the_first_micro_batch_of_a_size_has_no_vote():
     )
     policy.observe([first, timed(16, 0.48)], plan, 0.0)
     assert policy.plan(1, 0, 32, 32).shares == (24, 8)
-    alone = replace(first, samples=8, micro_batches=1, warmup_s=5.08)
+    alone = first._replace(samples=8, micro_batches=1, warmup_s=5.08)
     policy.observe([alone, timed(8, 0.24)], policy.plan(1, 0, 32, 32), 0.0)
     assert policy.plan(2, 0, 64, 32).shares == (24, 8)
     assert policy.rank_to_park(32) is None

@@ -1,8 +1,6 @@
 """What a row promises: an exact journey as numbers, and damage that is refused and named."""
 
-import dataclasses
 import math
-from dataclasses import fields
 from enum import Enum
 
 import pytest
@@ -105,7 +103,7 @@ def local_plan(**changes) -> LocalPlan:
 
 def place_of(field: str) -> int:
     """Where a field of a packed report is."""
-    return [f.name for f in fields(Report)].index(field)
+    return Report._fields.index(field)
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────
@@ -240,8 +238,8 @@ def test_a_plan_of_another_length_is_refused():
 
 def test_a_verdict_that_does_not_exist_is_refused():
     numbers = pack(local_plan())
-    numbers[-1] = 77.0
-    with pytest.raises(ProtocolError, match="verdict is 77"):
+    numbers[6] = 77.0  # single numbers come first
+    with pytest.raises(ProtocolError, match="'verdict' is 77, outside"):
         unpack(LocalPlan, numbers)
 
 
@@ -255,7 +253,8 @@ def test_a_report_survives_the_journey_exactly(report):
     assert all(type(number) is float for number in numbers)
     received = unpack(Report, numbers)
     assert received == report
-    assert dataclasses.astuple(received) == dataclasses.astuple(report)
+    assert received == report
+    assert list(map(type, received)) == list(map(type, report))
     assert type(received.samples) is int
 
 
@@ -294,6 +293,5 @@ def test_a_short_report_is_refused():
 
 
 def test_only_fields_of_known_kinds_travel():
-    for field in fields(Row):
-        value = getattr(Row(purpose=Purpose.PLAN, window=0), field.name)
+    for value in Row(purpose=Purpose.PLAN, window=0):
         assert isinstance(value, int | float | Enum | Report | tuple)
