@@ -55,7 +55,6 @@ class EngineOptions:
     loss_scale: LossScale
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
-    notice: Callable[[str], None]
     habits: Habits
 
 

@@ -60,8 +60,7 @@ class Habits:
     Args:
         flat: Knows the gradients.
         optimizers: Those of ``Ddp.setup``.
-        notice: Tells the user something, on rank 0.
-        warn: Tells the user something about this rank.
+        warn: Tells the user something.
         rank: This rank.
     """
 
@@ -69,13 +68,11 @@ class Habits:
         self,
         flat: FlatBuffers,
         optimizers: Sequence[Optimizer],
-        notice: Callable[[str], None],
         *,
         warn: Callable[[str], None],
         rank: int,
     ) -> None:
         self._flat = flat
-        self._notice = notice
         self._warn = warn
         self._rank = rank
         #: Windows without weight so far; minus infinity once something of this rank has counted.
@@ -170,11 +167,16 @@ class Habits:
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
 
+    def notice(self, text: str) -> None:
+        """Tell the user something about the team: rank 0 says it for all."""
+        if self._rank == 0:
+            self._warn(text)
+
     def tell_once(self, text: str) -> None:
-        """Tell the user something, the first time that it is said."""
+        """Tell the user something about the team, the first time that it is said."""
         if text not in self._told:
             self._told.add(text)
-            self._notice(text)
+            self.notice(text)
 
     def _look_at_loss(self, share: Share, loss: Tensor, weight: float | None) -> None:
         node = loss.grad_fn

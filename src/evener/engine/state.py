@@ -114,16 +114,18 @@ class TrainingState:
                     "made"
                 )
 
+    def own_states(self) -> list[OptimizerState]:
+        """Return the states of the optimizers as they are on this rank."""
+        return [own_state(optimizer) for optimizer in self.optimizers]
+
     def collect(
-        self, optimizers: Sequence[OptimizerState] | None = None
+        self, optimizers: Sequence[OptimizerState]
     ) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
         """Return the state as a document and the tensors that it names, which are no copies.
 
         Args:
-            optimizers: The optimizers' states, where they are not simply those of this rank.
+            optimizers: The optimizers' states, which need not be those of this rank.
         """
-        if optimizers is None:
-            optimizers = [own_state(optimizer) for optimizer in self.optimizers]
         groups: dict[str, Mapping[str, Tensor]] = {
             stem_of(number): tensors for number, (tensors, _) in enumerate(optimizers)
         }
@@ -167,7 +169,7 @@ class TrainingState:
             The ``counters`` of the rank that sends.
         """
         sends = comm.rank == source
-        document, groups = self.collect() if sends else ({}, {})
+        document, groups = self.collect(self.own_states()) if sends else ({}, {})
         index = [
             [group, name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
             for group, tensors in groups.items()

@@ -13,7 +13,7 @@ from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, digest_of, records_of
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.moments import OptimizerState, own_state
+from evener.engine.moments import OptimizerState
 from evener.engine.notices import parked, slow_rank_0
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch
@@ -364,7 +364,7 @@ class SyncEngine(Engine):
             }
         )
         if warning:
-            self.options.notice(warning)
+            self.habits.notice(warning)
 
     def _exchange_s(self, found: Round) -> float:
         """What the exchange of the window before cost: the last one's wait, and moving bytes."""
@@ -530,7 +530,7 @@ class SyncEngine(Engine):
 
     def _warn_of_rank_0(self) -> None:
         if not self._warned_of_rank_0:
-            self.options.notice(slow_rank_0(self.policy.solo_speeds(self._batch_size)))
+            self.habits.notice(slow_rank_0(self.policy.solo_speeds(self._batch_size)))
         self._warned_of_rank_0 = True
 
     def _change(self, found: Round) -> None:
@@ -557,7 +557,7 @@ class SyncEngine(Engine):
         self.state = without(self.state, rank)
         self._use_team()
         self._recall_at = self.window + PARKED_WINDOWS
-        self.options.notice(parked(rank, speeds, PARKED_WINDOWS))
+        self.habits.notice(parked(rank, speeds, PARKED_WINDOWS))
         if self.rank != rank:
             self._exchange_plans(0.0, 0.0)
 
@@ -631,4 +631,4 @@ class SyncEngine(Engine):
 
     def optimizer_states(self) -> list[OptimizerState]:
         """This rank's optimizer states, which are every rank's."""
-        return [own_state(optimizer) for optimizer in self.optimizers]
+        return self.training.own_states()

@@ -255,8 +255,7 @@ class Assembly:
 
     def _make_options(self) -> EngineOptions:
         config, members, own = self._config, self.members, self.members[self.team.rank]
-        notice = warn if own.rank == 0 else _keep_to_oneself
-        self._habits = Habits(self.flat, self.optimizers, notice, warn=warn, rank=own.rank)
+        self._habits = Habits(self.flat, self.optimizers, warn=warn, rank=own.rank)
         kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
@@ -271,7 +270,6 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            notice=notice,
             habits=self._habits,
         )
 
@@ -299,10 +297,6 @@ def _start_alike(model: nn.Module, comm: Communicator) -> None:
     parts = torch.split(whole, [part.numel() for part in packed])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-
-
-def _keep_to_oneself(text: str) -> None:
-    """What rank 0 says is not said again by the others."""
 
 
 def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:

@@ -21,21 +21,18 @@ _OWN_ENTRIES = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
 
-_MODEL: Final = "; build the same model on every rank"
+_MODEL: Final = (
+    "rank {{rank}} trains another model: {} where rank 0 has {{mine}}; build the same model on "
+    "every rank"
+)
 _OPTIMIZERS: Final = "; make the same optimizers on every rank"
 _SCHEDULERS: Final = "; make the same schedulers on every rank"
 _GROUP: Final = "optimizer {0} of rank {rank}, parameter group {1}: "
 
 #: How a difference is told, by the kind of fact. Numbers stand for the fact's place.
 _SAYINGS: Final = {
-    "parameter": "rank {rank} trains another model: its parameter is {theirs} where rank 0 has "
-    "{mine}" + _MODEL,
-    "parameters": "rank {rank} trains another model: {theirs} parameters where rank 0 has {mine}"
-    + _MODEL,
-    "buffer": "rank {rank} trains another model: its buffer is {theirs} where rank 0 has {mine}"
-    + _MODEL,
-    "buffers": "rank {rank} trains another model: {theirs} buffers where rank 0 has {mine}"
-    + _MODEL,
+    "tensor": _MODEL.format("its {0} is {theirs}"),
+    "number of tensors": _MODEL.format("{theirs} {0}s"),
     "option": "rank {rank} trains with {0} {theirs!r}, rank 0 with {mine!r}; give Ddp.setup and "
     "DdpConfig the same options on every rank",
     "schedulers": "rank {rank} schedules learning rates by {theirs}, rank 0 by {mine}"
@@ -50,7 +47,7 @@ _SAYINGS: Final = {
     "setting": "{0} of rank {rank}: {1} is {theirs!r} where rank 0 has {mine!r}" + _SCHEDULERS,
 }
 #: Where a rank has more of these than another, the fact that follows, their number, says so.
-_COUNTED: Final = ("parameter", "buffer", "held")
+_COUNTED: Final = ("tensor", "held")
 
 
 def describe_training(
@@ -67,13 +64,13 @@ def describe_training(
     """
     facts: list[tuple[Any, ...]] = []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for kind, tensors in (
+    for what, tensors in (
         ("parameter", model.named_parameters()),
         ("buffer", model.named_buffers()),
     ):
         shown = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-        facts += [(kind, text, position) for position, text in enumerate(shown)]
-        facts.append((f"{kind}s", str(len(shown))))
+        facts += [("tensor", text, what, position) for position, text in enumerate(shown)]
+        facts.append(("number of tensors", str(len(shown)), what))
     facts.append(("option", policy.value, "policy"))
     facts += [
         ("option", getattr(config, option.name), option.name)
@@ -82,7 +79,7 @@ def describe_training(
     ]
     # Kinds of schedulers first: they leave traces in optimizers, which would be named instead.
     several = scheduler if isinstance(scheduler, Sequence) else [scheduler]
-    schedulers = [_name_and_settings(one) for one in several if one is not None]
+    schedulers = [(_name(one), one) for one in several if one is not None]
     facts.append(("schedulers", ", ".join(name for name, _ in schedulers) or "nothing"))
     facts.append(("optimizers", str(len(optimizers))))
     for number, optimizer in enumerate(optimizers):
@@ -94,7 +91,8 @@ def describe_training(
             held = [names.get(id(parameter), "a foreign one") for parameter in group["params"]]
             facts += [("held", name, number, place, i) for i, name in enumerate(held)]
             facts.append(("number held", str(len(held)), number, place))
-    for number, (name, settings) in enumerate(schedulers):
+    for number, (name, one) in enumerate(schedulers):
+        settings = one.state_dict() if isinstance(one, LRScheduler) else {}
         facts += [("setting", settings[key], name, key, number) for key in sorted(settings)]
     return [[kind, _plain(value), *map(str, place)] for kind, value, *place in facts]
 
@@ -135,11 +133,9 @@ def check_training(trainings: Sequence[Sequence[Sequence[Any]]]) -> None:
                 raise ConfigError(saying.format(*place, rank=rank, mine=mine, theirs=theirs))
 
 
-def _name_and_settings(scheduler: object) -> tuple[str, Mapping[str, Any]]:
-    """A scheduler's kind and settings; of a function, its name."""
-    if isinstance(scheduler, LRScheduler):
-        return type(scheduler).__name__, scheduler.state_dict()
-    return getattr(scheduler, "__qualname__", type(scheduler).__name__), {}
+def _name(scheduler: object) -> str:
+    """A scheduler's kind; of a function, its name."""
+    return getattr(scheduler, "__qualname__", type(scheduler).__name__)
 
 
 def _plain(value: object) -> Any:

@@ -75,7 +75,7 @@ class EventStream:
         self._members = assembly.members
         self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
-        self._has_sinks = self._has_started = False
+        self._has_started = False
         self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: tuple[int, ...] = ()
         self.parked: tuple[int, ...] = ()
@@ -98,7 +98,6 @@ class EventStream:
     def add_sink(self, sink: Sink) -> None:
         """Hand every further event to this sink, too; it is closed with the others."""
         self._sinks.add(sink)
-        self._has_sinks = self._active
 
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
         """Hand the events of a user's loop to these.
@@ -114,18 +113,17 @@ class EventStream:
 
     def emit(self, event: Mapping[str, Any]) -> None:
         """Hand an event to every sink; before the first one, that of the start."""
-        if self._has_sinks:
+        if self._active:
             self._tell_start()
             self._sinks.emit(event)
 
     def start(self, **facts: Unpack[RunFacts]) -> None:
         """Tell who is there and what will be done; at a resume, first which events are void."""
-        self.learn(**facts)
-        self.learn(t=time.time(), window=self._engine.window)
+        self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
         self._tell_start()
 
     def _tell_start(self) -> None:
-        if self._has_started or not self._has_sinks:
+        if self._has_started or not self._active:
             return
         self._has_started, facts, members = True, self._facts, self._members
         place = {"t": facts["t"], "window": facts["window"]}
@@ -140,7 +138,6 @@ class EventStream:
             )
         )
         for m in members:
-            device = f"{m.device} ({m.device_name})"
             self.emit(
                 worker_started_event(
                     t=place["t"],
@@ -148,7 +145,7 @@ class EventStream:
                     member=m.member,
                     pid=m.pid,
                     host=m.host,
-                    device=device,
+                    device=f"{m.device} ({m.device_name})",
                 )
             )
 
@@ -168,8 +165,8 @@ class EventStream:
         if planned != self._shares:
             self._shares = planned
             self.emit(plan_event(start=result.start, size=result.size, shares=shares, **place))
-        active = self._engine.team
-        self.parked = tuple(sorted(active.parked))
+        team = self._engine.team
+        self.parked = tuple(sorted(team.parked))
         event = window_event(
             committed=result.ranges or [result.committed],
             ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
@@ -250,7 +247,6 @@ class EventStream:
 
     def close(self) -> None:
         """Close all sinks; idempotent."""
-        self._has_sinks = False
         self._sinks.close()
 
 

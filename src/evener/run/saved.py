@@ -26,10 +26,8 @@ def check_weights(path: Path, saved: Mapping[str, Tensor], model: nn.Module) -> 
         CheckpointError: The weights in ``path`` cannot be those of any training of this model.
     """
     for name, own in model.state_dict().items():
-        other = saved.get(name)
-        if other is None or other.shape != own.shape:
-            continue  # of another model, perhaps: see ``check_model``
-        if _kind(other) != _kind(own):
+        other = saved.get(name, own)  # what is of another model, perhaps: see ``check_model``
+        if other.shape == own.shape and _kind(other) != _kind(own):
             raise CheckpointError(
                 f"{path / 'model.safetensors'} is damaged: {name!r} is of "
                 f"{other.dtype}, which does not go into {own.dtype}; resume from an older "
@@ -139,14 +137,11 @@ def check_alike(saved: Any, own: Any, place: str) -> None:
 def _is_of_kind(saved: Any, own: Any) -> bool:
     if own is None:
         return True
-    if isinstance(own, Mapping):
-        return isinstance(saved, Mapping)
-    if isinstance(own, tuple):  # such as betas: as many numbers as the optimizer unpacks
-        return isinstance(saved, list | tuple) and len(saved) == len(own)
-    if isinstance(own, list):
-        return isinstance(saved, list | tuple)
-    if isinstance(own, bool | str):
-        return isinstance(saved, type(own))
+    if isinstance(own, tuple) and isinstance(saved, list | tuple):
+        return len(saved) == len(own)  # such as betas: as many numbers as the optimizer unpacks
+    for kind in (Mapping, list | tuple, bool, str):
+        if isinstance(own, kind):
+            return isinstance(saved, kind)
     if isinstance(own, int | float):
         number = saved.item() if isinstance(saved, Tensor) and saved.numel() == 1 else saved
         is_number = isinstance(number, int | float) and not isinstance(number, bool)

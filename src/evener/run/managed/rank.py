@@ -57,13 +57,18 @@ class ManagedRank:
     ) -> None:
         self.job = job
         torch.manual_seed(job.seed)
-        self.model = _made("model_fn", job.model_fn(choose_device(job.devices, environment)))
+        self.model = job.model_fn(choose_device(job.devices, environment))
+        _check("model_fn", self.model, isinstance(self.model, nn.Module), "a torch.nn.Module")
         optimizer = job.optim_fn(list(self.model.parameters()))
         _check_optimizer(optimizer)
+        scheduler = None
+        if job.scheduler is not None:
+            scheduler = job.scheduler(optimizer)
+            _check_scheduler(scheduler)
         self.ddp = Ddp.setup(
             self.model,
             optimizer,
-            None if job.scheduler is None else _made_scheduler(job.scheduler(optimizer)),
+            scheduler,
             policy=job.policy,
             backend=job.backend,
             devices=job.devices,
@@ -247,38 +252,34 @@ class _Movable(Protocol):
     def to(self, device: torch.device) -> Any: ...
 
 
-def _made(name: str, model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{name} returned {model!r}, a {type(model).__name__}; return a torch.nn.Module"
-        )
-    return model
-
-
 def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, Optimizer):
-        return
-    if isinstance(optimizer, Sequence) and all(isinstance(o, Optimizer) for o in optimizer):
-        return
-    raise ConfigError(
-        f"optim_fn returned {optimizer!r}, a {type(optimizer).__name__}; return a torch.optim "
-        "optimizer over the parameters that it is given, or a list of optimizers"
+    each = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    _check(
+        "optim_fn",
+        optimizer,
+        all(isinstance(one, Optimizer) for one in each),
+        "a torch.optim optimizer over the parameters that it is given, or a list of optimizers",
     )
 
 
-def _made_scheduler(scheduler: Any) -> Any:
+def _check_scheduler(scheduler: Any) -> None:
     each = scheduler if isinstance(scheduler, Sequence) else [scheduler]
     if any(isinstance(s, ReduceLROnPlateau) for s in each):
         raise ConfigError(
             "scheduler returned a ReduceLROnPlateau, which follows a metric; a managed run steps "
             "its schedulers once per optimizer step: return another one, or use Ddp.setup"
         )
-    if not all(isinstance(s, LRScheduler) or callable(s) for s in each):
-        raise ConfigError(
-            f"scheduler returned {scheduler!r}, a {type(scheduler).__name__}; return a torch "
-            "scheduler of the optimizer that it is given, or a list of them"
-        )
-    return scheduler
+    _check(
+        "scheduler",
+        scheduler,
+        all(isinstance(s, LRScheduler) or callable(s) for s in each),
+        "a torch scheduler of the optimizer that it is given, or a list of them",
+    )
+
+
+def _check(name: str, value: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
 
 
 def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:

@@ -642,7 +642,7 @@ def test_a_slow_rank_0_is_named_once() -> None:
         told: list[str] = []
         with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
             engine = ddp.assembly.engine
-            engine.options.notice = told.append
+            engine.habits.notice = told.append  # type: ignore[method-assign]
             engine.policy.rank_to_park = lambda batch_size: 0  # type: ignore[method-assign]
             go_through(ddp, ddp.loader(Numbered(), batch_size=8))
         return told

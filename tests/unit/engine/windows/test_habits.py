@@ -60,12 +60,7 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     from evener.engine import habits
 
-    original = habits.Habits.__init__
-
-    def listening(self: Any, flat: Any, optimizers: Any, notice: Any, **options: Any) -> None:
-        original(self, flat, optimizers, said.append, **options)
-
-    monkeypatch.setattr(habits.Habits, "__init__", listening)
+    monkeypatch.setattr(habits.Habits, "notice", lambda self, text: said.append(text))
     return said
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from evener.engine.team import Member
 from evener.run.team.hardware import hardware_summary
+from evener.run.team.members import Member
 
 
 def device(kind: str, name: str, gb: float, **more) -> Member:
