@@ -24,6 +24,7 @@ from evener.protocol.row import (
     pack,
     room_of,
     unpack,
+    unpack_plan,
 )
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
@@ -219,7 +220,7 @@ def test_damage_is_named(place, value, message):
     numbers = pack(window_plan((2, 2)))
     numbers[place] = value
     with pytest.raises(ProtocolError, match=message):
-        unpack(WindowPlan, numbers)
+        unpack_plan(numbers)
 
 
 @pytest.mark.parametrize("changes", [{"steps": (4, -2)}, {"window_s": 0.0}, {"most": (1,)}])

@@ -145,14 +145,14 @@ def test_unlike_optimizers_are_an_error_that_names_both_ranks() -> None:
 
 def test_a_rank_without_a_share_has_no_say_in_which_optimizer_is_stepped() -> None:
     plan = replace(FIRST, shares=(0, 4))
-    said = row(part=1, report=replace(TWO, samples=4))
+    said = row(part=1, report=TWO._replace(samples=4))
     found = both(working(plans=(plan, SECOND)), row(Purpose.IDLE, report=NOTHING), said)
     assert found.do == (Do.COMMIT, Do.TURN)
     assert found.part == 1
 
 
 def test_a_window_without_weight_is_left_out() -> None:
-    nothing = replace(TWO, weight=0.0, loss_sum=0.0)
+    nothing = TWO._replace(weight=0.0, loss_sum=0.0)
     found = both(working(), row(body=THIRD, report=nothing), row(report=nothing))
     assert found.do == (Do.COMMIT, Do.APPLY)
     assert found.skip
@@ -160,7 +160,7 @@ def test_a_window_without_weight_is_left_out() -> None:
 
 
 def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
-    bad = replace(TWO, non_finite=LOSS)
+    bad = TWO._replace(non_finite=LOSS)
     found = both(working(turns=2), row(), row(report=bad))
     assert found.culprit == 1
     assert found.do == (Do.COMMIT, Do.RESTORE)
@@ -176,14 +176,14 @@ def test_what_is_not_finite_stops_all_ranks_or_is_left_out_on_all() -> None:
 
 
 def test_samples_that_differ_from_the_plan_are_an_error() -> None:
-    found = both(working(), row(), row(report=replace(TWO, samples=3)))
+    found = both(working(), row(), row(report=TWO._replace(samples=3)))
     assert isinstance(found.error, ProtocolError)
     assert "rank 1 computed 3 samples of window 3, planned were 2" in str(found.error)
     assert found.do == (Do.COMMIT,)
 
 
 def test_a_bad_weight_is_an_error_after_the_commit() -> None:
-    found = both(working(), row(), row(report=replace(TWO, weight=-1.0)))
+    found = both(working(), row(), row(report=TWO._replace(weight=-1.0)))
     assert isinstance(found.error, UsageError)
     assert found.do == (Do.COMMIT,)
 
@@ -241,7 +241,7 @@ def test_a_break_of_all_that_work_leads_idle_ranks_out(members: tuple[int, ...])
     assert found.do == (Do.COMMIT, Do.DROP, *parked)
     assert found.state.led_out
     assert found.state.phase is Phase.OUT
-    gone = replace(idle, me=1, phase=Phase.REST)
+    gone = idle._replace(me=1, phase=Phase.REST)
     assert not judge(gone, {rank: rows[rank] for rank in members}).state.led_out
 
 
@@ -398,7 +398,7 @@ def test_who_has_an_exchange_in_flight_lands_it_before_all_rest() -> None:
 
 
 def stepped(steps: int = 2, **given: Any) -> Row:
-    return row(report=replace(TWO, steps=steps), **given)
+    return row(report=TWO._replace(steps=steps), **given)
 
 
 def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Verdict:
@@ -428,7 +428,7 @@ def test_a_window_in_which_nobody_stepped_is_no_window() -> None:
 
 
 def test_what_is_not_finite_ends_the_epoch_of_local_steps() -> None:
-    bad = row(report=replace(TWO, steps=2, non_finite=LOSS))
+    bad = row(report=TWO._replace(steps=2, non_finite=LOSS))
     found = both(flying(), stepped(), bad)
     assert found.culprit == 1
     assert found.do == (Do.COMMIT, Do.RESTORE)
@@ -441,7 +441,7 @@ def test_a_stop_winds_the_epoch_down_by_one_more_window() -> None:
     assert state.stopping
     assert state.winding
     assert state.plans == (plan,)
-    last = replace(state, flight=plan, plans=(plan,))
+    last = state._replace(flight=plan, plans=(plan,))
     rows = (stepped(window=4, stop=True), stepped(window=4, stop=True))
     state = landed(last, *rows).state
     assert (state.winding, state.plans, state.phase) == (False, (), Phase.OUT)
@@ -456,12 +456,12 @@ def test_a_break_winds_the_epoch_down_and_leads_others_out_of_it() -> None:
     gone = landed(flying(1, phase=Phase.REST), stepped(), stepped(left=True), plan=plan).state
     assert gone.phase is Phase.REST
     rows = stepped(window=4), stepped(**left)
-    state = landed(replace(inside, flight=plan), *rows, plan=further).state
+    state = landed(inside._replace(flight=plan), *rows, plan=further).state
     assert (state.phase, state.led_out, state.plans) == (Phase.REST, True, ())
-    state = landed(replace(gone, flight=plan), *rows, plan=further).state
+    state = landed(gone._replace(flight=plan), *rows, plan=further).state
     assert (state.phase, state.led_out, state.plans) == (Phase.REST, False, ())
     # Where the epoch was over anyway, nobody is led out of it.
-    state = landed(replace(inside, flight=plan), *rows).state
+    state = landed(inside._replace(flight=plan), *rows).state
     assert (state.phase, state.led_out) == (Phase.OUT, False)
 
 
@@ -507,9 +507,9 @@ def test_a_call_finds_parked_ranks_where_they_are() -> None:
     away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1, own=row())
     found = answer(away, door(Said.STAY))
     assert (found.said, found.source) == (Said.STAY, 1)
-    assert found.state == replace(away, own=None)
+    assert found.state == away._replace(own=None)
     rows = door(Said.STAY)
-    rows[0] = replace(rows[0], stop=True)
+    rows[0] = rows[0]._replace(stop=True)
     assert answer(away, rows).state.stopping
 
 
@@ -519,7 +519,7 @@ def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
     state = answer(away, door(said)).state
     assert (state.generation, state.members, state.window) == (2, (0, 1, 2), 9)
     assert (state.plans, state.phase, state.led_out) == ((), Phase.OUT, said is Said.LEFT)
-    caller = replace(away, me=1, phase=Phase.REST, window=9, led_out=False)
+    caller = away._replace(me=1, phase=Phase.REST, window=9, led_out=False)
     state = answer(caller, door(said)).state
     assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)
     assert not state.led_out
@@ -529,12 +529,12 @@ def test_only_calls_are_heard_at_the_door() -> None:
     away = working(world_size=3, members=(1, 2), phase=Phase.AWAY, generation=1)
     calling = door(Said.GO_ON)
     for other in (
-        replace(calling[2], purpose=Purpose.SAVE),
-        replace(calling[2], window=10),
-        replace(calling[2], generation=2),
+        calling[2]._replace(purpose=Purpose.SAVE),
+        calling[2]._replace(window=10),
+        calling[2]._replace(generation=2),
     ):
         with pytest.raises(CollectiveMismatchError):
             answer(away, calling | {2: other})
-    saving = replace(calling[1], purpose=Purpose.SAVE)
+    saving = calling[1]._replace(purpose=Purpose.SAVE)
     with pytest.raises(CollectiveMismatchError):
         answer(away, calling | {1: saving, 2: saving})
