@@ -8,7 +8,7 @@ was away receives it with the flat buffers.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,27 @@ from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.moments import OptimizerState, own_state
-from evener.engine.registry import REGISTERED, Registry
 from evener.engine.schedule import Schedule
-from evener.errors import UsageError
+from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.parsing import Fields
+
+#: What a saved state calls the states of registered objects, and the group of their tensors.
+REGISTERED: Final = "registered"
 
 #: Tensors by group and name.
 Groups = Mapping[str, Mapping[str, Tensor]]
+
+
+class Stateful(Protocol):
+    """Anything with ``state_dict`` and ``load_state_dict``."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Takes a state over."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,6 @@ class TrainingState:
         buffers: Keeps the model's buffers equal.
         optimizers: Those that step the parameters.
         schedule: Their learning rates.
-        registry: Objects of the user whose state belongs to the run's.
     """
 
     def __init__(
@@ -96,7 +109,25 @@ class TrainingState:
         self.buffers = buffers
         self.optimizers = optimizers
         self.schedule = schedule
-        self.registry = Registry()
+        #: Objects of the user, by name, in the order in which they were registered.
+        self._registered: dict[str, Stateful] = {}
+        #: Restored states whose objects have not been registered yet.
+        self._waiting: dict[str, Any] = {}
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Add an object whose state belongs to the run's; restore it where its state is waiting.
+
+        Raises:
+            ConfigError: The name is taken or impossible.
+        """
+        if not name or name in self._registered:
+            raise ConfigError(
+                f"{name!r} cannot be registered: a name is not empty and used once; registered are "
+                f"{sorted(self._registered)}"
+            )
+        self._registered[name] = stateful
+        if name in self._waiting:
+            stateful.load_state_dict(self._waiting.pop(name))
 
     def check_identity(self) -> None:
         """The model must hold the parameters that are averaged and stepped, not others instead.
@@ -129,9 +160,13 @@ class TrainingState:
         groups: dict[str, Mapping[str, Tensor]] = {
             stem_of(number): tensors for number, (tensors, _) in enumerate(optimizers)
         }
-        registered, tensors = self.registry.collect()
-        if tensors:
-            groups[REGISTERED] = tensors
+        registered_tensors: dict[str, Tensor] = {}
+        registered = {
+            name: encode(dict(one.state_dict()), path=name, tensors=registered_tensors)
+            for name, one in self._registered.items()
+        }
+        if registered_tensors:
+            groups[REGISTERED] = registered_tensors
         document = {
             "schedule": self.schedule.state_dict(),
             "optimizers": [document for _, document in optimizers],
@@ -143,13 +178,34 @@ class TrainingState:
         """Take a state over, which fits.
 
         Raises:
-            CheckpointError: A registered object refuses its state.
+            CheckpointError: The state of a registered object is missing or refused.
         """
         # What may be refused comes first: the code of registered objects is the user's.
-        self.registry.restore(content.registered)
+        self._waiting = self._restore_registered(content.registered)
         self.schedule.load_state_dict(content.schedule)
         for optimizer, state in zip(self.optimizers, content.optimizers, strict=True):
             optimizer.load_state_dict(state)
+
+    def _restore_registered(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Hand out states; return those of objects that are not registered yet."""
+        waiting = dict(states)
+        for name in self._registered:
+            if name not in waiting:
+                raise CheckpointError(
+                    f"the checkpoint holds no state of {name!r}, which is registered; it holds "
+                    f"{sorted(map(str, states))}: register it after ddp.load, or resume with "
+                    "another one"
+                )
+        for name, one in self._registered.items():
+            try:
+                one.load_state_dict(waiting.pop(name))
+            except Exception as error:
+                raise CheckpointError(
+                    f"the checkpoint's state of {name!r} is refused by its load_state_dict "
+                    f"({error!r}): resume with the object that it was written from, or from an "
+                    "older checkpoint"
+                ) from error
+        return waiting
 
     @torch.no_grad()
     def send(
@@ -187,12 +243,11 @@ class TrainingState:
                 buffer.copy_(whole)
         arrived: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype, kind in note["index"]:
+            device = "cpu" if kind == "cpu" else self.flat.groups[0].data.device
+            number = getattr(torch, dtype.removeprefix("torch."))
+            tensor = torch.empty(shape, dtype=number, device=device)
             if sends:
-                tensor = groups[group][name].contiguous()
-            else:
-                device = torch.device("cpu") if kind == "cpu" else self.flat.groups[0].data.device
-                number = getattr(torch, dtype.removeprefix("torch."))
-                tensor = torch.empty(shape, dtype=number, device=device)
+                tensor.copy_(groups[group][name])
             comm.broadcast(tensor, source, what="optimizer state of a recall")
             if receives:
                 arrived.setdefault(group, {})[name] = tensor

@@ -127,7 +127,8 @@ class Assembly:
             self.state = TrainingState(
                 self.model, self.flat, self.buffers, optimizers, Schedule(optimizers, scheduler)
             )
-            self.engine = self._make_engine(chosen)
+            self.engine = self._make_engine()
+            self._habits = self.engine.habits
         except BaseException:
             self.comm.close()
             raise
@@ -212,17 +213,17 @@ class Assembly:
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
-    def _make_engine(self, policy: ApplyPolicy) -> Engine:
+    def _make_engine(self) -> Engine:
         """The engine of a policy; all ranks call it together."""
         team, options = self.team, self._make_options()
         speeds = self._config.hinted_speeds(team.world_size)
         engine: Engine
-        if policy is ApplyPolicy.SYNC:
+        if self.apply_policy is ApplyPolicy.SYNC:
             planner = self._plan_shares(speeds, options.avoid_ones)
             engine = SyncEngine(team, planner, self.state, options)
         else:
             background = None
-            if policy is ApplyPolicy.ASYNC and team.world_size > 1:
+            if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
                 comm = self.comm.split(range(team.world_size), name="background")
                 assert comm is not None
                 background = Team(comm)
@@ -255,7 +256,6 @@ class Assembly:
 
     def _make_options(self) -> EngineOptions:
         config, members, own = self._config, self.members, self.members[self.team.rank]
-        self._habits = Habits(self.flat, self.optimizers, warn=warn, rank=own.rank)
         kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
@@ -270,7 +270,7 @@ class Assembly:
                 own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
             ),
             stop_requested=config.stop_when,
-            habits=self._habits,
+            habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
         )
 
 

@@ -14,7 +14,7 @@ from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
 from evener.engine.local import LocalEngine
-from evener.engine.registry import Stateful
+from evener.engine.state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.protocol.row import Purpose
 from evener.run.assembly import Assembly
@@ -241,7 +241,7 @@ class DataSide:
             ConfigError: The name is taken or impossible.
         """
         state = self.assembly.state
-        state.registry.add(name, stateful)
+        state.register(name, stateful)
 
     def save(self, path: str | Path) -> None:
         """Writes a checkpoint of the whole team to ``path``; all ranks call it together.

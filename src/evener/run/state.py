@@ -26,9 +26,8 @@ from evener.checkpoint import (
     open_checkpoint,
 )
 from evener.data.cursor import Cursor
-from evener.engine.registry import REGISTERED
 from evener.engine.results import Progress
-from evener.engine.state import TrainingContent, stem_of, unpack
+from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.parsing import Fields
 from evener.run.assembly import Assembly

@@ -67,8 +67,8 @@ def test_ranks_that_were_away_take_over_all_that_another_holds(source: int) -> N
                 optimizer.step()
             scheduler.step()
         state = TrainingState(model, flat, BufferAverager(model, comm), optimizers, schedule)
-        state.registry.add("counter", counter)
-        state.registry.add("average", average)
+        state.register("counter", counter)
+        state.register("average", average)
         counters = {"rank": comm.rank, "least": float("-inf"), "place": (1, None)}
         receives = comm.rank != source
         found = state.send(comm, counters, source=source, receives=receives)
