@@ -1,8 +1,6 @@
 """What runs the windows of one rank, whatever the policy: rounds of rows, verdicts carried out."""
 
-import struct
 import time
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -167,6 +165,11 @@ class Engine(ABC):
         """What ``max_steps`` counts: optimizer steps of the team, those left out included."""
 
     @property
+    @abstractmethod
+    def parts_of_batch(self) -> int:
+        """On how many ranks the samples of one optimizer step are."""
+
+    @property
     def window(self) -> int:
         """Number of the window that is being computed."""
         return self.progress.window
@@ -195,6 +198,11 @@ class Engine(ABC):
     def is_working(self) -> bool:
         """Whether there is a window to compute."""
         return self.state.is_working
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this rank is in a training loop, of a loader or of its own."""
+        return self.in_epoch or self.share.in_micro_batch
 
     @property
     def was_led_out(self) -> bool:
@@ -617,12 +625,6 @@ def records_of(reports: Sequence[Report]) -> tuple[RankRecord, ...]:
         )
         for report in reports
     )
-
-
-def digest_of(rates: Iterable[float]) -> float:
-    """32 bits that tell learning rates apart; exact in float64."""
-    numbers = tuple(rates)
-    return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
 
 
 def needs_plans() -> UsageError:

@@ -24,7 +24,6 @@ from evener.engine.engine import (
     EngineOptions,
     Round,
     Work,
-    digest_of,
     needs_plans,
 )
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
@@ -42,7 +41,7 @@ from evener.planning.local import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Do, State, judge, land
-from evener.protocol.row import Purpose, Row, pack
+from evener.protocol.row import Purpose, Row, checksum, pack
 from evener.protocol.wording import DATA_LENGTH
 
 #: Batches of the queue that are being fetched while one is computed.
@@ -126,6 +125,11 @@ class LocalEngine(Engine):
     def turns(self) -> int:
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
+
+    @property
+    def parts_of_batch(self) -> int:
+        """A local step is one rank's own."""
+        return 1
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
@@ -277,7 +281,7 @@ class LocalEngine(Engine):
         said = self.state.say(
             Purpose.WINDOW,
             stop=self.wants_stop() or self.stopping,
-            rates=digest_of(rate for group in self._schedule.agreed_rates for rate in group),
+            rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(
                 non_finite=work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS),
                 buffers_changed=taken.changed,

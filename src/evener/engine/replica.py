@@ -52,12 +52,6 @@ class Replica:
         self.parameters = ParameterAverager(flat)
         self.buffers = buffers
         self._check = check
-        self._num_shown = 0
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the model shows the consensus now, as in a commit."""
-        return self._num_shown > 0
 
     def verify(self, comm: Communicator, window: int) -> None:
         """Compares the ranks' consensus where that is due; all ranks call it together.
@@ -143,9 +137,5 @@ class Replica:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Shows the consensus in the model for the length of the block."""
-        self._num_shown += 1
-        try:
-            with self.parameters.shown(), self.buffers.consensus():
-                yield
-        finally:
-            self._num_shown -= 1
+        with self.parameters.shown(), self.buffers.consensus():
+            yield

@@ -64,7 +64,6 @@ class Share:
         in_micro_batch: Whether a micro-batch was handed out and not yet ended.
         open_samples: Samples of the micro-batch that is being computed; 0 outside of one.
         turns: How often an optimizer has been stepped alone.
-        dropped: The rest of the share goes through for nothing, as its window was abandoned.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Share:
         self.samples = self.micro_batches = self.turns = self.open_samples = 0
         self.warmup_samples = self.warmup_micro_batches = 0
         self.compute_s = self.warmup_s = 0.0
-        self.in_micro_batch = self.dropped = False
+        self.in_micro_batch = False
         self._planned = planned
         self._scale = scale
         self._slowdown = slowdown
@@ -207,10 +206,6 @@ class Share:
                 "ddp.step()"
             )
         self.turns += 1
-
-    def drop(self) -> None:
-        """Let the rest of the share go through for nothing, as its window was abandoned."""
-        self.dropped = True
 
     def pause(self) -> None:
         """Stop the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""

@@ -11,7 +11,7 @@ from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
-from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, digest_of, records_of
+from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, records_of
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
 from evener.engine.notices import parked, slow_rank_0
@@ -26,7 +26,7 @@ from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Answer, Said, answer, without
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, pack
+from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, checksum, pack
 from evener.protocol.wording import DATA_LENGTH
 
 #: The rank that writes events and checkpoints; it is not parked, people are told instead.
@@ -102,6 +102,11 @@ class SyncEngine(Engine):
     def turns(self) -> int:
         """Windows: each is an optimizer step, or one left out."""
         return self.progress.window
+
+    @property
+    def parts_of_batch(self) -> int:
+        """All ranks have their share."""
+        return self.world_size
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
@@ -273,7 +278,7 @@ class SyncEngine(Engine):
             drop=drop,
             change=self._wish,
             trainable=len(self.flat.parameters),
-            rates=digest_of(float(g["lr"]) for o in self.optimizers for g in o.param_groups),
+            rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             may_skip=self._skips or may_shrink,
             report=self._report(part),
             body=self._draft or (),

@@ -33,7 +33,7 @@ _LARGEST_EXACT: Final = 2**53
 
 _NUMBERS: Final = (int, bool, float)
 
-_LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2}
+_LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "round": -1}
 """Where a whole number may be negative."""
 
 
@@ -157,7 +157,7 @@ def encode(row: Row, world_size: int) -> list[float]:
         raise ProtocolError(f"payload of {len(row.body)} numbers, room for {room}")
     numbers = [*pack(row), *pack(row.report), float(len(row.body)), *row.body]
     numbers += [0.0] * (room - len(row.body))
-    return [*numbers, _checksum(numbers)]
+    return [*numbers, checksum(numbers)]
 
 
 def decode(numbers: Sequence[float]) -> Row:
@@ -169,7 +169,7 @@ def decode(numbers: Sequence[float]) -> Row:
     Raises:
         ProtocolError: The row is damaged, or a number is out of range.
     """
-    if numbers[-1] != _checksum(numbers[:-1]):
+    if numbers[-1] != checksum(numbers[:-1]):
         raise ProtocolError(
             f"a received row of {len(numbers)} numbers does not match its checksum "
             f"{numbers[-1]:.0f}: it was damaged on the way, or ranks run different versions of "
@@ -273,8 +273,8 @@ def _layout(kind: Any) -> _Layout:
     return _Layout(tuple(scalars), tuple(tuples))
 
 
-def _checksum(numbers: Sequence[float]) -> float:
-    """CRC-32 of the numbers as little-endian float64; below 2**32, so float64 carries it."""
+def checksum(numbers: Sequence[float]) -> float:
+    """CRC-32 of numbers as little-endian float64; below 2**32, so float64 carries it."""
     return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
 
 

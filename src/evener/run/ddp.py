@@ -200,7 +200,7 @@ class Ddp(DataSide):
         refuse_number(loss)
         engine = self._engine
         habits, share = engine.habits, engine.share
-        if not (share.in_micro_batch or engine.in_epoch):
+        if not engine.is_training:
             share = self._start_unplanned()
         habits.before_backward(share, loss, weight)
         if optimizer is None:

@@ -13,7 +13,6 @@ from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Collate, Given, is_stream, read
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, stream_of
-from evener.engine.local import LocalEngine
 from evener.engine.state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.protocol.row import Purpose
@@ -311,8 +310,7 @@ class DataSide:
         if given == "share" or self.assembly.takes_turns:
             return batch_size
         engine = self._engine
-        parts = 1 if isinstance(engine, LocalEngine) else engine.world_size
-        equal = -(-min(batch_size, num_samples) // parts)
+        equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
         least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
         return max(equal, min(batch_size, least))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from evener.engine.engine import Engine
 from evener.errors import CollectiveMismatchError, UsageError
 from evener.planning.rounds import Round
-from evener.protocol.row import Purpose, room_of
+from evener.protocol.row import Purpose, pack, room_of, unpack
 
 T = TypeVar("T")
 #: A round of an evaluation, and how often a rank has called ``gather`` in it before.
@@ -24,7 +24,7 @@ _DTYPES = (
     *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
 )
 _OUTSIDE = -1  # the round of a call outside of any evaluation
-_HEAD = 5  # numbers of an offer before its shape
+_HEAD = 4  # numbers of an offer before its shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,23 @@ class _Offer:
     """What a rank brings to an exchange of rows.
 
     Attributes:
-        place: Where the rank is.
+        round: Where the rank is; -1 outside of any evaluation.
+        turn: How often it has called ``gather`` in this round before.
         on_device: Whether its rows lie on an accelerator.
         dtype: Number of the dtype in ``_DTYPES``.
         shape: Of its rows; empty where it brings none, as it has come to the end of the loop.
     """
 
-    place: Place
-    on_device: bool
-    dtype: int
-    shape: tuple[int, ...]
+    round: int
+    turn: int
+    on_device: bool = False
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
 
-    @staticmethod
-    def encode(place: Place, rows: Tensor | None) -> list[int]:
-        if rows is None:
-            return [*place, False, 0, 0]
-        on_device = rows.device.type != "cpu"
-        return [*place, on_device, _DTYPES.index(rows.dtype), rows.dim(), *rows.shape]
-
-    @classmethod
-    def decode(cls, numbers: Sequence[float]) -> Self:
-        round_, turn, on_device, dtype, dimensions, *shape = map(int, numbers)
-        return cls((round_, turn), bool(on_device), dtype, tuple(shape[:dimensions]))
+    @property
+    def place(self) -> Place:
+        """Where the rank is."""
+        return self.round, self.turn
 
     @property
     def kind(self) -> tuple[int, tuple[int, ...]]:
@@ -65,10 +60,9 @@ class _Offer:
             return "has come to the end of the evaluation's loop"
         sizes = ", ".join(str(size) for size in ("*", *self.shape[1:]))
         rows = f"rows of shape ({sizes}) and dtype {_DTYPES[self.dtype]}"
-        round_, turn = self.place
-        if round_ == _OUTSIDE:
+        if self.round == _OUTSIDE:
             return f"gathers {rows} outside of an evaluation's loop"
-        return f"gathers {rows} as number {turn + 1} of round {round_}"
+        return f"gathers {rows} as number {self.turn + 1} of round {self.round}"
 
 
 @final
@@ -123,10 +117,14 @@ class EvaluationPass:
 
     def _meet(self, place: Place, rows: Tensor | None) -> None:
         """Exchange rows with the others until they have come to this place, too."""
+        own = _Offer(*place)
+        if rows is not None:
+            on_device = rows.device.type != "cpu"
+            own = _Offer(*place, on_device, _DTYPES.index(rows.dtype), tuple(rows.shape))
         front = None
         while front != place:
-            told = self._engine.ask(Purpose.GATHER, _Offer.encode(place, rows))
-            offers = [_Offer.decode(numbers) for numbers in told.values()]
+            told = self._engine.ask(Purpose.GATHER, pack(own))
+            offers = [unpack(_Offer, numbers) for numbers in told.values()]
             front = min(offer.place for offer in offers)
             if not self._fits(front, offers):
                 said = "; ".join(f"rank {r} {o}" for r, o in zip(told, offers, strict=True))
@@ -185,7 +183,7 @@ class Gatherer:
 
     def evaluate(self, rounds: Sequence[Round]) -> Iterator[None]:
         """Go through an evaluation; see ``EvaluationPass.go_through``."""
-        current = EvaluationPass(self._engine, rounds, in_training=_is_training(self._engine))
+        current = EvaluationPass(self._engine, rounds, in_training=self._engine.is_training)
         self._passes.append(current)
         try:
             yield from current.go_through()
@@ -196,7 +194,7 @@ class Gatherer:
         """See ``Ddp.gather``."""
         # An iterator that a script holds on to keeps its pass open after the evaluation.
         allowed = self._passes[-1].in_training or self._engine.committing
-        if _is_training(self._engine) and not allowed:
+        if self._engine.is_training and not allowed:
             raise UsageError(
                 "ddp.gather inside a training loop, which ranks go round a different number of "
                 "times; gather in the loop of ddp.eval_loader, or average a number with "
@@ -224,7 +222,3 @@ class Gatherer:
                 f"{room} dimensions: convert it, by .to_dense(), .float() or .flatten(1)"
             )
         return self._passes[-1].gather(leaf.detach().reshape(leaf.shape or (1,)))
-
-
-def _is_training(engine: Engine) -> bool:
-    return engine.in_epoch or engine.share.in_micro_batch

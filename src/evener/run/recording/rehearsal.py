@@ -11,6 +11,7 @@ import torch
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
 from evener.engine.loaders.planned import split
+from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
 from evener.planning.apportion import apportion
 from evener.protocol.row import Purpose
@@ -127,18 +128,17 @@ class Rehearsal:
                 total += row[0]
         scale = engine.share.scale_of()
         averager = self._alone if alone else self._together
-        slowdown = engine.options.slowdown
-        slow_start = slowdown.start()
+        watch = Stopwatch(engine.slowdown)
         averager.gather()
         averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
         if not alone:  # an exchange takes no longer on a slow device
-            slow_start = slowdown.start()
+            watch = Stopwatch(engine.slowdown)
         flat = self._assembly.flat
         flat.mask_untouched()
         engine.habits.step(engine.optimizers)
         flat.attach_data()
         flat.zero_()
-        slowdown.after(slow_start)
+        watch.stop()
 
     def _meet(self, payload: Sequence[float]) -> list[Sequence[float]]:
         return [*self._engine.ask(Purpose.REHEARSE, payload).values()]
