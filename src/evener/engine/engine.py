@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
 from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import OptimizerState
-from evener.engine.results import Progress, RankRecord, WindowResult
+from evener.engine.results import Applied, Progress, RankRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share
 from evener.engine.state import TrainingState
@@ -35,7 +35,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, Report
 from evener.protocol import wording
-from evener.protocol.machine import Do, Phase, State, Verdict, judge
+from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
 
 
@@ -54,41 +54,6 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     habits: Habits
-
-
-class Work(NamedTuple):
-    """What a rank computes next.
-
-    Attributes:
-        window: Number of the window.
-        positions: Of the epoch: a share or a batch, and those after it, to be fetched ahead.
-    """
-
-    window: int
-    positions: list[range]
-
-
-class Round(NamedTuple):
-    """A round of rows: what each rank said, what follows, and how long this rank waited."""
-
-    rows: dict[int, Row]
-    verdict: Verdict
-    wait_s: float
-
-
-class Applied(NamedTuple):
-    """A window that this rank has applied and that is not known to be committed.
-
-    Attributes:
-        result: What it came to.
-        leases: The samples that it took from the epoch.
-        told: What this rank will say of it in the next window's report: seconds that it waited for
-            others, seconds that averaging took of its time, and how it came to the average.
-    """
-
-    result: WindowResult
-    leases: Sequence[Slice]
-    told: Mapping[str, Any]
 
 
 class Engine(ABC):

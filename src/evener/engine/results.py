@@ -1,6 +1,12 @@
-"""What a window came to, and how far the team has got: plain values, the same on every rank."""
+"""What a window is and came to, and how far the team has got: plain values."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from evener.data.cursor import Slice
+from evener.protocol.machine import Verdict
+from evener.protocol.row import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +118,38 @@ class WindowResult:
     def committed(self) -> tuple[int, int]:
         """The range of the epoch's permutation that a SYNC window covers, end exclusive."""
         return self.start, self.start + self.size
+
+
+class Work(NamedTuple):
+    """What a rank computes next.
+
+    Attributes:
+        window: Number of the window.
+        positions: Of the epoch: a share or a batch, and those after it, to be fetched ahead.
+    """
+
+    window: int
+    positions: list[range]
+
+
+class Round(NamedTuple):
+    """A round of rows: what each rank said, what follows, and how long this rank waited."""
+
+    rows: dict[int, Row]
+    verdict: Verdict
+    wait_s: float
+
+
+class Applied(NamedTuple):
+    """A window that this rank has applied and that is not known to be committed.
+
+    Attributes:
+        result: What it came to.
+        leases: The samples that it took from the epoch.
+        told: What this rank will say of it in the next window's report: seconds that it waited for
+            others, seconds that averaging took of its time, and how it came to the average.
+    """
+
+    result: WindowResult
+    leases: Sequence[Slice]
+    told: Mapping[str, Any]

@@ -11,11 +11,11 @@ from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
-from evener.engine.engine import Applied, Engine, EngineOptions, Round, Work, records_of
+from evener.engine.engine import Engine, EngineOptions, records_of
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
 from evener.engine.notices import parked, slow_rank_0
-from evener.engine.results import Progress, WindowResult
+from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team

@@ -8,11 +8,12 @@ from typing import Any, final
 
 from evener.data.cursor import Cursor
 from evener.data.loader import Pending, Prefetch
-from evener.engine.engine import Engine, Work
+from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
 from evener.engine.loaders.loops import Loop
 from evener.engine.memory import MicroBatchTooLarge
+from evener.engine.results import Work
 from evener.errors import UsageError
 
 
