@@ -581,10 +581,10 @@ class SyncEngine(Engine):
             self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
 
     def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
+        self.team.call(is_parked=purpose is Purpose.AWAY)
         stop = self.stopping or self.wants_stop()
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
-        self.team.call(is_parked=purpose is Purpose.AWAY)
         rows = self._swap(self.state.own, self.team.whole, range(self.world_size))
         found = answer(self.state, rows)
         self.state = found.state
