@@ -154,14 +154,7 @@ class ManagedRank:
     def _make_checkpointer(self) -> Checkpointer | None:
         if self.job.checkpoint_dir is None:
             return None
-        return Checkpointer(
-            self.ddp,
-            self.job.checkpoint_dir,
-            keep_last=KEPT_CHECKPOINTS,
-            assets={},
-            documents={},
-            events=self.ddp.events,
-        )
+        return Checkpointer(self.ddp, self.job.checkpoint_dir, keep_last=KEPT_CHECKPOINTS)
 
     @property
     def _has_ended(self) -> bool:

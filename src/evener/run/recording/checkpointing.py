@@ -43,7 +43,7 @@ class Checkpointer:
         documents: JSON documents that go into every checkpoint, by file name.
         retry_s: Seconds for which ``finish`` tries the last one again.
         events: Told of each checkpoint: that it has reached the disk, that an attempt failed, or
-            that it was skipped.
+            that it was skipped; those of the team by default.
         on_failure: Told, in words for people, of each attempt that failed (the previous checkpoint
             stays in use), and of each checkpoint that was skipped.
     """
@@ -54,16 +54,16 @@ class Checkpointer:
         folder: Path,
         *,
         keep_last: int,
-        assets: Mapping[str, bytes],
-        documents: Mapping[str, Any],
-        events: EventStream,
+        assets: Mapping[str, bytes] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        events: EventStream | None = None,
         on_failure: Callable[[str], None] = warn,
         retry_s: float = RETRY_S,
     ) -> None:
         self._ddp = ddp
         self._assets = assets
         self._documents = documents
-        self._events = events
+        self._events = events or ddp.events
         self._on_failure = on_failure
         self._retry_s = retry_s
         self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
