@@ -130,9 +130,9 @@ class Engine(ABC):
         """What ``max_steps`` counts: optimizer steps of the team, those left out included."""
 
     @property
-    @abstractmethod
     def parts_of_batch(self) -> int:
-        """On how many ranks the samples of one optimizer step are."""
+        """On how many ranks the samples of one optimizer step are: a local step is a rank's own."""
+        return self.world_size if self.state.is_sync else 1
 
     @property
     def window(self) -> int:

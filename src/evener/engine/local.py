@@ -119,11 +119,6 @@ class LocalEngine(Engine):
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
 
-    @property
-    def parts_of_batch(self) -> int:
-        """A local step is one rank's own."""
-        return 1
-
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:

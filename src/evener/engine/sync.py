@@ -103,11 +103,6 @@ class SyncEngine(Engine):
         """Windows: each is an optimizer step, or one left out."""
         return self.progress.window
 
-    @property
-    def parts_of_batch(self) -> int:
-        """All ranks have their share."""
-        return self.world_size
-
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
@@ -340,7 +335,8 @@ class SyncEngine(Engine):
             self._unlearnt.append((reports, plan, self._exchange_s(found)))
         else:
             plan = self._unplanned(reports)
-            self._look_for_equal_batches(found.rows)
+            if warning := self._equal_batches.see(reports):
+                self.habits.notice(warning)
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
@@ -359,17 +355,6 @@ class SyncEngine(Engine):
         plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
         self._stream = (epoch, plan.stop)
         return plan
-
-    def _look_for_equal_batches(self, rows: Mapping[int, Row]) -> None:
-        warning = self._equal_batches.see(
-            {
-                rank: (row.report.loss_sum / row.report.weight, row.report.own_norm)
-                for rank, row in rows.items()
-                if row.report.weight and row.report.own_norm
-            }
-        )
-        if warning:
-            self.habits.notice(warning)
 
     def _exchange_s(self, found: Round) -> float:
         """What the exchange of the window before cost: the last one's wait, and moving bytes."""

@@ -1,9 +1,11 @@
 """Work that brings nothing, found in a run's first windows."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
+
+from evener.planning.report import Report
 
 #: Windows after which the user is told.
 WINDOWS = 3
@@ -21,16 +23,21 @@ class EqualBatches:
         self._num_windows = 0
         self._pairs: set[tuple[int, int]] | None = None
 
-    def see(self, found: Mapping[int, tuple[float, float]]) -> str:
+    def see(self, reports: Sequence[Report]) -> str:
         """Compare the ranks' batches in one of the first windows; later windows have no effect.
 
         Args:
-            found: Mean loss and norm of the gradient, by rank, where there is a gradient.
+            reports: By rank.
 
         Returns:
             The warning about ranks that were equal to another one in each of the first windows,
             once; empty otherwise.
         """
+        found = {
+            rank: (report.loss_sum / report.weight, report.own_norm)
+            for rank, report in enumerate(reports)
+            if report.weight and report.own_norm
+        }
         if self._num_windows == WINDOWS or self._pairs == set() or len(found) < 2:
             return ""
         self._num_windows += 1

@@ -162,14 +162,7 @@ def stream_of(
             raise ConfigError(
                 "batch_size is not given; pass the samples of one optimizer step of the whole team"
             )
-        parts: list[object] = [given, collate_fn]
-        return DataLoader(
-            given,
-            batch_size=_part(batch_size, rank, world_size),
-            collate_fn=collate_fn,
-            num_workers=num_workers or 0,
-            multiprocessing_context=choose_context(parts, num_workers) if num_workers else None,
-        )
+        given = DataLoader(given, batch_size)
     settings: dict[str, Any] = {
         "collate_fn": collate_fn or given.collate_fn,
         "num_workers": given.num_workers if num_workers is None else num_workers,
