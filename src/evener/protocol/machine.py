@@ -250,13 +250,14 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
         state: This rank's.
         rows: By rank, of all members of the generation, in rank order.
     """
-    purpose = _common_purpose(rows)
-    if purpose is None:
+    announced = not all(row.final for row in rows.values())
+    purpose = Purpose.WINDOW if announced else _common_purpose(rows)
+    if purpose is None or not _are_together(rows):
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Verdict(state=state.end(), error=error)
     stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops)
-    if not all(row.final for row in rows.values()):
+    if announced:
         return _judge_announcements(state, rows)
     if purpose in _ANSWERS:
         return Verdict(state=state)
@@ -269,12 +270,16 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
     return _judge_window(state, rows, purpose)
 
 
+def _are_together(rows: Mapping[int, Row]) -> bool:
+    """Whether all are in the same window."""
+    return len({(row.window, row.generation, row.attempt) for row in rows.values()}) == 1
+
+
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
     """What all have come for; ``None`` where they have come for different things."""
-    places = {(row.window, row.generation, row.attempt) for row in rows.values()}
     wanted = {row.purpose for row in rows.values()}
     busy = wanted - {Purpose.IDLE}
-    if len(places) > 1 or len(busy) > 1:
+    if len(busy) > 1:
         return None
     purpose = busy.pop() if busy else Purpose.IDLE
     return None if Purpose.IDLE in wanted and purpose not in _WITH_IDLE else purpose
@@ -285,15 +290,17 @@ def _commit(state: State, *before: Do) -> tuple[Do, ...]:
 
 
 def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
-    """Some have only announced the window: may gradients travel?"""
-    if error := _unlike_parameters(rows):
-        return Verdict(state=state, error=error)
+    """Some have only announced the window: may gradients travel?
+
+    What is wrong is told when all rows are final, as without announcements: after the commit.
+    """
     alike = all(
         row.purpose is Purpose.IDLE
         or (row.purpose in (Purpose.WINDOW, Purpose.STEP) and row.part == ALL)
         for row in rows.values()
     )
     opened = alike and not any(row.left or row.drop for row in rows.values())
+    opened = opened and _unlike_parameters(rows) is None
     repeats = (Do.REPEAT,) if rows[state.me].final else ()
     if opened:
         return Verdict(state=state._replace(open=True), do=(Do.OPEN, *repeats))
@@ -402,7 +409,7 @@ def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop)
         led_out = state.phase is not Phase.REST
         do = (*do, Do.DROP, *((Do.CHANGE,) if state.away else ()))
         return Verdict(state=state.release()._replace(led_out=led_out), do=do)
-    if Drop.STOP not in reasons:
+    if not state.stopping:
         phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
         state = state._replace(attempt=state.attempt + 1, phase=phase, open=False)
         return Verdict(state=state, do=(*do, Do.REDO))
@@ -426,12 +433,14 @@ def land(
     steps = sum(row.report.steps for row in rows.values())
     state = _accept(state._replace(flight=None, stopping=False, plans=()), numbers)
     is_over = state.plan is None
-    winds = stopping or state.winding or any(row.left for row in rows.values())
+    is_left = any(row.left for row in rows.values())
+    winds = stopping or state.winding or is_left
     if winds and not over.blocking:
         state = state._replace(winding=True)
     elif winds:
         led_out = not (is_over or stopping or has_left)
-        phase = Phase.REST if led_out or has_left else Phase.OUT
+        # Whoever has left comes to a last round; all come, as nothing may be left to commit.
+        phase = Phase.REST if is_left else Phase.OUT
         state = state._replace(plans=(), winding=False, phase=phase, led_out=led_out)
     state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
     do = tuple(do for do in verdict.do if do is Do.COMMIT)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from evener.planning.plan import WindowPlan
-from evener.protocol.row import ALL, Purpose, Row
+from evener.protocol.row import ALL, Drop, Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
@@ -14,7 +14,7 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
         places: Where each is in the user's code, as far as that is known.
     """
     deeds = [
-        f"rank {rank} is {row.purpose.deed}{place and f' at {place}'}"
+        f"rank {rank} is {_deed(row)}{place and f' at {place}'}"
         for rank, row in rows.items()
         for place in (places.get(rank, ""),)
     ]
@@ -41,6 +41,12 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
             "rank, or after the epoch"
         )
     return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
+
+
+def _deed(row: Row) -> str:
+    """What a rank does; one that has left its loop closes only what it had announced."""
+    purpose = Purpose.REST if row.drop is Drop.LEFT else row.purpose
+    return purpose.deed
 
 
 def other_parameters(rows: Mapping[int, Row]) -> str:

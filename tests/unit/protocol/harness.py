@@ -1,0 +1,1360 @@
+"""Simulated ranks for the protocol's properties: no threads, no tensors, no clock.
+
+A rank is a generator that does what an engine does with a verdict, in the same order, by the real
+table (``judge``, ``land``, ``answer``, ``without``) and real rows. The model is a chain of hashes,
+a gradient a collection of positions. Wherever a rank posts something to the others or takes what
+they have posted it pauses, and a scheduler says which goes on: so ranks learn late, in any order.
+
+What must hold at once is checked at once; what a run has come to is checked by ``tests``.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from evener.data.cursor import Cursor, Slice
+from evener.data.leases import LeaseBook
+from evener.errors import EvenerError
+from evener.planning.cadence import CadencePolicy
+from evener.planning.elche import ElChe
+from evener.planning.guard import NoGuard
+from evener.planning.plan import WindowPlan
+from evener.planning.policies import ApplyPolicy
+from evener.planning.report import Report
+from evener.protocol import generation, machine
+from evener.protocol.generation import Said
+from evener.protocol.machine import Do, Phase, State, Verdict
+from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, decode, encode, pack
+from evener.protocol.wording import DATA_LENGTH
+
+#: The rules that ranks go by; a test of the tests puts others in their place.
+RULES = SimpleNamespace(
+    judge=machine.judge, land=machine.land, answer=generation.answer, without=generation.without
+)
+
+#: Places between two effects at which a rank may be lost.
+FAILPOINTS = (
+    "row.before",
+    "row.sent",
+    "row.received",
+    "tensor.before",
+    "tensor.sent",
+    "tensor.received",
+    "commit.before",
+    "commit.middle",
+    "commit.after",
+    "apply.before",
+    "apply.middle",
+    "apply.after",
+    "drop.after",
+    "snapshot",
+    "land.before",
+    "land.after",
+    "change.before",
+    "change.ended",
+    "change.formed",
+    "transfer.received",
+)
+
+#: Buckets that a window's gradients travel in, where they travel before the final rows.
+BUCKETS = 2
+
+
+class LostError(Exception):
+    """Another rank is gone."""
+
+
+class BreakError(Exception):
+    """The user's loop is left by ``break``."""
+
+
+class OwnError(Exception):
+    """Something has gone wrong on this rank alone."""
+
+
+class NonFiniteError(Exception):
+    """Something is not finite on a rank; raised by all."""
+
+
+# ── what is drawn ────────────────────────────────────────────────────────────────────────────────
+
+
+class Shown:
+    """Shows only what differs from the defaults."""
+
+    def __repr__(self) -> str:
+        told = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        plain = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        said = (f"{name}={value!r}" for name, value in told.items() if value != plain[name])
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Script(Shown):
+    """What one rank does of its own; places are (window, micro-batch)."""
+
+    announces: bool = False
+    stops: tuple[int, int] | None = None
+    #: Rows that it says before it is told to stop.
+    stops_after: int | None = None
+    #: The window from which on it trains fewer parameters.
+    freezes: int | None = None
+    breaks: tuple[int, int] | None = None
+    fails: tuple[int, int] | None = None
+    asks: tuple[int, int] | None = None
+    evaluates: int | None = None
+    bad: frozenset[int] = frozenset()
+    may_skip: bool = False
+    full: frozenset[int] = frozenset()
+    parts: tuple[int, ...] | None = None
+    micro_batch: int = 1
+    batches: int = 3
+    pace: tuple[int, ...] = (2,)
+    dies: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Program(Shown):
+    """What all ranks do."""
+
+    policy: ApplyPolicy = ApplyPolicy.SYNC
+    scripts: tuple[Script, ...]
+    samples: int = 8
+    batch_size: int = 4
+    epochs: int = 1
+    stream: bool = False
+    #: Weights of shares, by window.
+    shares: tuple[tuple[int, ...], ...] = ((1,) * 9,)
+    #: The planner's wish, by window.
+    wishes: Mapping[int, int] = field(default_factory=dict)
+    #: Windows in which optimizers take turns.
+    turns: frozenset[int] = frozenset()
+    #: Windows after whose commit a value is averaged.
+    asks_at: frozenset[int] = frozenset()
+    #: Windows at whose beginning the ranks that work set the learning rate.
+    rates_at: frozenset[int] = frozenset()
+    #: The window in whose loop all ranks save.
+    saves_at: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the team."""
+        return len(self.scripts)
+
+
+# ── the network ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Post(NamedTuple):
+    """Hands something over; goes on at once with the number of the exchange on its channel."""
+
+    channel: Hashable
+    key: Hashable
+    payload: Any
+
+
+class Take(NamedTuple):
+    """Waits until all members have posted."""
+
+    channel: Hashable
+    number: int
+    members: tuple[int, ...]
+
+
+class Join(NamedTuple):
+    """Waits for what runs beside."""
+
+    task: "Task"
+
+
+Steps = Generator[Any, Any, Any]
+
+
+@dataclass(eq=False)
+class Task:
+    """Something that runs on a rank: its main thread, or an exchange beside it."""
+
+    rank: "Rank"
+    steps: Steps
+    wants: Any = None
+    turns: int = 0
+    over: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Network:
+    """Ranks, and what has been posted."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.posted: dict[Hashable, list[dict[int, tuple[Hashable, Any]]]] = {}
+        self.counts: Counter[tuple[Hashable, int]] = Counter()
+        self.agreed: dict[Hashable, Hashable] = {}
+        #: Ranks by which round of rows they were told of an error, and its words.
+        self.raised: dict[int, tuple[Hashable, str]] = {}
+        self.lost: set[int] = set()
+        kind = SyncRank if program.policy is ApplyPolicy.SYNC else LocalRank
+        self.ranks: list[Rank] = [kind(self, me) for me in range(program.world_size)]
+        self.tasks: list[Task] = []
+        for rank in self.ranks:
+            rank.task = self.begin(rank, rank.run())
+
+    def begin(self, rank: "Rank", steps: Steps) -> Task:
+        """Starts something on a rank."""
+        task = Task(rank, steps)
+        self.tasks.append(task)
+        self._resume(task, None)
+        return task
+
+    def actions(self) -> list[tuple[Task, bool]]:
+        """What can happen next: a task goes on, or (True) learns that a rank is gone."""
+        return [
+            (task, gone) for task in self.tasks if not task.over for gone in self._outcomes(task)
+        ]
+
+    def act(self, action: tuple[Task, bool]) -> None:
+        """Lets one thing happen."""
+        task, gone = action
+        wants, task.wants = task.wants, None
+        if gone:
+            self.lost.add(task.rank.me)
+            self._throw(task, LostError())
+        elif isinstance(wants, Post):
+            self._resume(task, self._post(task.rank.me, wants))
+        elif isinstance(wants, Join):
+            if wants.task.error is not None:
+                self._throw(task, wants.task.error)
+            else:
+                self._resume(task, wants.task.result)
+        else:
+            row = self.posted[wants.channel][wants.number]
+            self._resume(task, {rank: row[rank][1] for rank in wants.members})
+
+    def _outcomes(self, task: Task) -> Iterator[bool]:
+        wants = task.wants
+        if isinstance(wants, Post):
+            yield False
+        elif isinstance(wants, Join):
+            if wants.task.over:
+                yield False
+        else:
+            here = self.posted[wants.channel][wants.number]
+            missing = [rank for rank in wants.members if rank not in here]
+            if not missing:
+                yield False
+            if any(self.ranks[r].failed for r in missing) or any(
+                self.ranks[r].died for r in wants.members if r != task.rank.me
+            ):
+                yield True
+
+    def _post(self, rank: int, post: Post) -> int:
+        number = self.counts[post.channel, rank]
+        self.counts[post.channel, rank] += 1
+        rounds = self.posted.setdefault(post.channel, [])
+        if number == len(rounds):
+            rounds.append({})
+        for other, (key, _) in rounds[number].items():
+            assert key == post.key, (
+                f"S2: operation {number} of {post.channel} is {post.key} on rank {rank} and {key} "
+                f"on rank {other}"
+            )
+        rounds[number][rank] = (post.key, post.payload)
+        return number
+
+    def agree(self, place: Hashable, told: Hashable, what: str) -> None:
+        """All ranks must say the same of one place."""
+        assert self.agreed.setdefault((what, place), told) == told, (
+            f"{what} at {place}: {self.agreed[what, place]} and {told}"
+        )
+
+    def _resume(self, task: Task, value: Any) -> None:
+        task.turns += 1
+        try:
+            task.wants = task.steps.send(value)
+        except StopIteration as end:
+            task.over, task.result = True, end.value
+        except AssertionError:
+            raise
+        except Exception as error:
+            task.over, task.error = True, error
+
+    def _throw(self, task: Task, error: BaseException) -> None:
+        task.turns += 1
+        try:
+            task.wants = task.steps.throw(error)
+        except StopIteration as end:
+            task.over, task.result = True, end.value
+        except AssertionError:
+            raise
+        except Exception as raised:
+            task.over, task.error = True, raised
+
+    def fingerprint(self) -> Hashable:
+        """Where all ranks are; equal ones go on alike."""
+        return tuple((task.rank.fingerprint(), task.turns, task.over) for task in self.tasks)
+
+
+def run(program: Program, choose: Callable[[int], int]) -> Network:
+    """Runs a program to its end; ``choose(n)`` says which of n actions comes next.
+
+    No action, and a rank that has not come to its end: that is a deadlock.
+    """
+    network = Network(program)
+    for _ in range(20_000):
+        actions = network.actions()
+        if not actions:
+            check_end(network)
+            return network
+        network.act(actions[choose(len(actions))])
+    raise AssertionError("L4: the program does not end")
+
+
+def check_end(network: Network) -> None:
+    """Nothing can happen any more: is that the end?"""
+    for task in network.tasks:
+        assert task.over or task.rank.failed, (
+            f"L1: rank {task.rank.me} waits for {task.wants} for ever; "
+            f"{[(rank.me, rank.state.phase, rank.task.error) for rank in network.ranks]}"
+        )
+
+
+# ── a rank ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Pending:
+    """A window that is applied and not committed."""
+
+    window: int
+    leases: list[Slice]
+
+
+class Rank:
+    """What both kinds of engines have in common; see ``evener.engine.engine``."""
+
+    def __init__(self, network: Network, me: int) -> None:
+        program = network.program
+        self.net, self.me, self.program = network, me, program
+        self.script = program.scripts[me]
+        self.state = State(
+            me=me,
+            world_size=program.world_size,
+            policy=program.policy,
+            members=tuple(range(program.world_size)),
+        )
+        self.task: Task
+        self.cursor = Cursor(program.samples, 0)
+        #: The model: a chain of what was applied, of its length and by what.
+        self.model: int = 0
+        self.done = -1
+        self.applied: Pending | None = None
+        self.commits: list[int] = []
+        self.committed: list[tuple[int, int, int]] = []
+        self.rate = 0.0
+        self.abandoned = False
+        #: Whether its loop was ever left before the end, and whether it was ever parked.
+        self.left = False
+        self.was_parked = False
+        self.in_epoch = False
+        self.committing = False
+        self.polls: tuple[bool, ...] = ()
+        self.places: Counter[str] = Counter()
+        self.asked: set[Hashable] = set()
+
+    def fingerprint(self) -> Hashable:
+        """What tells this rank from one that would go on otherwise."""
+        return (self.state, self.model, self.done, len(self.commits), self.polls)
+
+    @property
+    def died(self) -> bool:
+        """Whether it has gone without being told to by rows."""
+        return isinstance(self.task.error, OwnError)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its program has ended by an error."""
+        return self.task.error is not None
+
+    def point(self, name: str) -> None:
+        """A place at which this rank may be lost."""
+        if self.script.dies is None:
+            return
+        assert name in FAILPOINTS
+        self.places[name] += 1
+        if self.script.dies == (name, self.places[name]):
+            raise OwnError(f"at {name}")
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop."""
+        script = self.script
+        if script.stops_after is not None and self.places["row"] > script.stops_after:
+            return True
+        return script.stops is not None and self.here() >= script.stops
+
+    def here(self) -> tuple[int, int]:
+        """The window, and how far this rank is in it."""
+        raise NotImplementedError
+
+    # ── exchanges ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def channel(self) -> Hashable:
+        """What all that the main thread waits for goes over."""
+        return ("F", self.state.generation)
+
+    def exchange(
+        self, key: Hashable, payload: Any, channel: Hashable = None
+    ) -> Generator[Any, Any, dict[int, Any]]:
+        """What tensors do: all members bring something, and have it all."""
+        channel = channel or self.channel
+        members = self.state.members
+        self.point("tensor.before")
+        number = yield Post(channel, (key, members), payload)
+        self.point("tensor.sent")
+        found = yield Take(channel, number, members)
+        self.point("tensor.received")
+        return found
+
+    def say(self, row: Row, channel: Hashable) -> Generator[Any, Any, int]:
+        """Posts a row."""
+        self.places["row"] += 1
+        self.point("row.before")
+        number = yield Post(channel, "row", _sent(row, self.program.world_size))
+        self.point("row.sent")
+        return number
+
+    def hear(
+        self, row: Row, channel: Hashable, number: int, members: tuple[int, ...]
+    ) -> Generator[Any, Any, dict[int, Row]]:
+        """Takes the rows of all members."""
+        found = yield Take(channel, number, members)
+        self.point("row.received")
+        return {rank: row if rank == self.me else _received(found[rank]) for rank in members}
+
+    def judged(self, state: State, rows: dict[int, Row], place: Hashable) -> Verdict:
+        """The verdict, which must be that of all others who judge this round."""
+        verdict = RULES.judge(state, rows)
+        self.check(verdict, rows, place)
+        return verdict
+
+    def check(self, verdict: Verdict, rows: dict[int, Row], place: Hashable) -> None:
+        """S1 and S3: what a rank is told is told to all, and not before all have done it."""
+        told = tuple(do for do in verdict.do if do not in (Do.REPEAT, Do.VOID))
+        self.net.agree(
+            place,
+            (
+                told,
+                verdict.part,
+                repr((verdict.weight, verdict.loss)),
+                verdict.skip,
+                verdict.culprit,
+                repr(verdict.error),
+                verdict.state.window,
+                verdict.state.attempt,
+                verdict.state.stopping,
+                verdict.state.applied,
+                verdict.state.turns,
+            ),
+            "S1",
+        )
+        if {Do.APPLY, Do.TURN, Do.EXCHANGE, Do.LAND, Do.COMMIT} & set(verdict.do):
+            assert all(row.final for row in rows.values()), "S3"
+            assert set(rows) == set(self.state.members), "S3"
+
+    def meet(
+        self, purpose: Purpose, **said: Any
+    ) -> Generator[Any, Any, tuple[dict[int, Row], Verdict]]:
+        """A round of rows; once more where an announcement was among them."""
+        while True:
+            yield from self.await_first_rows()
+            stop = self.wants_stop() or self.state.stopping
+            self.state = self.state.say(purpose, stop=stop, **said)
+            assert self.state.own is not None
+            channel, members = self.channel, self.state.members
+            number = yield from self.say(self.state.own, channel)
+            rows = yield from self.hear(self.state.own, channel, number, members)
+            verdict = self.judged(self.state, rows, (channel, number))
+            yield from self.follow(rows, verdict, (channel, number))
+            if Do.REPEAT not in verdict.do:
+                return rows, verdict
+
+    def await_first_rows(self) -> Steps:
+        """Takes the answer to an announcement, where one was made."""
+        yield from ()
+
+    def follow(self, rows: dict[int, Row], verdict: Verdict, place: Hashable) -> Steps:
+        """Carries a verdict out; see ``Engine._follow``."""
+        after = verdict.state
+        stopping = self.state.stopping or after.stopping
+        self.state = self.state._replace(own=None, stopping=stopping)
+        for do in verdict.do:
+            if do is Do.COMMIT:
+                yield from self.commit()
+            elif do is Do.VERIFY:
+                yield from self.verify()
+            elif do is Do.RATES:
+                yield from self.agree_on_rates(rows)
+            elif do is not Do.CHANGE:
+                yield from self.carry_out(do, rows, verdict)
+        self.state = after._replace(stopping=self.state.stopping)
+        if verdict.culprit is not None:
+            self.tell(place, f"rank {verdict.culprit}")
+            raise NonFiniteError(verdict.culprit)
+        if verdict.error is not None:
+            self.tell(place, str(verdict.error))
+            raise verdict.error
+        if Do.CHANGE in verdict.do:
+            yield from self.change(rows)
+
+    def tell(self, place: Hashable, words: str) -> None:
+        """S10: an error from rows, on all ranks in the same round."""
+        self.net.raised[self.me] = (place, words)
+
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+        """Does one thing that a round has led to."""
+        raise NotImplementedError
+
+    def change(self, rows: dict[int, Row]) -> Steps:
+        """The generation changes."""
+        raise NotImplementedError
+
+    def settle(self) -> Steps:
+        """Commits what was applied."""
+        raise NotImplementedError
+
+    def epoch(self, number: int) -> Steps:
+        """The user's loop over a loader."""
+        raise NotImplementedError
+
+    # ── commits ──────────────────────────────────────────────────────────────────────────────────
+
+    def commit(self) -> Steps:
+        """All have applied the window before."""
+        applied, self.applied = self.applied, None
+        self.state = self.state._replace(applied=False)
+        assert applied is not None, "S4: a commit of nothing"
+        self.point("commit.before")
+        for member in self.state.members:
+            other = self.net.ranks[member]
+            assert other.done >= applied.window, (
+                f"S4: rank {self.me} commits window {applied.window}, rank {member} has applied "
+                f"{other.done}"
+            )
+        assert self.commits[-1:] in ([], [applied.window - 1]) or self.was_parked, "S4: order"
+        assert applied.window not in self.commits, "S4: twice"
+        self.commits.append(applied.window)
+        self.point("commit.middle")
+        for lease in applied.leases:
+            self.cursor.commit(lease)
+            self.committed.append((lease.epoch, lease.start, lease.size))
+        self.net.agree(applied.window, tuple(applied.leases), "S5: leases of a window")
+        self.point("commit.after")
+        if applied.window in self.program.asks_at:
+            self.committing = True
+            yield from self.meet(Purpose.VALUE, body=(1.0,))
+            self.committing = False
+
+    def apply(self, window: int, content: Hashable) -> None:
+        """The model moves on."""
+        self.point("apply.middle")
+        self.model = hash((self.model, window, content))
+        self.done = window
+        self.net.agree(window, (content, self.model), "S6: the model after a window")
+        self.point("apply.after")
+
+    def verify(self) -> Steps:
+        """S6: replicas are equal."""
+        found = yield from self.exchange(("verify", self.state.window), self.model)
+        assert len(set(found.values())) == 1, f"S6: {found}"
+
+    def agree_on_rates(self, rows: dict[int, Row]) -> Steps:
+        """Ranks without work take the learning rate of those that have some."""
+        found = yield from self.exchange(("rates", self.state.window), self.rate)
+        working = {found[r] for r, row in rows.items() if row.purpose is not Purpose.IDLE}
+        if len(working) == 1:
+            self.rate = working.pop()
+
+    # ── the user's program ───────────────────────────────────────────────────────────────────────
+
+    def run(self) -> Steps:
+        """All of it."""
+        try:
+            for number in range(self.program.epochs):
+                yield from self.epoch(number)
+            yield from self.settle()
+        except (LostError, OwnError):
+            self.state = self.state.end()
+            raise
+        assert self.state.phase is Phase.OUT, f"L3, L4: {self.state}"
+        assert self.applied is None
+        assert self.state.own is None
+
+    def ask(self, purpose: Purpose) -> Steps:
+        """A collective of the user's."""
+        if self.state.phase is Phase.REST:
+            yield from self.settle()
+        yield from self.meet(purpose, body=(1.0,))
+
+    def body(self, micro_batch: int) -> Steps:
+        """The user's loop, up to the gradient of a micro-batch."""
+        script, place = self.script, (self.state.window, micro_batch)
+        if place == script.breaks:
+            raise BreakError
+        if place == script.fails:
+            raise OwnError("in the loop")
+        if self.state.window in self.program.rates_at:
+            self.rate = float(self.state.window)
+        if script.evaluates == self.state.window and self.once("evaluates"):
+            yield from self.ask(Purpose.EVALUATE)
+        if place == script.asks and self.once(("asks", place)):
+            yield from self.ask(Purpose.VALUE)
+        if self.state.window == self.program.saves_at and self.once("saves"):
+            yield from self.ask(Purpose.SAVE)
+            yield from self.settle()
+
+    def once(self, what: Hashable) -> bool:
+        """Whether this is the first time."""
+        first = what not in self.asked
+        self.asked.add(what)
+        return first
+
+    @property
+    def trainable(self) -> int:
+        """How many parameters this rank trains."""
+        frozen = self.script.freezes is not None and self.state.window >= self.script.freezes
+        return 2 if frozen else 3
+
+    def data(self) -> tuple[float, ...]:
+        """What must be the same everywhere."""
+        return (float(self.cursor.num_samples), float(self.program.batch_size), 0.0)
+
+
+# ── SYNC ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SyncRank(Rank):
+    """A rank's windows of SYNC; see ``evener.engine.sync``."""
+
+    def __init__(self, network: Network, me: int) -> None:
+        super().__init__(network, me)
+        self.leases: dict[int, Slice] = {}
+        self.draft: tuple[float, ...] | None = None
+        self.wish = 0
+        self.content: list[int] = []
+        self.micro = 0
+        self.turns: list[int] = []
+        self.in_micro_batch = False
+        self.announced: tuple[Row, Hashable, int] | None = None
+        self.told: tuple[int, int] | None = None
+        self.travelling: list[tuple[Hashable, int]] = []
+        self.result = False
+
+    def here(self) -> tuple[int, int]:
+        """The window and the micro-batch."""
+        return (self.state.window, self.micro)
+
+    # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
+
+    def epoch(self, number: int) -> Steps:
+        """The user's loop over a loader."""
+        if self.program.stream:
+            yield from self.stream()
+            return
+        if self.state.phase is Phase.REST:
+            yield from self.settle()
+        if self.cursor.is_committed(number) or self.state.stopping:
+            return
+        yield from self.settle()
+        self.drop_plans()
+        self.state = self.state.begin()
+        self.cursor.begin(number, abandon=self.abandoned)
+        self.in_epoch = True
+        try:
+            yield from self.work()
+            self.abandoned = self.state.led_out
+            self.left = self.left or self.abandoned
+            if not self.abandoned:
+                if self.state.away:
+                    yield from self.recall(Said.END)
+                yield from self.settle()
+        except BreakError:
+            self.abandoned = self.left = True
+            self.leave()
+        finally:
+            self.in_epoch = False
+
+    def stream(self) -> Steps:
+        """A loop over data without indices."""
+        if self.state.stopping:
+            return
+        yield from self.settle()
+        self.drop_plans()
+        self.state = self.state.begin()
+        self.in_epoch = True
+        try:
+            yield from self.stream_windows()
+            yield from self.settle()
+        except BreakError:
+            self.left = True
+            self.leave()
+        finally:
+            self.in_epoch = False
+
+    def stream_windows(self) -> Steps:
+        """The batches of this rank, and then those of the others."""
+        for number in range(self.script.batches):
+            self.micro, self.content, self.in_micro_batch = 0, [], True
+            yield from self.announce(Purpose.STEP)
+            yield from self.body(0)
+            self.content = [1000 * self.me + number]
+            yield from self.close_with(Purpose.STEP)
+            if self.state.stopping:
+                return
+        going_on = True
+        while going_on and not self.state.stopping:
+            self.content = []
+            yield from self.close_with(Purpose.IDLE)
+            going_on = self.result
+
+    def work(self) -> Steps:
+        """Windows, as long as there are any."""
+        yield from self.exchange_plans(2)
+        while True:
+            if self.state.phase is Phase.AWAY:
+                yield from self.wait_for_recall()
+            if not self.state.is_working or self.state.stopping:
+                return
+            plan = self.state.plan
+            assert isinstance(plan, WindowPlan)
+            self.make_draft()
+            if plan.shares[self.me]:
+                yield from self.hand_out(plan)
+            else:
+                self.content, self.micro = [], 0
+                yield from self.close_idle()
+
+    def exchange_plans(self, count: int) -> Steps:
+        """The first plans of an epoch, or of a generation."""
+        for _ in range(count):
+            number = self.make_draft()
+            rows, _ = yield from self.meet(Purpose.PLAN, body=(*self.data(), *self.take_draft()))
+            self.check_plan(rows, number, DATA_LENGTH)
+
+    def hand_out(self, plan: WindowPlan) -> Steps:
+        """A share: its micro-batches, and the close."""
+        window = plan.window
+        positions = list(plan.positions(self.me))
+        size = self.script.micro_batch
+        redone = False
+        self.content, self.micro = [], 0
+        while True:
+            first = self.micro * size
+            last = first + size >= len(positions)
+            self.in_micro_batch = True
+            if last:
+                yield from self.announce(Purpose.WINDOW)
+            yield from self.body(self.micro)
+            if last and window in self.script.full and not self.state.attempt and not redone:
+                # Memory runs out: alone, or with all, where gradients have left already.
+                redone = True
+                yield from self.await_first_rows()
+                if self.state.open:
+                    yield from self.close(Drop.REDO)
+                    return
+                self.content, self.micro = [], 0
+                continue
+            self.content += positions[first : first + size]
+            if window in self.program.turns and last:
+                for part in self.script.parts or (0, 1):
+                    yield from self.close_with(Purpose.WINDOW, part)
+                    if not self.state.is_working:
+                        return
+            self.in_micro_batch = False
+            if self.wants_stop() and not last:
+                yield from self.close(Drop.NO if self.turns else Drop.STOP)
+            elif last:
+                yield from self.close()
+            if self.state.window != window or not self.state.is_working or last:
+                return
+            self.micro += 1
+
+    def close(self, drop: Drop = Drop.NO) -> Steps:
+        """A window with a share is over."""
+        yield from self.close_with(Purpose.WINDOW, drop=drop)
+
+    def close_idle(self) -> Steps:
+        """Goes along with the others."""
+        window = self.state.window
+        while self.state.is_working and self.state.window == window:
+            yield from self.close_with(Purpose.IDLE)
+
+    def close_with(self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO) -> Steps:
+        """Says what this rank did."""
+        self.result = False
+        if purpose is not Purpose.IDLE:
+            yield from self.await_first_rows()
+            if self.state.open:
+                yield from self.send_buckets()
+        yield from self.meet(purpose, **self.said(part, drop))
+        if purpose is Purpose.STEP:
+            self.in_micro_batch = False
+
+    def said(self, part: int, drop: Drop = Drop.NO) -> dict[str, Any]:
+        """The row of a window."""
+        window = self.state.window
+        return {
+            "part": part,
+            "drop": drop,
+            "change": self.wish,
+            "trainable": self.trainable,
+            "rates": self.rate,
+            "may_skip": self.script.may_skip,
+            "report": Report(
+                weight=float(len(self.content)),
+                samples=len(self.content),
+                non_finite=int(window in self.script.bad and bool(self.content)),
+            ),
+            "body": self.draft or (),
+        }
+
+    def leave(self) -> None:
+        """The loop is left."""
+        self.state = self.state.leave()
+        if not self.turns:
+            self.content = []
+
+    def settle(self) -> Steps:
+        """Commits what was applied; what was announced comes to its end first."""
+        if self.turns and self.in_micro_batch:
+            self.in_micro_batch = False
+            yield from self.close()
+        yield from self.await_first_rows()
+        if self.state.open and self.state.phase is Phase.REST:
+            yield from self.close(Drop.LEFT)
+        if self.state.phase is Phase.REST or self.state.applied:
+            yield from self.meet(Purpose.REST)
+
+    # ── announcements ────────────────────────────────────────────────────────────────────────────
+
+    def announce(self, purpose: Purpose) -> Steps:
+        """Says that the last micro-batch has begun, and does not wait."""
+        place = (self.state.window, self.state.attempt)
+        turns = self.state.window in self.program.turns
+        if not self.script.announces or turns or self.told == place:
+            return
+        self.told = place
+        stop = self.wants_stop() or self.state.stopping
+        self.state = self.state.say(purpose, stop=stop, final=False, trainable=self.trainable)
+        row, channel = self.state.own, self.channel
+        assert row is not None
+        number = yield from self.say(row, channel)
+        self.announced = (row, channel, number)
+
+    def await_first_rows(self) -> Steps:
+        """Takes the answer to an announcement."""
+        if self.announced is None:
+            return
+        (row, channel, number), self.announced = self.announced, None
+        rows = yield from self.hear(row, channel, number, self.state.members)
+        verdict = self.judged(self.state, rows, (channel, number))
+        yield from self.follow(rows, verdict, (channel, number))
+
+    def send_buckets(self) -> Steps:
+        """Gradients leave, and are waited for later: a rank must be free to say something else."""
+        channel = ("B", self.state.generation)
+        place = (self.state.window, self.state.attempt)
+        assert not self.travelling, "S7: buckets leave once"
+        for bucket in range(BUCKETS):
+            self.point("tensor.before")
+            payload = tuple(self.content[bucket::BUCKETS])
+            number = yield Post(channel, ("bucket", place, bucket, self.state.members), payload)
+            self.travelling.append((channel, number))
+            self.point("tensor.sent")
+
+    # ── what a round leads to ────────────────────────────────────────────────────────────────────
+
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+        """Does one thing that a round has led to."""
+        if do is Do.APPLY:
+            yield from self.finish(rows, verdict)
+        elif do is Do.TURN:
+            yield from self.turn(verdict)
+        elif do is Do.DROP:
+            self.content, self.travelling = [], []
+            self.drop_plans()
+            self.point("drop.after")
+        elif do is Do.REDO:
+            self.content, self.travelling = [], []
+            self.point("drop.after")
+        elif do is Do.RESTORE:
+            self.content, self.turns = [], []
+        elif do is Do.OPEN and Do.REPEAT in verdict.do:
+            self.state = self.state._replace(open=True)
+            yield from self.send_buckets()
+
+    def finish(self, rows: dict[int, Row], verdict: Verdict) -> Steps:
+        """A window is over."""
+        self.point("apply.before")
+        window, plan, leases = self.state.window, self.state.plan, []
+        if isinstance(plan, WindowPlan):
+            assert plan.window == window, "S8: the plan of another window"
+            self.check_plan(rows, window + len(self.state.plans))
+            self.take_draft()
+            leases.append(self.leases.pop(window))
+        content: Hashable = ()
+        if self.turns:
+            content = tuple(self.turns)
+            self.turns = []
+        elif not verdict.skip:
+            content = yield from self.gather(("gradient", window, self.state.attempt), plan)
+        self.travelling = []
+        self.apply(window, content)
+        self.applied = Pending(window, leases)
+        self.result = True
+
+    def turn(self, verdict: Verdict) -> Steps:
+        """One optimizer is stepped."""
+        plan, part = self.state.plan, verdict.part
+        yield from self.gather(("turn", self.state.window, len(self.turns), part), plan)
+        self.turns.append(part)
+
+    def gather(self, key: Hashable, plan: Any) -> Generator[Any, Any, tuple[int, ...]]:
+        """S8: the gradients of a window are those of its samples, each once."""
+        parts: list[int] = []
+        if self.state.open:
+            assert len(self.travelling) == BUCKETS, "S7"
+            for channel, number in self.travelling:
+                found = yield Take(channel, number, self.state.members)
+                self.point("tensor.received")
+                parts += [sample for rank in found for sample in found[rank]]
+        else:
+            assert not self.travelling
+            found = yield from self.exchange(key, tuple(self.content))
+            parts = [sample for rank in found for sample in found[rank]]
+        content = tuple(sorted(parts))
+        if isinstance(plan, WindowPlan):
+            assert content == tuple(range(plan.start, plan.stop)), f"S8: {content} by {plan}"
+        assert len(set(content)) == len(content), "S8: a sample twice"
+        return content
+
+    # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def make_draft(self) -> int:
+        """Leases the slice after the last planned one; the planner plans it."""
+        number = self.state.window + len(self.state.plans)
+        if self.draft is not None:
+            return number
+        piece = self.cursor.take(self.program.batch_size)
+        self.draft, self.wish = (), 0
+        if piece is not None:
+            self.leases[number] = piece
+        if self.me != self.state.planner:
+            return number
+        if piece is not None:
+            shares = self.shares(number, piece.size)
+            plan = WindowPlan(number, piece.epoch, piece.start, piece.size, shares)
+            self.draft = tuple(pack(plan))
+        self.wish = self.wanted_change()
+        return number
+
+    def shares(self, window: int, size: int) -> tuple[int, ...]:
+        """By the program's weights; those who are parked have none."""
+        weights = self.program.shares[window % len(self.program.shares)]
+        members = self.state.members
+        dealt = [rank for rank in members for _ in range(weights[rank])] or list(members)
+        found = Counter(dealt[k % len(dealt)] for k in range(size))
+        return tuple(found[rank] for rank in range(self.program.world_size))
+
+    def wanted_change(self) -> int:
+        """The planner's wish, as far as it can be fulfilled."""
+        wish = self.program.wishes.get(self.state.window, 0)
+        if wish in (ADMIT, CALL):
+            return wish if self.state.away else 0
+        if wish and (wish - 1 not in self.state.members or len(self.state.members) == 1):
+            return 0
+        return wish
+
+    def take_draft(self) -> tuple[float, ...]:
+        """What this rank says of the window after the next."""
+        draft, self.draft = self.draft, None
+        return draft or ()
+
+    def check_plan(self, rows: dict[int, Row], number: int, offset: int = 0) -> None:
+        """The plan must be of the slice that this rank has leased."""
+        piece = self.leases.get(number)
+        body = rows[self.state.planner].body[offset : offset + 4]
+        own = () if piece is None else (number, piece.epoch, piece.start, piece.size)
+        assert tuple(map(int, body)) == own, f"rank {self.me}: {body} is planned, {own} is leased"
+
+    def drop_plans(self) -> None:
+        """Slices are given back."""
+        self.state = self.state.release()
+        self.leases.clear()
+        self.draft = None
+        self.cursor.release()
+
+    # ── generations ──────────────────────────────────────────────────────────────────────────────
+
+    def change(self, rows: dict[int, Row]) -> Steps:
+        """Does what the planner wished."""
+        wish = rows[self.state.planner].change
+        self.point("change.before")
+        if wish == CALL:
+            yield from self.call(Said.STAY)
+        elif wish > 0:
+            yield from self.park(wish - 1)
+        else:
+            yield from self.recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
+
+    def end_generation(self) -> Steps:
+        """The last window of a generation is committed."""
+        if self.state.applied:
+            yield from self.meet(Purpose.CHANGE)
+        self.drop_plans()
+        self.point("change.ended")
+
+    def park(self, rank: int) -> Steps:
+        """Goes on without a rank."""
+        yield from self.end_generation()
+        self.state = RULES.without(self.state, rank)
+        self.net.agree(self.state.generation, self.state.members, "members of a generation")
+        self.point("change.formed")
+        if self.me != rank:
+            yield from self.exchange_plans(2)
+
+    def recall(self, said: Said) -> Steps:
+        """Calls all who are parked."""
+        yield from self.end_generation()
+        yield from self.call(said)
+
+    def call(self, said: Said) -> Steps:
+        """Comes by at the door."""
+        answer = yield from self.come_to_door(Purpose.CALL, body=(float(said),))
+        yield from self.rejoin(answer, receives=False)
+
+    def wait_for_recall(self) -> Steps:
+        """Waits at the door."""
+        self.was_parked = True
+        while self.state.phase is Phase.AWAY:
+            answer = yield from self.come_to_door(Purpose.AWAY)
+            yield from self.rejoin(answer, receives=True)
+
+    def come_to_door(self, purpose: Purpose, **said: Any) -> Generator[Any, Any, Any]:
+        """What follows from the rows at the door."""
+        stop = self.state.stopping or self.wants_stop()
+        self.state = self.state.say(purpose, stop=stop, **said)
+        assert self.state.own is not None
+        everybody = tuple(range(self.program.world_size))
+        number = yield from self.say(self.state.own, "door")
+        rows = yield from self.hear(self.state.own, "door", number, everybody)
+        try:
+            answer = RULES.answer(self.state, rows)
+        except EvenerError as error:
+            self.tell(("door", number), str(error))
+            raise
+        state = answer.state
+        told = (answer.said, answer.source, state.stopping)
+        if answer.said is not Said.STAY:
+            told = (*told, state.generation, state.members, state.window)  # type: ignore[assignment]
+        self.net.agree(("door", number), told, "S1")
+        self.state = state
+        return answer
+
+    def rejoin(self, answer: Any, *, receives: bool) -> Steps:
+        """All are present again, with one state."""
+        if answer.said is Said.STAY:
+            return
+        own = (self.model, self.done, self.cursor.state_dict(), self.rate, self.state.window)
+        found = yield from self.exchange("transfer", own)
+        if receives:
+            self.point("transfer.received")
+            self.model, self.done, position, self.rate, window = found[answer.source]
+            assert self.state.window == window
+            self.cursor.load_state_dict(position)
+            self.content = []
+        if answer.said is Said.GO_ON:
+            yield from self.exchange_plans(2)
+
+
+# ── CADENCE and ASYNC ────────────────────────────────────────────────────────────────────────────
+
+
+class Outcome(NamedTuple):
+    """What an exchange came to; see ``evener.engine.local``."""
+
+    over: Any
+    rows: dict[int, Row]
+    verdict: Verdict
+    place: Hashable
+    next_plan: tuple[float, ...] = ()
+    retired: tuple[Slice, ...] = ()
+    content: tuple[Slice, ...] = ()
+
+
+class LocalRank(Rank):
+    """A rank's windows of local steps; see ``evener.engine.local``."""
+
+    def __init__(self, network: Network, me: int) -> None:
+        super().__init__(network, me)
+        world_size = self.program.world_size
+        self.beside = self.program.policy is ApplyPolicy.ASYNC
+        self.planner = CadencePolicy(
+            [f"m{r}" for r in range(world_size)],
+            ElChe(world_size, 2),
+            NoGuard(),
+            in_background=self.beside,
+        )
+        self.book: Any = None
+        self.queue: deque[Slice] = deque()
+        #: Batches that were stepped on since the last snapshot, with those that were left out.
+        self.local: list[Slice] = []
+        self.skipped = 0
+        self.bad = 0
+        self.most = 0
+        self.target = 0
+        self.step = 0
+        self.in_batch = False
+        self.job: Any = None
+        self.landing: Outcome | None = None
+
+    def here(self) -> tuple[int, int]:
+        """The window, and steps in it."""
+        return (self.state.window, self.step)
+
+    def epoch(self, number: int) -> Steps:
+        """The user's loop over a loader."""
+        if self.state.phase is Phase.REST:
+            yield from self.settle()
+        if self.cursor.is_committed(number) or self.state.stopping:
+            return
+        yield from self.settle()
+        self.local, self.skipped, self.bad = [], 0, 0
+        self.book = LeaseBook(self.cursor, self.program.batch_size, self.program.world_size)
+        self.state = self.state.begin()
+        self.cursor.begin(number, abandon=self.abandoned)
+        self.in_epoch = True
+        try:
+            yield from self.work()
+            self.abandoned = self.state.led_out
+            self.left = self.left or self.abandoned
+            if not self.abandoned:
+                yield from self.settle()
+        except BreakError:
+            self.abandoned = self.left = True
+            self.leave()
+        finally:
+            self.in_epoch = False
+
+    def work(self) -> Steps:
+        """Steps and windows."""
+        draft: tuple[float, ...] = ()
+        if self.me == self.state.planner:
+            draft = self.draft(self.state.window, stop=False)
+        yield from self.meet(Purpose.PLAN, body=(*self.data(), *draft))
+        if self.state.plan is not None:
+            self.book.fill(self.state.plan.queues)
+            self.go_by()
+        while self.state.is_working:
+            if self.may_go_on():
+                yield from self.take_step(self.queue.popleft())
+            else:
+                yield from self.advance()
+
+    def take_step(self, piece: Slice) -> Steps:
+        """One pass of the user's loop: a batch, and a local step."""
+        self.in_batch = True
+        self.step = len(self.local)
+        yield from self.body(self.step)
+        self.in_batch = False
+        self.local.append(piece)
+        if self.state.window in self.script.bad:
+            self.skipped += 1
+            self.bad = 0 if self.script.may_skip else 1
+        yield from self.advance()
+
+    def may_go_on(self) -> bool:
+        """Whether this rank may start a step now."""
+        state = self.state
+        if not self.queue or state.winding or state.stopping or self.wants_stop():
+            return False
+        if state.flight is not None and state.flight.blocking:
+            return False
+        return not self.bad and len(self.local) < min(self.most, self.target)
+
+    def advance(self) -> Steps:
+        """Lands what has landed, and closes the window when it is over."""
+        while True:
+            if self.state.flight is not None:
+                if self.may_go_on() and not self.ready():
+                    return
+                yield from self.land()
+            elif not self.state.is_working or self.may_go_on():
+                return
+            else:
+                self.begin_exchange()
+
+    def ready(self) -> bool:
+        """Whether a landing need not wait."""
+        found = not self.beside or self.job.over
+        if self.beside:
+            self.polls = (*self.polls, found)
+        return found
+
+    def leave(self) -> None:
+        """The loop is left; an open batch is dropped."""
+        self.state = self.state.leave()
+        self.in_batch = False
+
+    def settle(self) -> Steps:
+        """All come to one consensus."""
+        while (yield from self.is_unsettled()):
+            if self.state.flight is None:
+                self.begin_exchange()
+            yield from self.land()
+        if self.state.phase is Phase.REST or self.state.applied:
+            yield from self.meet(Purpose.REST, busy=False)
+
+    def is_unsettled(self) -> Generator[Any, Any, bool]:
+        """Whether a window must be exchanged before."""
+        flies = self.state.flight is not None
+        if self.state.phase is Phase.REST:
+            return flies or bool(self.state.plans)
+        if not self.beside or self.committing or not self.in_epoch:
+            return flies
+        rows, _ = yield from self.meet(Purpose.REST, busy=flies)
+        return any(row.busy for row in rows.values())
+
+    # ── closing a window ─────────────────────────────────────────────────────────────────────────
+
+    def begin_exchange(self) -> None:
+        """Takes a snapshot, and begins its exchange."""
+        assert self.state.flight is None, "S11: two flights"
+        self.state = self.state.start()
+        taken = tuple(self.local)
+        plan = self.state.flight
+        assert plan is not None
+        report = Report(
+            weight=float(sum(piece.size for piece in taken) if len(taken) > self.skipped else 0),
+            steps=len(taken),
+            samples=sum(piece.size for piece in taken),
+            skipped=self.skipped,
+            non_finite=self.bad,
+            busy_s=0.01 * (self.me + 1) * len(taken),
+        )
+        self.local, self.skipped, self.bad = [], 0, 0
+        self.most = self.target = plan.most[self.me]
+        self.point("snapshot")
+        said = self.state.say(
+            Purpose.WINDOW, stop=self.wants_stop() or self.state.stopping, report=report
+        )
+        steps = self.exchange_window(said, taken)
+        self.job = self.net.begin(self, steps) if self.beside else steps
+
+    def exchange_window(self, state: State, taken: tuple[Slice, ...]) -> Steps:
+        """Rows, differences, and the next plan."""
+        channel = ("B", 0) if self.beside else self.channel
+        assert state.own is not None
+        number = yield from self.say(state.own, channel)
+        rows = yield from self.hear(state.own, channel, number, state.members)
+        place = (channel, number)
+        verdict = self.judged(state, rows, place)
+        if verdict.error is not None:
+            self.tell(place, str(verdict.error))
+            raise verdict.error
+        found = yield from self.exchange(("verify", state.window), self.model, channel)
+        assert len(set(found.values())) == 1, f"S6: {found}"
+        if verdict.culprit is not None:
+            return Outcome(state.flight, rows, verdict, place)
+        content: tuple[Slice, ...] = ()
+        if verdict.weight:
+            found = yield from self.exchange(("difference", state.window), taken, channel)
+            content = tuple(piece for rank in found for piece in found[rank])
+        retired = tuple(
+            piece
+            for rank, row in rows.items()
+            for piece in self.book.retire(rank, row.report.steps, row.report.samples)
+        )
+        assert not content or content == retired, "S8"
+        reports = [row.report for row in rows.values()]
+        self.planner.observe(reports, 0.001)
+        draft: tuple[float, ...] = ()
+        if self.me == state.planner:
+            stop = any(row.stop or row.left for row in rows.values())
+            made = sum(report.steps for report in reports)
+            draft = self.draft(state.window + (made > 0), stop=stop)
+        said = state.say(Purpose.PLAN, body=(*self.data(), *draft))
+        assert said.own is not None
+        number = yield from self.say(said.own, channel)
+        plans = yield from self.hear(said.own, channel, number, state.members)
+        error = self.judged(said, plans, (channel, number)).error
+        if error is not None:
+            self.tell((channel, number), str(error))
+            raise error
+        numbers = plans[state.planner].body[DATA_LENGTH:]
+        return Outcome(state.flight, rows, verdict, place, numbers, retired, content)
+
+    def draft(self, window: int, *, stop: bool) -> tuple[float, ...]:
+        """The planner's next plan."""
+        left = self.book.num_left
+        plan = self.planner.plan(window, self.cursor.epoch, left=left, limit=None, stop=stop)
+        return tuple(pack(plan))
+
+    def land(self) -> Steps:
+        """Takes over what the exchange came to."""
+        try:
+            if self.beside:
+                outcome = yield Join(self.job)
+            else:
+                outcome = yield from self.job
+        except BaseException:
+            self.state = self.state.end()
+            raise
+        self.landing, verdict = outcome, outcome.verdict
+        self.point("land.before")
+        if verdict.culprit is None:
+            verdict = RULES.land(self.state, outcome.rows, outcome.next_plan, verdict)
+            self.check(verdict, outcome.rows, (outcome.place, "land"))
+        self.state = self.state._replace(flight=None)
+        yield from self.follow(outcome.rows, verdict, outcome.place)
+        self.point("land.after")
+        if self.state.plan is not None:
+            hands_on = outcome.over.blocking and self.book.num_free == 0
+            self.book.fill(self.state.plan.queues, hand_on=hands_on)
+            self.go_by()
+
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+        """Does one thing that a round has led to."""
+        yield from ()
+        made = any(row.report.steps for row in rows.values())
+        if do is Do.LAND and made:
+            assert self.landing is not None
+            self.apply(self.state.window, (verdict.skip, self.landing.content))
+            self.applied = Pending(self.state.window, list(self.landing.retired))
+        elif do is Do.RESTORE:
+            self.local, self.skipped, self.bad = [], 0, 0
+
+    def go_by(self) -> None:
+        """Goes on by a plan; what was done of it counts."""
+        plan = self.state.plan
+        assert plan is not None
+        done = len(self.local) + self.in_batch
+        self.queue = deque(self.book.queue(self.me)[done:])
+        self.most = plan.most[self.me]
+        pace = self.script.pace
+        self.target = max(1, plan.least, pace[self.state.window % len(pace)])
+        if plan.blocking and plan.most == plan.steps:
+            self.target = self.most
+
+
+@lru_cache(maxsize=4096)
+def _sent(row: Row, world_size: int) -> tuple[float, ...]:
+    return tuple(encode(row, world_size))
+
+
+@lru_cache(maxsize=4096)
+def _received(numbers: tuple[float, ...]) -> Row:
+    return decode(numbers)
