@@ -11,10 +11,10 @@ from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Cursor, Slice
 from evener.engine.calibration import time_slices
-from evener.engine.engine import Engine, EngineOptions, records_of
+from evener.engine.engine import EngineOptions, records_of
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
-from evener.engine.notices import parked, slow_rank_0
+from evener.engine.parking import ParkingEngine
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
@@ -24,21 +24,17 @@ from evener.errors import UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, Report
-from evener.protocol.generation import Answer, Said, answer, without
+from evener.protocol.generation import Said
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, checksum, pack
+from evener.protocol.row import ALL, Drop, Purpose, Row, checksum, pack
 from evener.protocol.wording import DATA_LENGTH
 
-#: The rank that writes events and checkpoints; it is not parked, people are told instead.
-BOOKKEEPER: Final = 0
 #: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
 _LONGER_EPOCH: Final = 0.01
-#: Windows after which a parked rank is tried again, if the epoch does not end before.
-PARKED_WINDOWS: Final = 500
 
 
 @final
-class SyncEngine(Engine):
+class SyncEngine(ParkingEngine):
     """A rank's windows of SYNC.
 
     The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
@@ -64,7 +60,6 @@ class SyncEngine(Engine):
             part: GradientAverager(self.flat, team.comm, part) for part in (None, *parts)
         }
         self._cursor: Cursor | None = None
-        self._batch_size = 0
         self._max_steps: int | None = None
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
@@ -82,8 +77,6 @@ class SyncEngine(Engine):
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
         self._equal_batches = EqualBatches()
-        self._recall_at = 0
-        self._warned_of_rank_0 = False
 
     @property
     def way(self) -> ApplyPolicy:
@@ -109,7 +102,7 @@ class SyncEngine(Engine):
         """Starts or goes on with the cursor's epoch; all ranks call it together."""
         self.settle()
         self.flat.attach_data()  # the model may have been given another memory format
-        self._cursor, self._batch_size, self._max_steps = cursor, batch_size, max_steps
+        self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
         self._drop_plans()
         self.state = self.state.begin()
 
@@ -126,7 +119,7 @@ class SyncEngine(Engine):
         if self.world_size > 1 and not self.policy.is_calibrated:
             self._calibrate()
         assert self._cursor is not None
-        self._exchange_plans(_LONGER_EPOCH * self._cursor.num_windows(self._batch_size), 0.0)
+        self._exchange_plans(_LONGER_EPOCH * self._cursor.num_windows(self.batch_size), 0.0)
         while True:
             if self.state.phase is Phase.AWAY:
                 self._wait_for_recall()
@@ -161,7 +154,7 @@ class SyncEngine(Engine):
         """
         cursor = self._cursor
         assert cursor is not None
-        data = self._data_of(cursor, self._batch_size)
+        data = self._data_of(cursor, self.batch_size)
         for wanted in work_for_all:
             number = self._make_draft(work_for_all=wanted)
             found = self._meet(Purpose.PLAN, body=(*data, *self._take_draft()))
@@ -194,7 +187,7 @@ class SyncEngine(Engine):
         whole_window = num_micro_batches == 1 and self.comm.world_size == 1
         scale = None
         if not whole_window or self._scale.is_used:
-            expected = self._expected_weight or float(self._batch_size or 1)
+            expected = self._expected_weight or float(self.batch_size or 1)
             scale = power_of_two_near(expected) / self._scale.value
         return self._open(num_micro_batches, scale)
 
@@ -461,7 +454,7 @@ class SyncEngine(Engine):
         """
         assert self._cursor is not None
         number = self.window + len(self.state.plans)
-        piece = self._cursor.take(self._batch_size)
+        piece = self._cursor.take(self.batch_size)
         self._draft, self._wish = (), 0
         if piece is not None:
             self._leases[number] = piece
@@ -505,105 +498,31 @@ class SyncEngine(Engine):
             assert self._cursor is not None
             self._cursor.commit(lease)
 
-    # ── parking ──────────────────────────────────────────────────────────────────────────────────
-
-    def _wanted_change(self) -> int:
-        """What the planner wishes to change about the team after this window."""
-        misfit = self.policy.rank_to_park(self._batch_size)
-        if misfit == BOOKKEEPER:
-            self._warn_of_rank_0()
-        elif misfit is not None:
-            return misfit + 1
-        elif self.team.parked and self.window >= self._recall_at:
-            return ADMIT
-        return CALL if self.team.call_is_due else 0
-
-    def _warn_of_rank_0(self) -> None:
-        if not self._warned_of_rank_0:
-            self.habits.notice(slow_rank_0(self.policy.solo_speeds(self._batch_size)))
-        self._warned_of_rank_0 = True
-
-    def _change(self, found: Round) -> None:
-        """Does what the planner wished: the generation changes, or parked ranks are called."""
-        wish = found.rows[self.state.planner].change
-        if wish == CALL:
-            self._call(Said.STAY)
-        elif wish > 0:
-            self._park(wish - 1)
-        else:
-            self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
-
-    def _end_generation(self) -> None:
-        """Shows that all have applied the last window of a generation, which is so committed."""
-        if self.state.applied:
-            self._meet(Purpose.CHANGE, report=Report(**self._told()))
-        self._drop_plans()
-
-    def _park(self, rank: int) -> None:
-        """Goes on without a rank that costs more than it brings; all ranks call it together."""
-        speeds = self.policy.solo_speeds(self._batch_size)
-        self._end_generation()
-        self.team.park(rank)
-        self.state = without(self.state, rank)
-        self._use_team()
-        self._recall_at = self.window + PARKED_WINDOWS
-        self.habits.notice(parked(rank, speeds, PARKED_WINDOWS))
-        if self.rank != rank:
-            self._exchange_plans(0.0, 0.0)
-
-    def _recall(self, said: Said) -> None:
-        """Calls parked ranks back with the state of now; all that are present call it together."""
-        self._end_generation()
-        self._call(said)
-
-    def _call(self, said: Said) -> None:
-        self._rejoin(self._come_to_door(Purpose.CALL, body=(float(said),)), receives=False)
-
-    def _wait_for_recall(self) -> None:
-        """Waits, parked, to be called back, and takes over the state of the others."""
-        self.was_parked = True
-        while self.state.phase is Phase.AWAY:
-            self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
-
-    def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
-        self.team.call(is_parked=purpose is Purpose.AWAY)
-        stop = self.stopping or self.wants_stop()
-        self.state = self.state.say(purpose, stop=stop, **said)
-        assert self.state.own is not None
-        rows = self._swap(self.state.own, self.team.whole, range(self.world_size))
-        found = answer(self.state, rows)
-        self.state = found.state
-        return found
-
-    def _rejoin(self, found: Answer, *, receives: bool) -> None:
-        """All ranks are present again, with one state; without effect where they stay away."""
-        if found.said is Said.STAY:
-            return
-        assert self._cursor is not None
-        counters: dict[str, Any] = {
-            "progress": asdict(self.progress),
-            "expected_weight": self._expected_weight,
-            "cursor": self._cursor.state_dict(),
-            "loss_scale": self._scale.state_dict(),
-        }
-        self.team.rejoin()
-        counters = self.training.send(self.comm, counters, receives, found.source)
-        if receives:
-            self._set_progress(Progress(**counters["progress"]))
-            self._expected_weight = counters["expected_weight"]
-            self._cursor.load_state_dict(counters["cursor"])
-            self._scale.load_state_dict(counters["loss_scale"])
-            self.flat.zero_()
-            self.buffers.reset()
-        self._use_team()
-        if found.said is Said.GO_ON:
-            self._exchange_plans(math.inf, math.inf)
+    # ── a team that changes ──────────────────────────────────────────────────────────────────────
 
     def _use_team(self) -> None:
         self.policy.set_parked(self.team.parked)
         for averager in self._averagers.values():
             averager.use(self.comm)
         self.buffers.use(self.comm)
+
+    def _counters(self) -> dict[str, Any]:
+        assert self._cursor is not None
+        return {
+            "progress": asdict(self.progress),
+            "expected_weight": self._expected_weight,
+            "cursor": self._cursor.state_dict(),
+            "loss_scale": self._scale.state_dict(),
+        }
+
+    def _take_over(self, counters: Mapping[str, Any]) -> None:
+        assert self._cursor is not None
+        self._set_progress(Progress(**counters["progress"]))
+        self._expected_weight = counters["expected_weight"]
+        self._cursor.load_state_dict(counters["cursor"])
+        self._scale.load_state_dict(counters["loss_scale"])
+        self.flat.zero_()
+        self.buffers.reset()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,144 @@
+"""Parking: a team goes on without a rank that costs more than it brings, and calls it back."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evener.engine.engine import Engine, EngineOptions
+from evener.engine.notices import parked, slow_rank_0
+from evener.engine.results import Round
+from evener.engine.state import TrainingState
+from evener.engine.team import Team
+from evener.planning.policies import Policy
+from evener.planning.report import Report
+from evener.protocol.generation import Answer, Said, answer, without
+from evener.protocol.machine import Phase
+from evener.protocol.row import ADMIT, CALL, Purpose
+
+#: The rank that writes events and checkpoints; it is not parked, people are told instead.
+BOOKKEEPER: Final = 0
+#: Windows after which a parked rank is tried again, if the epoch does not end before.
+PARKED_WINDOWS: Final = 500
+
+
+class ParkingEngine(Engine):
+    """An engine whose planner may park ranks.
+
+    The planner wishes it in the rows of a window, and ``protocol/generation.py`` makes the next
+    generation of it. A leaf leaves its plans behind, and makes new ones with those who are present.
+
+    Attributes:
+        batch_size: Samples of a window, over all ranks.
+    """
+
+    def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
+        super().__init__(team, training, options)
+        self.batch_size = 0
+        self._recall_at = 0
+        self._warned_of_rank_0 = False
+
+    @property
+    @abstractmethod
+    def policy(self) -> Policy:
+        """Who does how much, and who is parked."""
+
+    @abstractmethod
+    def _drop_plans(self) -> None:
+        """Forgets all plans and gives their slices back."""
+
+    @abstractmethod
+    def _exchange_plans(self, *work_for_all: float) -> None:
+        """Agrees on the plans of the next windows; all ranks that are present call it together."""
+
+    @abstractmethod
+    def _use_team(self) -> None:
+        """Goes on with the ranks that are present."""
+
+    @abstractmethod
+    def _counters(self) -> dict[str, Any]:
+        """What a rank that comes back needs beside what the team trains with, in JSON."""
+
+    @abstractmethod
+    def _take_over(self, counters: Mapping[str, Any]) -> None:
+        """Takes the ``_counters`` of a rank that was present for this rank's own."""
+
+    def _wanted_change(self) -> int:
+        """What the planner wishes to change about the team after this window."""
+        misfit = self.policy.rank_to_park(self.batch_size)
+        if misfit == BOOKKEEPER:
+            self._warn_of_rank_0()
+        elif misfit is not None:
+            return misfit + 1
+        elif self.team.parked and self.window >= self._recall_at:
+            return ADMIT
+        return CALL if self.team.call_is_due else 0
+
+    def _warn_of_rank_0(self) -> None:
+        if not self._warned_of_rank_0:
+            self.habits.notice(slow_rank_0(self.policy.solo_speeds(self.batch_size)))
+        self._warned_of_rank_0 = True
+
+    def _change(self, found: Round) -> None:
+        """Does what the planner wished: the generation changes, or parked ranks are called."""
+        wish = found.rows[self.state.planner].change
+        if wish == CALL:
+            self._call(Said.STAY)
+        elif wish > 0:
+            self._park(wish - 1)
+        else:
+            self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
+
+    def _end_generation(self) -> None:
+        """Shows that all have applied the last window of a generation, which is so committed."""
+        if self.state.applied:
+            self._meet(Purpose.CHANGE, report=Report(**self._told()))
+        self._drop_plans()
+
+    def _park(self, rank: int) -> None:
+        """Goes on without a rank that costs more than it brings; all ranks call it together."""
+        speeds = self.policy.solo_speeds(self.batch_size)
+        self._end_generation()
+        self.team.park(rank)
+        self.state = without(self.state, rank)
+        self._use_team()
+        self._recall_at = self.window + PARKED_WINDOWS
+        self.habits.notice(parked(rank, speeds, PARKED_WINDOWS))
+        if self.rank != rank:
+            self._exchange_plans(0.0, 0.0)
+
+    def _recall(self, said: Said) -> None:
+        """Calls parked ranks back with the state of now; all that are present call it together."""
+        self._end_generation()
+        self._call(said)
+
+    def _call(self, said: Said) -> None:
+        self._rejoin(self._come_to_door(Purpose.CALL, body=(float(said),)), receives=False)
+
+    def _wait_for_recall(self) -> None:
+        """Waits, parked, to be called back, and takes over the state of the others."""
+        self.was_parked = True
+        while self.state.phase is Phase.AWAY:
+            self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)
+
+    def _come_to_door(self, purpose: Purpose, **said: Any) -> Answer:
+        self.team.call(is_parked=purpose is Purpose.AWAY)
+        stop = self.stopping or self.wants_stop()
+        self.state = self.state.say(purpose, stop=stop, **said)
+        assert self.state.own is not None
+        rows = self._swap(self.state.own, self.team.whole, range(self.world_size))
+        found = answer(self.state, rows)
+        self.state = found.state
+        return found
+
+    def _rejoin(self, found: Answer, *, receives: bool) -> None:
+        """All ranks are present again, with one state; without effect where they stay away."""
+        if found.said is Said.STAY:
+            return
+        self.team.rejoin()
+        counters = self.training.send(self.comm, self._counters(), receives, found.source)
+        if receives:
+            self._take_over(counters)
+        self._use_team()
+        if found.said is Said.GO_ON:
+            self._exchange_plans(math.inf, math.inf)
