@@ -13,7 +13,7 @@ from evener.engine.team import Team
 from evener.planning.policies import Policy
 from evener.planning.report import Report
 from evener.protocol.generation import Answer, Said, answer, without
-from evener.protocol.machine import Phase
+from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, Purpose
 
 #: The rank that writes events and checkpoints; it is not parked, people are told instead.
@@ -81,7 +81,8 @@ class ParkingEngine(Engine):
 
     def _change(self, found: Round) -> None:
         """Does what the planner wished: the generation changes, or parked ranks are called."""
-        wish = found.rows[self.state.planner].change
+        applied = Do.APPLY in found.verdict.do  # otherwise a loop was left, whatever was wished
+        wish = found.rows[self.state.planner].change if applied else 0
         if wish == CALL:
             self._call(Said.STAY)
         elif wish > 0:
