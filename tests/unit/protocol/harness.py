@@ -10,7 +10,7 @@ What must hold at once is checked at once; what a run has come to is checked by 
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -90,6 +90,9 @@ class Shown:
         plain = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         said = (f"{name}={value!r}" for name, value in told.items() if value != plain[name])
         return f"{type(self).__name__}({', '.join(said)})"
+
+    def changed(self, **changes: Any) -> Any:
+        return replace(self, **changes)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -711,13 +714,13 @@ class SyncRank(Rank):
             yield from self.announce(Purpose.STEP)
             yield from self.body(0)
             self.content = [1000 * self.me + number]
-            yield from self.close_with(Purpose.STEP)
+            yield from self.closechanged(Purpose.STEP)
             if self.state.stopping:
                 return
         going_on = True
         while going_on and not self.state.stopping:
             self.content = []
-            yield from self.close_with(Purpose.IDLE)
+            yield from self.closechanged(Purpose.IDLE)
             going_on = self.result
 
     def work(self) -> Steps:
@@ -770,7 +773,7 @@ class SyncRank(Rank):
             self.content += positions[first : first + size]
             if window in self.program.turns and last:
                 for part in self.script.parts or (0, 1):
-                    yield from self.close_with(Purpose.WINDOW, part)
+                    yield from self.closechanged(Purpose.WINDOW, part)
                     if not self.state.is_working:
                         return
             self.in_micro_batch = False
@@ -784,15 +787,15 @@ class SyncRank(Rank):
 
     def close(self, drop: Drop = Drop.NO) -> Steps:
         """A window with a share is over."""
-        yield from self.close_with(Purpose.WINDOW, drop=drop)
+        yield from self.closechanged(Purpose.WINDOW, drop=drop)
 
     def close_idle(self) -> Steps:
         """Goes along with the others."""
         window = self.state.window
         while self.state.is_working and self.state.window == window:
-            yield from self.close_with(Purpose.IDLE)
+            yield from self.closechanged(Purpose.IDLE)
 
-    def close_with(self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO) -> Steps:
+    def closechanged(self, purpose: Purpose, part: int = ALL, drop: Drop = Drop.NO) -> Steps:
         """Says what this rank did."""
         self.result = False
         if purpose is not Purpose.IDLE:
@@ -906,6 +909,8 @@ class SyncRank(Rank):
             self.take_draft()
             leases.append(self.leases.pop(window))
         content: Hashable = ()
+        finite = not any(row.report.non_finite for row in rows.values())
+        assert finite or verdict.skip, "S8: what is not finite is applied"
         if self.turns:
             content = tuple(self.turns)
             self.turns = []
@@ -919,6 +924,7 @@ class SyncRank(Rank):
     def turn(self, verdict: Verdict) -> Steps:
         """One optimizer is stepped."""
         plan, part = self.state.plan, verdict.part
+        assert self.state.turns == len(self.turns), "turns are counted"
         yield from self.gather(("turn", self.state.window, len(self.turns), part), plan)
         self.turns.append(part)
 
