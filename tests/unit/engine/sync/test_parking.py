@@ -1,0 +1,108 @@
+"""A rank that is parked in mid-epoch: what is said of it, and when it is tried again."""
+
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from evener.comm.base import Communicator
+from evener.engine import sync
+from evener.engine.memory import MicroBatchTooLarge
+from evener.planning.plan import WindowPlan
+from evener.run.ddp import Ddp
+from helpers.models import seeded
+from helpers.teams import ScriptedPolicy, run_team, setup
+
+AWAY = 2
+SAMPLES = 240
+DATA = TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1) / SAMPLES)
+
+
+class ParksOnce(ScriptedPolicy):
+    """Equal shares of those who are present; rank 2 is parked in the third window."""
+
+    def __init__(self) -> None:
+        super().__init__(3, (1, 1, 1))
+        self.away: frozenset[int] = frozenset()
+        self.sizes: list[int | None] = []
+        self.asked = 0
+
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        self.away = ranks
+
+    def set_micro_batch_sizes(self, sizes: Any) -> None:
+        self.sizes = list(sizes)
+
+    def rank_to_park(self, batch_size: int) -> int | None:
+        self.asked += 1
+        return AWAY if self.asked == 3 else None
+
+    def plan(self, *args: Any, **options: Any) -> WindowPlan:
+        self.shares = [float(rank not in self.away) for rank in range(3)]
+        return super().plan(*args, **options)
+
+
+def begin(comm: Communicator) -> tuple[Ddp, nn.Module, ParksOnce]:
+    model = seeded(lambda: nn.Linear(1, 1), 0, torch.float32)
+    ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01))
+    policy = ParksOnce()
+    ddp.assembly.engine.planner = policy
+    return ddp, model, policy
+
+
+def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sync, "PARKED_WINDOWS", 10)
+
+    def body(comm: Communicator) -> tuple[list[int], list[int], list[str], list[float]]:
+        ddp, model, _ = begin(comm)
+        told: list[str] = []
+        seen: list[int] = []
+        windows: list[int] = []
+        ddp.assembly.engine.habits.notice = told.append  # type: ignore[method-assign]
+        with ddp:
+            for (x,) in ddp.loader(DATA, batch_size=6).epoch(0):
+                seen += (x[:, 0] * SAMPLES).round().int().tolist()
+                windows.append(ddp.window)
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+        return seen, sorted(set(windows)), told, [p.item() for p in model.parameters()]
+
+    samples, windows, told, weights = zip(*run_team(3, body), strict=True)
+    assert Counter(chain(*samples)) == dict.fromkeys(range(SAMPLES), 1)
+    assert windows[0] == windows[1] == list(range(40))
+    assert windows[AWAY] == [0, 1, 2, *range(14, 40)]
+    assert weights[0] == weights[1] == weights[AWAY]
+    for said in told:
+        assert len(said) == 1
+        assert "rank 2 is parked: alone it does 1 samples/s of the team's 3" in said[0]
+        assert "it is tried again after 10 windows or at the end of the epoch" in said[0]
+
+
+def test_memory_that_runs_out_while_a_rank_is_parked_limits_its_rank_alone() -> None:
+    def body(comm: Communicator) -> tuple[list[int | None], int]:
+        ddp, model, policy = begin(comm)
+        with ddp:
+            batches = ddp.loader(DATA, batch_size=12).epoch(0)
+            has_failed = False
+            batch = next(batches, None)
+            while batch is not None:
+                if comm.rank == 1 and ddp.window == 6 and not has_failed:
+                    has_failed = True
+                    batch = batches.throw(MicroBatchTooLarge())
+                    continue
+                ddp.backward(model(batch[0]).square().mean())
+                ddp.step()
+                batch = next(batches, None)
+            return policy.sizes, ddp.progress.samples
+
+    found = run_team(3, body)
+    assert [samples for _, samples in found] == [SAMPLES] * 3
+    # The equal share is 4 at first, then 6: half of it fits.
+    assert [sizes[1] for sizes, _ in found[:2]] == [2, 2]
+    assert [(sizes[0], sizes[2]) for sizes, _ in found[:2]] == [(4, 4)] * 2
