@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
-from evener.engine import sync
+from evener.engine import parking
 from evener.engine.memory import MicroBatchTooLarge
 from evener.planning.plan import WindowPlan
 from evener.run.ddp import Ddp
@@ -57,7 +57,7 @@ def begin(comm: Communicator) -> tuple[Ddp, nn.Module, ParksOnce]:
 def test_a_parked_rank_is_named_and_tried_again_in_mid_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sync, "PARKED_WINDOWS", 10)
+    monkeypatch.setattr(parking, "PARKED_WINDOWS", 10)
 
     def body(comm: Communicator) -> tuple[list[int], list[int], list[str], list[float]]:
         ddp, model, _ = begin(comm)
