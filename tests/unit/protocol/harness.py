@@ -307,7 +307,7 @@ def run(program: Program, choose: Callable[[int], int]) -> Network:
     No action, and a rank that has not come to its end: that is a deadlock.
     """
     network = Network(program)
-    for _ in range(20_000):
+    for _ in range(3_000):
         actions = network.actions()
         if not actions:
             check_end(network)
@@ -362,6 +362,7 @@ class Rank:
         #: Whether its loop was ever left before the end, and whether it was ever parked.
         self.left = False
         self.was_parked = False
+        self.said_stop = False
         self.in_epoch = False
         self.committing = False
         self.polls: tuple[bool, ...] = ()
@@ -425,6 +426,7 @@ class Rank:
     def say(self, row: Row, channel: Hashable) -> Generator[Any, Any, int]:
         """Posts a row."""
         self.places["row"] += 1
+        self.said_stop = self.said_stop or row.stop
         self.point("row.before")
         number = yield Post(channel, "row", _sent(row, self.program.world_size))
         self.point("row.sent")

@@ -111,6 +111,7 @@ def check(network: Network) -> None:
         for rank in ranks:
             assert not rank.failed, f"{rank.me}: {rank.task.error!r}"
             assert rank.state.phase is Phase.OUT
+            assert rank.state.stopping or not any(other.said_stop for other in ranks), "L3"
             assert rank.done == ranks[0].done
             assert rank.model == ranks[0].model
             assert rank.rate == ranks[0].rate or program.rates_at
