@@ -77,7 +77,7 @@ def setup(
         config=DdpConfig(quiet=True, timeout_s=PATIENCE_S, **config),
     )
     if shares is not None:
-        ddp.assembly.engine.planner = ScriptedPolicy(communicator.world_size, shares)
+        ddp.assembly.engine._policy = ScriptedPolicy(communicator.world_size, shares)
     return ddp
 
 

@@ -34,8 +34,7 @@ from evener.planning.local import LocalPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Do, State, judge, land
-from evener.protocol.row import Purpose, Row, checksum, pack
-from evener.protocol.wording import DATA_LENGTH
+from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
 
 #: Batches of the queue that are being fetched while one is computed.
 _AHEAD: Final = 3
@@ -310,7 +309,7 @@ class LocalEngine(Engine):
             told = wire.introduce({"rates": self._schedule.agreed_rates})
             agree_on_rates({rank: other["rates"] for rank, other in enumerate(told)})
         self._replica.verify(wire.comm, plan.window)
-        if verdict.culprit is not None:
+        if Do.EXCHANGE not in verdict.do:
             return Outcome(plan, found)
         differences = None
         if verdict.weight:

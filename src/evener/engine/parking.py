@@ -70,7 +70,7 @@ class ParkingEngine(Engine):
             self._warn_of_rank_0()
         elif misfit is not None:
             return misfit + 1
-        elif self.team.parked and self.window >= self._recall_at:
+        if self.team.parked and self.window >= self._recall_at:
             return ADMIT
         return CALL if self.team.call_is_due else 0
 

@@ -167,11 +167,12 @@ class TrainingState:
         }
         if registered_tensors:
             groups[REGISTERED] = registered_tensors
-        document = {
+        document: dict[str, Any] = {
             "schedule": self.schedule.state_dict(),
             "optimizers": [document for _, document in optimizers],
-            REGISTERED: registered,
         }
+        if registered:
+            document[REGISTERED] = registered
         return document, groups
 
     def restore(self, content: TrainingContent) -> None:

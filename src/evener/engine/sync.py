@@ -26,8 +26,7 @@ from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ALL, Drop, Purpose, Row, checksum, pack
-from evener.protocol.wording import DATA_LENGTH
+from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, checksum, pack
 
 #: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
 _LONGER_EPOCH: Final = 0.01
@@ -53,7 +52,7 @@ class SyncEngine(ParkingEngine):
         self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
     ) -> None:
         super().__init__(team, training, options)
-        self.planner = policy
+        self._policy = policy
         num_parts = len(self.optimizers)
         parts = range(num_parts) if num_parts > 1 else ()
         self._averagers: dict[int | None, GradientAverager] = {
@@ -66,7 +65,7 @@ class SyncEngine(ParkingEngine):
         #: What this rank wants to say of the window after the next: a plan, where it plans.
         self._draft: tuple[float, ...] | None = None
         self._wish = 0
-        #: Windows that the planner has not learnt from.
+        #: Windows that the policy has not learnt from.
         self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
@@ -86,10 +85,8 @@ class SyncEngine(ParkingEngine):
     @property
     def policy(self) -> Policy:
         """Who does how much; it knows all windows that are over."""
-        for reports, plan, exchange_s in self._unlearnt:
-            self.planner.observe(reports, plan, exchange_s)
-        self._unlearnt.clear()
-        return self.planner
+        self._learn()
+        return self._policy
 
     @property
     def turns(self) -> int:
@@ -442,9 +439,16 @@ class SyncEngine(ParkingEngine):
         Only the planner plans, and decides whether a rank should be parked or called back.
         """
         if self.state.plans and self._draft is None:
+            self._learn()
             self._make_draft()
             if self.rank == self.state.planner:
                 self._wish = self._wanted_change()
+
+    def _learn(self) -> None:
+        """Tells the policy of the windows that are over; on all ranks, as any may come to plan."""
+        for reports, plan, exchange_s in self._unlearnt:
+            self._policy.observe(reports, plan, exchange_s)
+        self._unlearnt.clear()
 
     def _make_draft(self, *, work_for_all: float = 0.0) -> int:
         """Leases the slice after the last planned one; the planner plans it.

@@ -13,9 +13,11 @@ The whole table is in ``judge`` and the functions below it, first match first::
     a row that is not final (an announcement)         OPEN: gradients may travel; or VOID
     VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE    nothing: their bodies are the answer
     PLAN                                              the planner's plan is taken: work begins
-    REST, nothing in flight; nobody did anything      VERIFY, COMMIT; who was idle is led out
+    REST, nothing in flight; nobody did anything      VERIFY, COMMIT; who was idle is led out;
+                                                      CHANGE where a loop was left, some are away
     CHANGE                                            COMMIT, then a new generation is formed
-    WINDOW or STEP, somebody drops it                 COMMIT, DROP
+    WINDOW or STEP, learning rates differ             COMMIT, RATES, and on
+      ... somebody drops it                           COMMIT, DROP
       ... something is not finite, no skip allowed    COMMIT, RESTORE, error on every rank
       ... one optimizer's turn (SYNC)                 COMMIT, TURN
       ... in SYNC                                     COMMIT, APPLY, perhaps CHANGE
@@ -36,8 +38,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
-from evener.protocol.row import ALL, Drop, Purpose, Row, unpack, unpack_plan
-from evener.protocol.wording import DATA_LENGTH
+from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, unpack, unpack_plan
 
 
 class Phase(Enum):
@@ -323,7 +324,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
     plans = state.plans
     if numbers:
         if state.is_sync:
-            plans = (*plans, unpack_plan(numbers))
+            plans = (*plans, unpack_plan(numbers, state.world_size))
         else:
             plan = unpack(LocalPlan, numbers)
             plans = (plan,) if any(plan.most) else ()

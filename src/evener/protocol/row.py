@@ -28,6 +28,9 @@ ADMIT: Final = -1
 CALL: Final = -2
 """The planner's wish to ask parked ranks whether they are still there."""
 
+DATA_LENGTH: Final = 3
+"""Numbers in what a rank says of its data, at the beginning of the body of a PLAN row."""
+
 _LARGEST_EXACT: Final = 2**53
 """Whole numbers up to here survive the journey as float64."""
 
@@ -106,9 +109,7 @@ class Row(NamedTuple):
         stop: Whether it wants the team to stop after this window.
         drop: Whether it asks that nobody applies the window.
         left: Whether its loop was left by ``break``.
-        gone: Whether it wants to leave the team after this window.
         busy: Whether an exchange of its own has not landed (ASYNC).
-        late: Whether a gradient came into a bucket that had left.
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         turns: Optimizers' turns taken in this window.
         change: The planner's wish: 0 for none, r + 1 to park rank r, ``ADMIT``, ``CALL``.
@@ -128,9 +129,7 @@ class Row(NamedTuple):
     stop: bool = False
     drop: Drop = Drop.NO
     left: bool = False
-    gone: bool = False
     busy: bool = False
-    late: bool = False
     part: int = ALL
     turns: int = 0
     change: int = 0
@@ -278,13 +277,17 @@ def checksum(numbers: Sequence[float]) -> float:
     return float(zlib.crc32(struct.pack(f"<{len(numbers)}d", *numbers)))
 
 
-def unpack_plan(numbers: Sequence[float]) -> WindowPlan:
+def unpack_plan(numbers: Sequence[float], world_size: int) -> WindowPlan:
     """The plan that a row of SYNC carries.
 
     Raises:
-        ProtocolError: It does not add up.
+        ProtocolError: It does not add up, or is for another number of ranks.
     """
     plan = unpack(WindowPlan, numbers)
+    if len(plan.shares) != world_size:
+        raise ProtocolError(
+            f"plan of window {plan.window} is for {len(plan.shares)} ranks, not for {world_size}"
+        )
     total = 0
     for share in plan.shares:
         total += share

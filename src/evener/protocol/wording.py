@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from evener.planning.plan import WindowPlan
-from evener.protocol.row import ALL, Drop, Purpose, Row
+from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
@@ -88,7 +88,3 @@ def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:
 def _data(row: Row) -> str:
     num_samples, batch_size, seed = (int(number) for number in row.body[:DATA_LENGTH])
     return f"{num_samples} samples with batch_size {batch_size} and seed {seed}"
-
-
-DATA_LENGTH = 3
-"""Numbers in what a rank says of its data, at the beginning of the body of a PLAN row."""

@@ -30,10 +30,6 @@ from evener.observe.events import (
 from evener.run.assembly import Assembly
 from evener.run.launching.terminal import warn
 
-GENERATION = 0
-"""A fixed team has one generation."""
-
-
 SinkMaker = Callable[[], Sink]
 
 
@@ -153,10 +149,11 @@ class EventStream:
         """Records a committed window, its plan where shares changed, and stragglers."""
         if not self._active:
             return
+        state = self._engine.state
         place: dict[str, Any] = {
             "t": result.applied_t,
             "window": result.window,
-            "generation": GENERATION,
+            "generation": state.generation,
             "epoch": result.epoch,
         }
         shares, cadence = tuple(record.samples for record in result.ranks), result.cadence

@@ -27,8 +27,18 @@ from evener.planning.report import Report
 from evener.protocol import generation, machine
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do, Phase, State, Verdict
-from evener.protocol.row import ADMIT, ALL, CALL, Drop, Purpose, Row, decode, encode, pack
-from evener.protocol.wording import DATA_LENGTH
+from evener.protocol.row import (
+    ADMIT,
+    ALL,
+    CALL,
+    DATA_LENGTH,
+    Drop,
+    Purpose,
+    Row,
+    decode,
+    encode,
+    pack,
+)
 
 #: The rules that ranks go by; a test of the tests puts others in their place.
 RULES = SimpleNamespace(

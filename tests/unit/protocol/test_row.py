@@ -68,9 +68,7 @@ ROWS = st.builds(
     stop=st.booleans(),
     drop=st.sampled_from(Drop),
     left=st.booleans(),
-    gone=st.booleans(),
     busy=st.booleans(),
-    late=st.booleans(),
     part=st.integers(ALL, 100),
     turns=WHOLE,
     change=st.integers(CALL, 100),
@@ -220,7 +218,7 @@ def test_damage_is_named(place, value, message):
     numbers = pack(window_plan((2, 2)))
     numbers[place] = value
     with pytest.raises(ProtocolError, match=message):
-        unpack_plan(numbers)
+        unpack_plan(numbers, 2)
 
 
 @pytest.mark.parametrize("changes", [{"steps": (4, -2)}, {"window_s": 0.0}, {"most": (1,)}])

@@ -104,8 +104,9 @@ def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
 
 def test_the_plan_is_that_of_the_lowest_rank_that_is_present() -> None:
     state = working(2, world_size=3, members=(1, 2), plans=(replace(FIRST, shares=(0, 2, 2)),))
-    found = judge(state, {1: row(body=tuple(pack(SECOND))), 2: row()})
-    assert found.state.plans == (SECOND,)
+    plan = replace(SECOND, shares=(0, *SECOND.shares))
+    found = judge(state, {1: row(body=tuple(pack(plan))), 2: row()})
+    assert found.state.plans == (plan,)
     assert found.state.planner == 1
     assert found.state.away == frozenset({0})
 

@@ -50,7 +50,7 @@ def begin(comm: Communicator) -> tuple[Ddp, nn.Module, ParksOnce]:
     model = seeded(lambda: nn.Linear(1, 1), 0, torch.float32)
     ddp = setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.01))
     policy = ParksOnce()
-    ddp.assembly.engine.planner = policy
+    ddp.assembly.engine._policy = policy
     return ddp, model, policy
 
 

@@ -64,7 +64,7 @@ def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
 
 def test_what_was_not_measured_is_predicted_in_the_same_unit(ddp: Ddp, tmp_path: Path) -> None:
     # The speed model knows samples per second (the stand-in here says 1); a sample is ten tokens.
-    ddp.assembly.engine.planner.solo_speeds = lambda batch_size: (1.0,)
+    ddp.assembly.engine._policy.solo_speeds = lambda batch_size: (1.0,)
     summary = summary_of(ddp, tmp_path, None)
     assert (summary.solo_tokens_per_s, summary.solo_source) == ((10.0,), "speed model")
     assert summary.equal_split_tokens_per_s is None
