@@ -185,6 +185,8 @@ class LocalEngine(Engine):
         it at the same window: who has goes along until all have, and who has not is led out of the
         epoch. Then all are at one consensus.
         """
+        if self.committing:
+            return  # all are, and the window that is being landed is not to be exchanged again
         while self._is_unsettled():
             if self.state.flight is None:
                 self._start()
@@ -201,7 +203,7 @@ class LocalEngine(Engine):
         flies = self.state.flight is not None
         if self.has_left:
             return flies or bool(self.state.plans)
-        if self._background is None or self.committing or not self.in_epoch or self.is_lost:
+        if self._background is None or not self.in_epoch or self.is_lost:
             return flies
         # In mid-epoch others may have begun an exchange, or this rank may: all land theirs first.
         rows = self._rest(busy=flies).rows

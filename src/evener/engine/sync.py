@@ -159,6 +159,8 @@ class SyncEngine(ParkingEngine):
 
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together."""
+        if self.committing:
+            return  # it is, and ranks that are in a commit need not all have left their loops
         if self._turns and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
@@ -255,6 +257,8 @@ class SyncEngine(ParkingEngine):
         self, purpose: Purpose, part: int | None = None, drop: Drop = Drop.NO
     ) -> WindowResult | None:
         """Says what this rank did, and does what follows from what all say."""
+        if self.has_left and purpose is Purpose.STEP:
+            self.settle()  # plans of a loop that was left by `break` are not for what follows it
         self._result = None
         may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
         self._meet(

@@ -297,3 +297,41 @@ def test_a_checkpoint_without_a_loader(tmp_path: Path) -> None:
         ddp.load(tmp_path / "a")
         assert ddp.window == 3
     assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0)])
+def test_a_collective_at_the_commit_that_follows_a_break(shares: Any) -> None:
+    """Rank 1 may have no share, and then knows nothing of the break at the commit."""
+
+    def body(comm: Communicator) -> list[float]:
+        model, optimizer = line()
+        means: list[float] = []
+        with setup(comm, model, optimizer, shares=shares) as ddp:
+            ddp.on_commit(lambda _: means.append(ddp.weighted_mean(comm.rank)))
+            for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
+                if ddp.window == 3:
+                    break
+                step(ddp, model, x)
+        return means
+
+    assert run_team(2, body) == [[0.5] * 3] * 2
+
+
+@pytest.mark.parametrize("ends", ["before its step", "after its step"])
+def test_an_update_outside_of_a_loader_after_a_break_takes_no_samples_of_it(ends: str) -> None:
+    def body(comm: Communicator) -> tuple[int, int, Any]:
+        model, optimizer = line()
+        with setup(comm, model, optimizer, shares=(1, 1)) as ddp:
+            loader = ddp.loader(DATA, batch_size=10)
+            for _, x in loader.epoch(0):
+                if ddp.window == 1:
+                    break
+                step(ddp, model, x)
+                if ends == "after its step":
+                    break
+            result = step(ddp, model, torch.ones(1, 3))
+            assert ddp.weighted_mean(1.0) == 1.0
+            return result.size, ddp.progress.samples, loader.state_dict()["committed"]
+
+    for size, samples, committed in run_team(2, body):
+        assert [samples, committed] == [10 + size, [[0, 10]]]

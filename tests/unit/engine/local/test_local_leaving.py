@@ -270,3 +270,26 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_the_buffers(policy: str) -> 
             return finite, int(walk.model.norm.num_batches_tracked), ddp.progress.skipped
 
     assert run_team(2, body) == [(True, SIZE // 4 - 1, 1)] * 2
+
+
+@pytest.mark.parametrize("rank_1", ["breaks later", "goes on"])
+@pytest.mark.parametrize("policy", LOCAL)
+def test_saving_at_the_commits_that_follow_a_break(
+    policy: str, rank_1: str, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> tuple[list[int], float, int]:
+        walk = Walk(comm, policy)
+        with walk.ddp as ddp:
+            ddp.on_commit(lambda _: ddp.save(tmp_path))
+            for number, (ids, x) in enumerate(walk.loader.epoch(0)):
+                if number == (3 if comm.rank == 0 else 6 if rank_1 == "breaks later" else SIZE):
+                    break
+                walk.step(ids, x)
+            assert ddp.weighted_mean(1.0) == 1.0
+            for ids, x in walk.loader.epoch(0):
+                walk.step(ids, x)
+        return (walk.seen, *walk.check())
+
+    (seen, weight, steps), (others_seen, same, number) = run_team(2, body)
+    assert (weight, steps) == (same, number)
+    assert Counter(seen + others_seen) == dict.fromkeys(range(SIZE), 1)
