@@ -41,7 +41,7 @@ _AHEAD: Final = 3
 
 
 class Outcome(NamedTuple):
-    """What an exchange came to.
+    """The result of an exchange.
 
     Attributes:
         over: The plan of the window.
@@ -66,7 +66,7 @@ class LocalEngine(Engine):
     clock says that the window is over. Then it takes a *snapshot* of how far it has moved from the
     consensus, and the ranks exchange rows, differences and the next plan. When that has *landed*
     the consensus moves on, and the working copy with it. In CADENCE a rank waits for it; in ASYNC
-    it goes on with the next window, whose deadline runs from the landing.
+    it continues with the next window, whose deadline runs from the landing.
 
     Args:
         team: The ranks.
@@ -153,10 +153,10 @@ class LocalEngine(Engine):
                 self.advance()
 
     def advance(self) -> WindowResult | None:
-        """Lands what has landed, and closes the window when it is over.
+        """Apply exchanges that have ended, and start that of a window that is over.
 
         Returns:
-            The last window that was applied in this call.
+            The window that was applied last in this call, if any.
         """
         self._result = None
         while True:
@@ -172,7 +172,7 @@ class LocalEngine(Engine):
     def leave(self) -> None:
         """Leaves an epoch in its middle; the others learn of it in ``settle``.
 
-        A batch that has not come to its step is dropped, and will be handed out again.
+        A batch that has not been stepped on is dropped, and will be handed out again.
         """
         super().leave()
         if self._in_batch:
@@ -182,8 +182,8 @@ class LocalEngine(Engine):
         """Commits what has been applied and not yet committed; all ranks call it together.
 
         Steps of a loop that was left by ``break`` are averaged first. The ranks need not have left
-        it at the same window: who has goes along until all have, and who has not is led out of the
-        epoch. Then all are at one consensus.
+        it at the same window. A rank that has left keeps joining exchanges until all have left, and
+        the others are led out of the epoch. Then all are at one consensus.
         """
         if self.committing:
             return  # all are, and the window that is being landed is not to be exchanged again
@@ -287,7 +287,7 @@ class LocalEngine(Engine):
         """Exchanges a window; all ranks call it together.
 
         It touches only scratch buffers, the lease book and the planner, so it may run in a thread
-        while the rank goes on with local steps.
+        while the rank makes further local steps.
 
         Args:
             state: This rank's, as it was when the window was over; its own row is said now.
@@ -365,7 +365,7 @@ class LocalEngine(Engine):
         return self._data_of(self._leases.cursor, self._leases.batch_size)
 
     def _land(self) -> None:
-        """Takes over what the exchange came to; waits for it where it has not ended."""
+        """Apply the result of the exchange in flight; wait for it if it has not ended."""
         started_s = time.perf_counter()
         try:
             outcome = self._exchanger.wait()
@@ -383,7 +383,8 @@ class LocalEngine(Engine):
         self._follow(found)
         plan = self.state.plan
         if isinstance(plan, LocalPlan):
-            # Who has gone on may have begun what would be handed on; at the tail nobody has.
+            # In ASYNC a rank may have begun a batch that would move to another rank's queue. At the
+            # tail all ranks have waited, so none has.
             book = self._leases
             hands_on = outcome.over.blocking and book.num_free == 0
             book.fill(plan.queues, hand_on=hands_on)
@@ -439,7 +440,7 @@ class LocalEngine(Engine):
         self._applied = Applied(self._result, outcome.retired, told)
 
     def _go_by(self, plan: LocalPlan) -> None:
-        """Goes on by a plan; what this rank has already done of it counts."""
+        """Follow a plan; batches of it that this rank has already computed count."""
         done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
         self._own = deque(self._leases.queue(self.rank)[done:])
         self._steps.follow(plan)

@@ -1,4 +1,4 @@
-"""Parking: a team goes on without a rank that costs more than it brings, and calls it back."""
+"""Parking: a rank that costs more than it brings leaves the windows, and is called back later."""
 
 import math
 from abc import abstractmethod
@@ -53,7 +53,7 @@ class ParkingEngine(Engine):
 
     @abstractmethod
     def _use_team(self) -> None:
-        """Goes on with the ranks that are present."""
+        """Use the ranks that are present from now on, in the policy and in exchanges."""
 
     @abstractmethod
     def _counters(self) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class ParkingEngine(Engine):
             self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
 
     def _end_generation(self) -> None:
-        """Shows that all have applied the last window of a generation, which is so committed."""
+        """Commit the last window of a generation, as all have applied it; drop all plans."""
         if self.state.applied:
             self._meet(Purpose.CHANGE, report=Report(**self._told()))
         self._drop_plans()
 
     def _park(self, rank: int) -> None:
-        """Goes on without a rank that costs more than it brings; all ranks call it together."""
+        """Park a rank and form the next generation; all ranks that are present call it together."""
         speeds = self.policy.solo_speeds(self.batch_size)
         self._end_generation()
         self.team.park(rank)

@@ -1,4 +1,4 @@
-"""What a window is and came to, and how far the team has got: plain values."""
+"""The result of a window, what led to it, and the progress of the team: plain values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,10 +144,10 @@ class Applied(NamedTuple):
     """A window that this rank has applied and that is not known to be committed.
 
     Attributes:
-        result: What it came to.
+        result: Its result.
         leases: The samples that it took from the epoch.
         told: What this rank will say of it in the next window's report: seconds that it waited for
-            others, seconds that averaging took of its time, and how it came to the average.
+            others, seconds that averaging took of its time, and how far it was from the average.
     """
 
     result: WindowResult

@@ -225,12 +225,12 @@ class SyncEngine(ParkingEngine):
     def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
         """Closes a planned window; all ranks call it together.
 
-        A rank without a share does not know whether an optimizer takes its turn, the window is
-        closed, or the others have left the loop: it goes along.
+        A rank without a share does not know whether the others step one optimizer, close the
+        window, or have left the loop. It joins their rounds until the window is over.
 
         Args:
             drop: This rank was told to stop in mid-window: nobody applies the window, it
-                stays uncommitted, and the run can go on from there later.
+                stays uncommitted, and the run can resume from there later.
 
         Returns:
             The applied window, or ``None`` when there is none.
@@ -449,7 +449,7 @@ class SyncEngine(ParkingEngine):
                 self._wish = self._wanted_change()
 
     def _learn(self) -> None:
-        """Tells the policy of the windows that are over; on all ranks, as any may come to plan."""
+        """Tell the policy of the windows that are over; on all ranks, as any may become planner."""
         for reports, plan, exchange_s in self._unlearnt:
             self._policy.observe(reports, plan, exchange_s)
         self._unlearnt.clear()

@@ -21,7 +21,7 @@ class Team:
     """Knows who takes part, and holds the door for those that do not.
 
     A *parked* rank costs more than it brings. It leaves every exchange and waits to be called; the
-    others go on over a communicator of their own. They call twice a second: so a parked rank that
+    others use a communicator of their own. They call twice a second: so a parked rank that
     was told to stop can say so, and either side notices when the other is gone. Ranks keep their
     numbers.
 

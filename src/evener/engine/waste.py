@@ -1,4 +1,4 @@
-"""Work that brings nothing, found in a run's first windows."""
+"""Finds ranks that read equal batches, and so do the same work, in a run's first windows."""
 
 import math
 from collections.abc import Sequence

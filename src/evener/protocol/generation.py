@@ -24,7 +24,7 @@ class Said(IntEnum):
 
     STAY = 0
     GO_ON = 1
-    """Come back: the epoch goes on."""
+    """Come back: the epoch continues."""
     END = 2
     """Come back: the epoch is over, or the team stops."""
     LEFT = 3
@@ -53,14 +53,17 @@ def without(state: State, rank: int) -> State:
 
 
 def answer(state: State, rows: Mapping[int, Row]) -> Answer:
-    """What follows from the rows at the door; without ``STAY``, the next generation has all ranks.
+    """Return what follows from the rows at the door.
+
+    Unless ``Said.STAY`` was said, the next generation has all ranks.
+
 
     Args:
         state: This rank's.
         rows: Of all ranks of the team.
 
     Raises:
-        CollectiveMismatchError: Somebody who is not parked has come for something else.
+        CollectiveMismatchError: A rank that is not parked wanted something else.
     """
     calling = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.AWAY}
     places = {(row.purpose, row.window, row.generation) for row in calling.values()}

@@ -5,26 +5,37 @@ after it ``judge`` gives the verdict: what to do, in order, and the state that c
 ranks judge the same rows by the same function, so all do the same. Engines carry it out and keep
 no flags of their own about who has left, rests, stops or is away.
 
-The whole table is in ``judge`` and the functions below it, first match first::
+The whole table is in ``judge`` and the functions below it; the first line that matches applies::
 
     rows                                              what is done
     ------------------------------------------------  -------------------------------------------
-    unlike windows, generations or purposes           error on every rank: ranks are at odds
-    a row that is not final (an announcement)         OPEN: gradients may travel; or VOID
+    different windows, generations or purposes        error on every rank: ranks are at odds
+    a row that is not final (an announcement)         OPEN: gradients may travel; or VOID;
+                                                      REPEAT on ranks whose rows were final
     VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE    nothing: their bodies are the answer
-    PLAN                                              the planner's plan is taken: work begins
-    REST, nothing in flight; nobody did anything      VERIFY, COMMIT; who was idle is led out;
-                                                      CHANGE where a loop was left, some are away
+    PLAN                                              the planner's plan is taken: work begins;
+                                                      error where ranks hold different data
+    REST or IDLE, an exchange in flight               nothing: it lands first
+    REST or IDLE                                      VERIFY, COMMIT; idle ranks are led out;
+                                                      CHANGE if a loop was left and ranks are parked
     CHANGE                                            COMMIT, then a new generation is formed
-    WINDOW or STEP, learning rates differ             COMMIT, RATES, and on
-      ... somebody drops it                           COMMIT, DROP
-      ... something is not finite, no skip allowed    COMMIT, RESTORE, error on every rank
-      ... one optimizer's turn (SYNC)                 COMMIT, TURN
-      ... in SYNC                                     COMMIT, APPLY, perhaps CHANGE
-      ... in CADENCE and ASYNC                        COMMIT, EXCHANGE, then PLAN: LAND
+    WINDOW or STEP                                    COMMIT, and:
+      ... trainable parameters differ                 error on every rank
+      ... learning rates differ                       RATES, and one of the lines below
+      ... a rank drops it, as it was told to stop     DROP
+      ... a rank drops it, as it left its loop        error if another works in it; otherwise
+                                                      DROP, and CHANGE if ranks are parked
+      ... a rank drops it                             REDO, or DROP if the team stops
+      ... different optimizers are to be stepped      error on every rank
+      ... a number is not finite, no skip allowed     RESTORE, error on every rank
+      ... a weight is negative or not finite          error on every rank
+      ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND
+      ... one optimizer is to be stepped (WINDOW)     TURN
+      ... samples differ from the plan (WINDOW)       error on every rank
+      ... otherwise                                   APPLY; CHANGE if the planner wishes it
 
 ``COMMIT`` is about the window before, and only where one was applied: rows of all ranks show that
-all have applied it. It comes first, before any error.
+all have applied it. In a line that has it, it precedes everything but ``VERIFY``, errors included.
 """
 
 import math
@@ -66,7 +77,7 @@ class Do(Enum):
     COMMIT = auto()
     """The window before is known to be applied everywhere."""
     RATES = auto()
-    """Learning rates differ: tell one another, and take those of ranks with work."""
+    """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
     """Throw this window away; its samples stay uncommitted."""
     REDO = auto()
@@ -74,7 +85,7 @@ class Do(Enum):
     RESTORE = auto()
     """Throw away what was computed since the last average."""
     TURN = auto()
-    """Average and step one optimizer; the window goes on."""
+    """Average and step one optimizer; the window continues."""
     APPLY = auto()
     """Average and step; the window is over."""
     EXCHANGE = auto()
@@ -187,7 +198,11 @@ class State(NamedTuple):
         return self._replace(flight=self.plan)
 
     def leave(self) -> "State":
-        """The loop is left by ``break``, or by an error; without effect outside of one."""
+        """The loop is left by ``break``, or by an error: ``REST`` follows.
+
+        In SYNC that also holds in ``OUT``, which is the phase in windows of streams, and between
+        epochs. Without effect in all other phases, and in ``OUT`` of CADENCE and ASYNC.
+        """
         if not (self.is_working or (self.is_sync and self.phase is Phase.OUT)):
             return self
         return self._replace(phase=Phase.REST)
@@ -240,7 +255,7 @@ _ANSWERS = frozenset(
         Purpose.REHEARSE,
     }
 )
-# What a rank without work may take part in: it goes along with whatever the others do.
+# What a rank without work may take part in: it joins whatever the others do.
 _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
 
 
@@ -277,7 +292,7 @@ def _are_together(rows: Mapping[int, Row]) -> bool:
 
 
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
-    """What all have come for; ``None`` where they have come for different things."""
+    """Return the purpose of all ranks; ``None`` where purposes differ."""
     wanted = {row.purpose for row in rows.values()}
     busy = wanted - {Purpose.IDLE}
     if len(busy) > 1:
@@ -291,7 +306,7 @@ def _commit(state: State, *before: Do) -> tuple[Do, ...]:
 
 
 def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
-    """Some have only announced the window: may gradients travel?
+    """Say whether gradients may travel, as some ranks have only announced the window.
 
     What is wrong is told when all rows are final, as without announcements: after the commit.
     """
@@ -310,7 +325,7 @@ def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
 
 
 def _begin(state: State, rows: Mapping[int, Row]) -> Verdict:
-    """An epoch begins, or goes on in a new generation: the planner's plan is taken."""
+    """Adopt the planner's plan: an epoch begins, or continues in a new generation."""
     own = rows[state.me]
     for rank, row in rows.items():
         if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
@@ -335,7 +350,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
 
 
 def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
-    """All rest: what was applied is committed. Who was idle in a loop that is left goes with it."""
+    """Commit what was applied: all rest. Ranks that were idle in a loop that was left leave it."""
     if any(row.busy for row in rows.values()):
         return Verdict(state=state)  # whoever has an exchange in flight lands it first
     do = _commit(state, Do.VERIFY)
@@ -350,7 +365,7 @@ def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
 
 
 def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Verdict:
-    """A window is closed, or one optimizer takes its turn."""
+    """Judge the rows that close a window, or step one optimizer in it."""
     do = _commit(state)
     state = state._replace(applied=False)
     if error := _unlike_parameters(rows):
@@ -440,7 +455,8 @@ def land(
         state = state._replace(winding=True)
     elif winds:
         led_out = not (is_over or stopping or has_left)
-        # Whoever has left comes to a last round; all come, as nothing may be left to commit.
+        # A rank that has left needs a last REST round, even if nothing is left to commit.
+        # So all ranks join it.
         phase = Phase.REST if is_left else Phase.OUT
         state = state._replace(plans=(), winding=False, phase=phase, led_out=led_out)
     state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)

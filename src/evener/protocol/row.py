@@ -1,4 +1,4 @@
-"""The row: all that a rank says when it meets the others, for every policy and purpose. Pure.
+"""The row: what one rank tells the others in one round, for every policy and purpose. Pure.
 
 Rows travel as float64. One codec serves rows, reports and plans: the fields of a dataclass in
 order. Decoding checks and never repairs: a row that does not add up means that ranks run different

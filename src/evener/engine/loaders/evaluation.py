@@ -58,7 +58,7 @@ class EvaluationLoader(LikeDataLoader):
         Raises:
             CollectiveMismatchError: Some ranks do something else: evaluate in ``ddp.on_commit`` or
                 after an epoch.
-            UsageError: Ranks have data sets of unlike length or order.
+            UsageError: Ranks have data sets of different length or order.
         """
         indices = self._order.of(0)
         rounds = self._agree(self._order.fingerprint(indices))
@@ -84,7 +84,7 @@ class EvaluationLoader(LikeDataLoader):
         """Return the rounds of the ranks that are present; the speeds of the lowest one count.
 
         Raises:
-            UsageError: Ranks have unlike data.
+            UsageError: Ranks have different data.
         """
         engine, count = self._engine, self._order.num_samples
         speeds = engine.policy.solo_speeds(self.batch_size)
