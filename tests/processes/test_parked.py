@@ -205,7 +205,6 @@ def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
 TRAIN = """
 import torch
 from evener import Ddp, DdpConfig, EvenerError
-from evener.engine import parking
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -78,6 +78,7 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
             generation=row.generation + 1,
             members=tuple(range(state.world_size)),
             window=row.window,
+            attempt=0,
             phase=Phase.OUT if state.phase is Phase.AWAY else state.phase,
             led_out=said is Said.LEFT if state.phase is Phase.AWAY else state.led_out,
             plans=(),

@@ -210,7 +210,7 @@ class State(NamedTuple):
     def release(self) -> "State":
         """Plans are dropped: an epoch begins, or ends."""
         phase = self.phase if self.phase in (Phase.AWAY, Phase.ENDED) else Phase.OUT
-        return self._replace(phase=phase, plans=(), turns=0, winding=False, open=False)
+        return self._replace(phase=phase, plans=(), turns=0, attempt=0, winding=False, open=False)
 
     def begin(self) -> "State":
         """An epoch begins: nothing of the one before is left."""

@@ -172,7 +172,7 @@ def check_state(assembly: Assembly, checkpoint: Checkpoint) -> None:
 
 
 def _read(checkpoint: Checkpoint, assembly: Assembly) -> SavedState:
-    with _naming(checkpoint.path / STATE, "is damaged", "resume from an older checkpoint"):
+    with _naming(checkpoint.path / STATE):
         state = Fields(checkpoint.document(STATE))
         positions = [state["cursor"]]
         if "further_cursors" in state:
@@ -247,12 +247,13 @@ def _check_fit(saved: SavedState, assembly: Assembly) -> None:
 
 
 @contextmanager
-def _naming(place: Path, what: str = "is damaged", remedy: str = "use another") -> Iterator[None]:
+def _naming(place: Path, what: str = "", remedy: str = "") -> Iterator[None]:
     """Let errors of the block name the checkpoint, what is wrong with it, and the remedy."""
     try:
         yield
     except ValueError as error:
-        raise CheckpointError(f"{place} {what}: {error}; {remedy}") from error
+        text = f"{place} is damaged: {error}; resume from an older checkpoint"
+        raise CheckpointError(f"{place} {what}: {error}; {remedy}" if what else text) from error
     except CheckpointError as error:
         folder = place.parent if place.name == STATE else place
         if str(folder) in str(error):  # it names one of the files

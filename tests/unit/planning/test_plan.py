@@ -37,17 +37,3 @@ def test_layout_by_example():
 def test_positions_of_a_rank_that_is_not_there(rank):
     with pytest.raises(ProtocolError, match=f"rank {rank} has no place"):
         plan_of((1, 1)).positions(rank)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ((0, 0, 0, 4, (1, 2)), r"sum to 3 samples, but the window has 4"),
-        ((0, 0, 0, 1, (2, -1)), r"rank 1 a share of -1"),
-        ((-1, 0, 0, 0, ()), r"window=-1"),
-        ((0, 0, -5, 0, ()), r"start=-5"),
-    ],
-)
-def test_a_plan_that_does_not_add_up_cannot_be_made(fields, message):
-    with pytest.raises(ProtocolError, match=message):
-        WindowPlan(*fields)

@@ -25,7 +25,7 @@ def make_run(folder: Path, *, checkpoints: bool = True) -> None:
 
 
 def agree(parent: Path, name: str) -> Path:
-    return agree_on_folder(Team(SingleCommunicator(), payload_length=1), parent, name)
+    return agree_on_folder(Team(SingleCommunicator()), parent, name)
 
 
 def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
     def body(comm: Communicator) -> Path:
         # Another host may see another folder of runs.
         parent = tmp_path if comm.rank == 0 else tmp_path / "elsewhere"
-        return agree_on_folder(Team(comm, payload_length=1), parent, "x")
+        return agree_on_folder(Team(comm), parent, "x")
 
     assert run_team(3, body) == [tmp_path / "x-2"] * 3
     assert not (tmp_path / "elsewhere").exists()
