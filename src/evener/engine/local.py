@@ -186,7 +186,7 @@ class LocalEngine(Engine):
         the others are led out of the epoch. Then all are at one consensus.
         """
         if self.committing:
-            return  # all are, and the window that is being landed is not to be exchanged again
+            return  # all are at one consensus; the window that lands must not be exchanged again
         while self._is_unsettled():
             if self.state.flight is None:
                 self._start()

@@ -160,7 +160,7 @@ class SyncEngine(ParkingEngine):
     def settle(self) -> None:
         """Commits what has been applied and not yet committed; all ranks call it together."""
         if self.committing:
-            return  # it is, and ranks that are in a commit need not all have left their loops
+            return  # it is committed, and not all ranks in a commit have left their loops
         if self._turns and self.share.in_micro_batch:
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
