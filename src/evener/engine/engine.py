@@ -389,8 +389,9 @@ class Engine(ABC):
         self.team.hurry(timeout_s)
 
     def close_down(self) -> None:
-        """Ends whatever runs beside the training loop; idempotent."""
+        """Ends whatever runs beside the training loop, and the exchanges; idempotent."""
         self.state = self.state.end()
+        self.team.close()  # while a rank is parked, the others have connections of their own
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 

@@ -113,6 +113,8 @@ class Share:
     def loss_sum_of(self, part: int | None = None) -> float:
         """Return Σ weight · loss of a part; waits for the device."""
         own = [(weight, loss) for of, weight, loss in self._losses if of == part]
+        if len(own) == 1:
+            return own[0][0] * own[0][1].item()
         total = 0.0
         if own:
             values = torch.stack([loss.reshape(()) for _, loss in own]).tolist()  # one transfer

@@ -16,6 +16,7 @@ from evener.errors import (
     ConfigError,
     EvenerError,
     NonFiniteGradientError,
+    PeerLostError,
     UsageError,
 )
 from evener.run.ddp import Ddp
@@ -584,6 +585,33 @@ def test_no_sample_is_lost_when_plans_are_replaced() -> None:
     (first, parked), (second, _) = run_team(2, body)
     assert Counter(first + second) == dict.fromkeys(range(96), 2)
     assert 0 < parked.count(1) < len(parked)
+
+
+def test_a_rank_that_leaves_is_noticed_while_another_one_is_parked() -> None:
+    """Those who are present have connections of their own, which end with the team, too."""
+
+    def body(comm: Communicator) -> str:
+        model, optimizer = line()
+        ddp = setup(comm, model, optimizer, speed_hint=(1.0, 1.0, 1.0))
+        engine = ddp.assembly.engine
+        engine.policy.rank_to_park = lambda batch_size: (
+            1 if engine.window >= 3 and not engine.team.parked else None
+        )
+        try:
+            with ddp:
+                for _, x in ddp.loader(Numbered(400), batch_size=8).epoch(0):
+                    if comm.rank == 2 and engine.team.parked:
+                        raise ValueError("of this rank alone")
+                    ddp.backward(model(x).square().mean())
+                    ddp.step()
+        except (PeerLostError, ValueError) as error:
+            return str(error)
+        return ""
+
+    first, second, third = run_team(3, body)
+    assert "rank 2 has closed" in first
+    assert "has closed" in second
+    assert third == "of this rank alone"
 
 
 def test_ranks_with_another_seed_or_data_set_are_refused_at_once() -> None:
