@@ -332,13 +332,13 @@ class SyncEngine(ParkingEngine):
             if warning := self._equal_batches.see(reports):
                 self.habits.notice(warning)
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
-        made, weight = not result.skipped, 0.0 if result.skipped else result.weight
-        self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self._result = replace(result, progress=self.progress, ranks=records_of(reports))
         started_s = time.perf_counter()
         if self._check.is_wanted and self._check.is_due(plan.window):
             self._check.compare(self.comm, plan.window)
         sync_s = self._sync_s + time.perf_counter() - started_s
+        made, weight = not result.skipped, 0.0 if result.skipped else result.weight
+        self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
+        self._result = replace(result, progress=self.progress, ranks=records_of(reports))
         told = {"wait_s": found.wait_s, "sync_s": sync_s}
         self._applied = Applied(self._result, leases, told)
 

@@ -15,6 +15,7 @@ from evener.errors import (
     CollectiveMismatchError,
     ConfigError,
     PeerLostError,
+    ReplicasDifferError,
     UsageError,
 )
 from evener.run.ddp import Ddp
@@ -335,3 +336,24 @@ def test_an_update_outside_of_a_loader_after_a_break_takes_no_samples_of_it(ends
 
     for size, samples, committed in run_team(2, body):
         assert [samples, committed] == [10 + size, [[0, 10]]]
+
+
+def test_a_window_after_which_replicas_differ_is_not_counted() -> None:
+    def body(comm: Communicator) -> list[int]:
+        model, optimizer = line()
+        windows = []
+        with setup(comm, model, optimizer, shares=(1, 1), verify_every=1) as ddp:
+
+            def train() -> None:
+                for _, x in ddp.loader(DATA, batch_size=5).epoch(0):
+                    if comm.rank and ddp.window == 1:
+                        model.bias.data.add_(1.0)
+                    step(ddp, model, x)
+
+            for _ in range(2):
+                with pytest.raises(ReplicasDifferError):
+                    train()
+                windows.append(ddp.window)
+        return windows
+
+    assert run_team(2, body) == [[1, 1]] * 2
