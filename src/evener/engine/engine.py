@@ -95,9 +95,7 @@ class Engine(ABC):
         self.limits = MicroBatchLimits(team.world_size)
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
         self.known_sizes: set[int] = set()
-        self.in_epoch = False
-        self.committing = False
-        self.was_parked = False
+        self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
         self._on_commit: list[Callable[[WindowResult], None]] = []
