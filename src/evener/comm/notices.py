@@ -147,12 +147,14 @@ class NoticeBoard:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
         # Who serves the store looks for longer: others ask it until their own look is over.
         serves = self._host_rank == rank
-        deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
         known = texts = self.read()
-        while texts is not None and len(texts) < len(self._ranks) and time.monotonic() < deadline:
+        deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
+        while time.monotonic() < deadline and len(known or ()) < len(self._ranks):
+            if known is not None and texts is None:
+                break  # its host may have ended, having found out
             time.sleep(0.02)
-            texts = self.read()
-            known = known if texts is None else texts  # its host may have ended, having found out
+            texts = self.read()  # on a busy machine it may have been too slow to answer at once
+            known = known if texts is None else texts
         if known is None:
             return None
         return {other: Notice.parse(text) for other, text in known.items()}
