@@ -63,7 +63,7 @@ _GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
-_ORPHAN_S = 10.0  # how long an operation goes on when the script has ended without closing its team
+_ORPHAN_S = 10.0  # how long an operation may last after the script ended without closing its team
 
 
 def connect(
@@ -586,10 +586,6 @@ class GroupEngine:
 
 def _sum_words(flat: Tensor) -> str:
     return f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
-
-
-def _start_on(start: Callable[[Tensor, Any], Work], tensor: Tensor, group: Any) -> Work:
-    return start(group, tensor)
 
 
 def _bytes_of(flat: Tensor) -> bytes:

@@ -242,7 +242,7 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+        """Starts or continues the cursor's epoch; all ranks call it together."""
 
     def begin_stream(self, epoch: int) -> None:
         """Starts an epoch of windows without plans; all ranks call it together.

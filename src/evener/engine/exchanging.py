@@ -19,7 +19,7 @@ class Exchanger(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether ``wait`` need not wait for what goes on beside it."""
+        """Whether ``wait`` would return without waiting for a thread."""
         return True
 
     def wait(self) -> T:

@@ -44,7 +44,7 @@ def refuse_second_team(models: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"this {type(model).__name__} is in a team already: Ddp.setup was called with it "
                 "before, and its gradients would be averaged twice; close that team first "
-                "(ddp.close(), or with Ddp.setup(...) as ddp), go on with it, or make the model "
+                "(ddp.close(), or with Ddp.setup(...) as ddp), continue with it, or make the model "
                 "and its optimizers anew"
             )
 

@@ -121,7 +121,7 @@ class LocalEngine(Engine):
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+        """Starts or continues the cursor's epoch; all ranks call it together."""
         self.settle()
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
             self._replica.restore()

@@ -96,7 +96,7 @@ class SyncEngine(ParkingEngine):
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or goes on with the cursor's epoch; all ranks call it together."""
+        """Starts or continues the cursor's epoch; all ranks call it together."""
         self.settle()
         self.flat.attach_data()  # the model may have been given another memory format
         self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps

@@ -8,6 +8,7 @@ they have posted it pauses, and a scheduler says which goes on: so ranks learn l
 What must hold at once is checked at once; what a run has come to is checked by ``tests``.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -346,7 +347,7 @@ class Pending:
     leases: list[Slice]
 
 
-class Rank:
+class Rank(ABC):
     """What both kinds of engines have in common; see ``evener.engine.engine``."""
 
     def __init__(self, network: Network, me: int) -> None:
@@ -409,9 +410,9 @@ class Rank:
             return True
         return script.stops is not None and self.here() >= script.stops
 
+    @abstractmethod
     def here(self) -> tuple[int, int]:
         """The window, and how far this rank is in it."""
-        raise NotImplementedError
 
     # ── exchanges ────────────────────────────────────────────────────────────────────────────────
 
@@ -529,21 +530,21 @@ class Rank:
         """S10: an error from rows, on all ranks in the same round."""
         self.net.raised[self.me] = (place, words)
 
+    @abstractmethod
     def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
         """Does one thing that a round has led to."""
-        raise NotImplementedError
 
     def change(self, rows: dict[int, Row]) -> Steps:
         """The generation changes."""
-        raise NotImplementedError
+        raise AssertionError("local steps park nobody")
 
+    @abstractmethod
     def settle(self) -> Steps:
         """Commits what was applied."""
-        raise NotImplementedError
 
+    @abstractmethod
     def epoch(self, number: int) -> Steps:
         """The user's loop over a loader."""
-        raise NotImplementedError
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────
 
