@@ -152,9 +152,7 @@ class RangeSet:
             UsageError: The range is empty or negative, or part of it is in the set already.
         """
         if not 0 <= start < stop:
-            raise UsageError(
-                f"[{start}, {stop}) is not a range of positions: give 0 <= start < stop"
-            )
+            raise UsageError(f"[{start}, {stop}) is no range of positions: give 0 <= start < stop")
         at = bisect_right(self._starts, start)
         if at > 0 and self._stops[at - 1] > start:
             raise UsageError(self._overlap(start, stop, at - 1))
@@ -217,8 +215,7 @@ class RangeSet:
         for pair in pairs:
             if len(pair) != 2 or not all(type(bound) is int for bound in pair):
                 raise UsageError(
-                    f"{list(pair)} is not a range of positions: give start and stop, 0 <= start "
-                    "< stop"
+                    f"{list(pair)} is no range of positions: give start and stop, 0 <= start < stop"
                 )
         return cls(pairs)
 
