@@ -338,7 +338,7 @@ class SyncEngine(ParkingEngine):
         sync_s = self._sync_s + time.perf_counter() - started_s
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self._result = replace(result, progress=self.progress, ranks=records_of(reports))
+        self._result = replace(result, progress=self.progress)
         told = {"wait_s": found.wait_s, "sync_s": sync_s}
         self._applied = Applied(self._result, leases, told)
 
@@ -399,7 +399,13 @@ class SyncEngine(ParkingEngine):
         weight, last = turns[0].weight, turns[-1]
         self._average_buffers(found, weight, f"window {last.window}")
         skipped = all(turn.skipped for turn in turns)
-        return replace(last, weight=weight, skipped=skipped, applied_t=time.time())
+        return replace(
+            last,
+            weight=weight,
+            skipped=skipped,
+            applied_t=time.time(),
+            ranks=records_of(self._reports(found.rows)),
+        )
 
     def _average_buffers(self, found: Round, weight: float, what: str) -> None:
         """Averages the model's buffers by weight; a window without weight leaves them as before."""
