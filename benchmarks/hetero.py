@@ -48,8 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 from evener import Ddp, DdpConfig
 from evener.engine.emulate import Slowdown
 from evener.engine.results import WindowResult
-from evener.run.launching.launch import launch
-from evener.run.team.environment import STORE_FD, DistributedTrainConfig
+from evener.team.environment import STORE_FD, DistributedTrainConfig
+from evener.team.launching.launch import launch
 
 SEQ_LEN = 128
 TIMEOUT_S = 120.0

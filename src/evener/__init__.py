@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from evener.version import __version__
 
 if TYPE_CHECKING:
+    from evener.config.classify import ClassifyConfig as ClassifyConfig
+    from evener.config.settings import DdpConfig as DdpConfig
     from evener.data.sharding import shard_batches as shard_batches
     from evener.data.sharding import shard_files as shard_files
+    from evener.ddp import Ddp as Ddp
     from evener.engine.results import Progress as Progress
     from evener.engine.results import RankRecord as RankRecord
     from evener.engine.results import WindowResult as WindowResult
@@ -31,25 +34,17 @@ if TYPE_CHECKING:
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
+    from evener.managed.builder import DdpBuilder as DdpBuilder
+    from evener.managed.handle import DdpHandle as DdpHandle
+    from evener.managed.metrics import EpochMetrics as EpochMetrics
+    from evener.managed.metrics import record_scalar as record_scalar
+    from evener.managed.trained import TrainedState as TrainedState
+    from evener.manual.replicas import Replicas as Replicas
     from evener.observe.events import Sink as Sink
     from evener.planning.elche import ElChe as ElChe
     from evener.planning.guard import DivergenceGuard as DivergenceGuard
     from evener.planning.guard import Verdict as Verdict
     from evener.planning.policies import ApplyPolicy as ApplyPolicy
-    from evener.run.config.classify import ClassifyConfig as ClassifyConfig
-    from evener.run.ddp import Ddp as Ddp
-    from evener.run.managed.builder import DdpBuilder as DdpBuilder
-    from evener.run.managed.handle import DdpHandle as DdpHandle
-    from evener.run.managed.metrics import EpochMetrics as EpochMetrics
-    from evener.run.managed.metrics import record_scalar as record_scalar
-    from evener.run.managed.trained import TrainedState as TrainedState
-    from evener.run.manual.replicas import Replicas as Replicas
-    from evener.run.settings import DdpConfig as DdpConfig
-    from evener.run.team.environment import AverageBackend as AverageBackend
-    from evener.run.team.environment import DistributedBackend as DistributedBackend
-    from evener.run.team.environment import DistributedRole as DistributedRole
-    from evener.run.team.environment import DistributedTrainConfig as DistributedTrainConfig
-    from evener.run.team.members import Member as Member
     from evener.tasks.classification.command import classify as classify
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
@@ -64,15 +59,20 @@ if TYPE_CHECKING:
     from evener.tasks.trainers.comm import DistributedComm as DistributedComm
     from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
     from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
+    from evener.team.environment import AverageBackend as AverageBackend
+    from evener.team.environment import DistributedBackend as DistributedBackend
+    from evener.team.environment import DistributedRole as DistributedRole
+    from evener.team.environment import DistributedTrainConfig as DistributedTrainConfig
+    from evener.team.members import Member as Member
 
 # Public name -> the module that defines it. To add a name: here, in the block above (for type
 # checkers and editors), and in tests/contracts/test_public_names.py.
 _MODULE_OF: Final = {
     "ApplyPolicy": "evener.planning.policies",
-    "AverageBackend": "evener.run.team.environment",
+    "AverageBackend": "evener.team.environment",
     "BatchResult": "evener.tasks.classification.coordinator",
     "CheckpointError": "evener.errors",
-    "ClassifyConfig": "evener.run.config.classify",
+    "ClassifyConfig": "evener.config.classify",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
     "ClassifyResult": "evener.tasks.classification.job",
     "CollectiveError": "evener.errors",
@@ -81,33 +81,33 @@ _MODULE_OF: Final = {
     "ConfigError": "evener.errors",
     "DataError": "evener.errors",
     "DataParallelCoordinator": "evener.tasks.classification.coordinator",
-    "Ddp": "evener.run.ddp",
-    "DdpBuilder": "evener.run.managed.builder",
-    "DdpConfig": "evener.run.settings",
-    "DdpHandle": "evener.run.managed.handle",
-    "DistributedBackend": "evener.run.team.environment",
+    "Ddp": "evener.ddp",
+    "DdpBuilder": "evener.managed.builder",
+    "DdpConfig": "evener.config.settings",
+    "DdpHandle": "evener.managed.handle",
+    "DistributedBackend": "evener.team.environment",
     "DistributedComm": "evener.tasks.trainers.comm",
-    "DistributedRole": "evener.run.team.environment",
-    "DistributedTrainConfig": "evener.run.team.environment",
+    "DistributedRole": "evener.team.environment",
+    "DistributedTrainConfig": "evener.team.environment",
     "DistributedTrainer": "evener.tasks.trainers.distributed",
     "DivergenceGuard": "evener.planning.guard",
     "ElChe": "evener.planning.elche",
-    "EpochMetrics": "evener.run.managed.metrics",
+    "EpochMetrics": "evener.managed.metrics",
     "EvenerError": "evener.errors",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
-    "Member": "evener.run.team.members",
+    "Member": "evener.team.members",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
     "PretrainResult": "evener.tasks.pretraining",
     "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
     "RankRecord": "evener.engine.results",
-    "Replicas": "evener.run.manual.replicas",
+    "Replicas": "evener.manual.replicas",
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
-    "TrainedState": "evener.run.managed.trained",
+    "TrainedState": "evener.managed.trained",
     "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
     "UserError": "evener.errors",
@@ -116,7 +116,7 @@ _MODULE_OF: Final = {
     "WorkerError": "evener.errors",
     "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",
-    "record_scalar": "evener.run.managed.metrics",
+    "record_scalar": "evener.managed.metrics",
     "shard_batches": "evener.data.sharding",
     "shard_files": "evener.data.sharding",
 }

@@ -15,18 +15,18 @@ from typing import Annotated, Any
 import typer
 
 import evener
+from evener.config.options import ClassifyOptions, PretrainOptions
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
-from evener.run.config.options import ClassifyOptions, PretrainOptions
-from evener.run.launching.child import (
+from evener.team.environment import DistributedTrainConfig
+from evener.team.host import check_kind, local_devices
+from evener.team.launching.child import (
     apply_threads,
     end_in_silence,
     loading_libraries,
     run_child,
 )
-from evener.run.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
-from evener.run.team.environment import DistributedTrainConfig
-from evener.run.team.host import check_kind, local_devices
+from evener.team.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 
 app = typer.Typer(
     name="evener",
@@ -251,7 +251,7 @@ def launch_script(
     port: _Port = None,
 ) -> None:
     """Run a training script as one rank per device of this host, or of several."""
-    command = (*_PYTHON, "evener.run.launching.script", str(script), *(arguments or ()))
+    command = (*_PYTHON, "evener.team.launching.script", str(script), *(arguments or ()))
     slow = tuple(emulate_slow or ())
     nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
     raise typer.Exit(run_child(lambda: _launch(script, command, nproc, nodes, port, slow)))
@@ -274,9 +274,9 @@ def _pretrain(options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[
 
 
 def _bench(**values: Any) -> int:
-    from evener.run.bench import BenchOptions, run_bench
-    from evener.run.config.pretrain_presets import resolve_config
-    from evener.run.launching.ranks import check_nproc
+    from evener.config.pretrain_presets import resolve_config
+    from evener.tasks.bench import BenchOptions, run_bench
+    from evener.team.launching.ranks import check_nproc
 
     options = BenchOptions(**values)
     place = DistributedTrainConfig.from_env()
@@ -316,9 +316,9 @@ def _classify(options: ClassifyOptions, nodes: NodeOptions, arguments: Sequence[
 def _launch_classification(
     options: ClassifyOptions, nodes: NodeOptions, arguments: Sequence[str]
 ) -> int:
-    from evener.run.config import classify_presets as presets
-    from evener.run.launching.launch import launch
-    from evener.run.launching.ranks import check_nproc
+    from evener.config import classify_presets as presets
+    from evener.team.launching.launch import launch
+    from evener.team.launching.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
@@ -351,9 +351,9 @@ def _launch_classification(
 def _launch_pretraining(
     options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[str]
 ) -> int:
-    from evener.run.config.pretrain_presets import DEMO_NPROC, resolve_config
-    from evener.run.launching.launch import launch
-    from evener.run.launching.ranks import check_nproc
+    from evener.config.pretrain_presets import DEMO_NPROC, resolve_config
+    from evener.team.launching.launch import launch
+    from evener.team.launching.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
@@ -369,7 +369,7 @@ def _launch_pretraining(
 
 
 def _with_demo_team(options: PretrainOptions, world_size: int) -> PretrainOptions:
-    from evener.run.config.pretrain_presets import DEMO_EMULATE_SLOW
+    from evener.config.pretrain_presets import DEMO_EMULATE_SLOW
 
     # The demo shows an uneven team, unless the user has put one together or is alone.
     if options.demo and not options.emulate_slow and world_size > 1:
@@ -385,7 +385,7 @@ def _launch(
     port: int | None,
     emulate_slow: Sequence[str],
 ) -> int:
-    from evener.run.launching.launch import launch
+    from evener.team.launching.launch import launch
 
     parse_emulation(emulate_slow)
     if emulate_slow:

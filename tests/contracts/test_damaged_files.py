@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.config.folders import folder_in_use
+from evener.config.pretrain import ModelConfig, load_run_config
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from evener.observe.tally import EventTally
-from evener.run.config.folders import folder_in_use
-from evener.run.config.pretrain import ModelConfig, load_run_config
-from evener.run.team.place_file import read_place
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.saved import read_document
 from evener.tasks.language_model import build_model
 from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
+from evener.team.place_file import read_place
 from helpers.event_cases import committed_window, started
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from evener.run.config.pretrain import RunConfig
+from evener.config.pretrain import RunConfig
 from helpers.limits import PATIENCE_S
 from helpers.markdown import blocks, commands, run_blocks
 from helpers.source import ROOT, tracked_files

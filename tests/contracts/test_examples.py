@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from evener import cli
-from evener.run.config.classify import ClassifyRunConfig
-from evener.run.config.pretrain import RunConfig, load_config
-from evener.run.launching import launch
+from evener.config.classify import ClassifyRunConfig
+from evener.config.pretrain import RunConfig, load_config
+from evener.team.launching import launch
 from helpers.source import ROOT, tracked_files
 
 EXAMPLES = [path for path in tracked_files() if path.parent == ROOT / "examples"]

@@ -16,8 +16,8 @@ from helpers.source import PACKAGE, Module, modules
 PACKAGES = ("protocol", "engine", "comm", "averaging")
 FILES = {
     *("data.cursor", "data.leases"),
-    *("run.ddp", "run.loop", "run.assembly", "run.state"),
-    *("run.saved", "run.reporting", "run.likeness", "run.models"),
+    *("loop.loop", "loop.data_side", "loop.assembly", "loop.state"),
+    *("loop.saved", "loop.reporting", "loop.likeness", "loop.models"),
 }
 #: So many dots after a name reach through a neighbour: ``self.team.comm.rank``.
 TOO_MANY_DOTS = 3

@@ -54,4 +54,4 @@ def test_a_step_passes_through_few_files() -> None:
         for files in steps:
             listed = [f"{file}: {', '.join(names)}" for file, names in sorted(files.items())]
             assert len(files) <= MOST_FILES, f"{len(files)} files\n" + "\n".join(listed)
-            assert "run/ddp.py" in files, "the trace sees evener"
+            assert "loop/loop.py" in files, "the trace sees evener"

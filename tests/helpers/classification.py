@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from evener.run.config.classify import ClassifyConfig
+from evener.config.classify import ClassifyConfig
 from evener.tasks.classification.samples import Sample
 
 LABELS = ["first", "second", "third"]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from evener.data.cursor import Permutation
-from evener.run.ddp import Ddp
-from evener.run.managed.builder import DdpBuilder
-from evener.run.managed.metrics import record_scalar
+from evener.ddp import Ddp
+from evener.managed.builder import DdpBuilder
+from evener.managed.metrics import record_scalar
 from helpers.models import mlp, regression_data
 
 SAMPLES, BATCH, SEED = 46, 16, 3

@@ -37,7 +37,7 @@ def install(folder: Path) -> Path:
 
 def free_job() -> int:
     """Number of a job whose first step meets on a port that is free: SLURM gives no choice."""
-    from evener.run.team.slurm import PORTS
+    from evener.team.slurm import PORTS
 
     draw = random.SystemRandom()  # not the tests' own seed: other tests run at the same time
     while True:
@@ -144,7 +144,7 @@ def tasks_of(commands: Mapping[int, Sequence[str]], layout: Layout) -> list[_Tas
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a step to its end; the examples ask that a task which fails ends no others."""
-    from evener.run.launching.child import die_with
+    from evener.team.launching.child import die_with
 
     die_with(os.getppid())
     parent = os.getpid()

@@ -14,7 +14,7 @@ from torch import nn
 
 from evener import ApplyPolicy, AverageBackend, ConfigError, Ddp, DdpConfig
 from evener.comm.base import Communicator
-from evener.run.team.backends import ExchangeFacts, decide_backend
+from evener.team.backends import ExchangeFacts, decide_backend
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.ranks import Rank, run_ranks

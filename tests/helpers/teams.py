@@ -14,7 +14,7 @@ from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import Report
-from evener.run.team.environment import DistributedTrainConfig
+from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler
 
 from evener.comm.base import Communicator
 from evener.data.order import EpochOrder
-from evener.run.ddp import Ddp
+from evener.ddp import Ddp
 from helpers.teams import run_team, setup
 
 FOLDER = Path(__file__).parent / "ports"

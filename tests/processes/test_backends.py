@@ -3,8 +3,8 @@
 import torch
 
 from evener.errors import ConfigError
-from evener.run.team.backends import connect_team
-from evener.run.team.environment import DistributedTrainConfig
+from evener.team.backends import connect_team
+from evener.team.environment import DistributedTrainConfig
 from helpers.ranks import Rank, run_ranks
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from evener.comm import groups as engine_module
+from evener.ddp import Ddp
 from evener.errors import CollectiveError, CollectiveTimeoutError
-from evener.run import ddp as ddp_module
-from evener.run.ddp import Ddp
+from evener.loop import loop as loop_module
 from helpers.forking import is_stopped
 from helpers.ranks import Outcome, Rank, RankTeam
 from helpers.teams import setup
@@ -260,7 +260,7 @@ def end_badly(rank: Rank, policy: str, way: str) -> str:
     hung = threading.Event()
     if rank.rank == 1:
         arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
-    ddp_module.CLOSING_S = engine_module._ORPHAN_S = DEADLINE_S
+    loop_module.CLOSING_S = engine_module._ORPHAN_S = DEADLINE_S
     with contextlib.nullcontext() if way == "an error, not closed" else ddp:
         for (x,) in loader.epoch(0):
             ddp.backward(model(x).square().mean())

@@ -33,7 +33,7 @@ COUNTS = (2, 1)
 TELL_HASH = """
 import os
 if "RANK" in os.environ:
-    from evener.run.assembly import Assembly
+    from evener.loop.assembly import Assembly
     from pathlib import Path
     def close(assembly, close=Assembly.close):
         folder = Path(os.environ["TEST_HASHES"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import UsageError, WorkerError
-from evener.run.managed.metrics import EpochMetrics
+from evener.managed.metrics import EpochMetrics
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 from helpers.managed import (
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
 
 
 def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch):
-    monkeypatch.setattr("evener.run.managed.workers.SURVIVORS_S", 0.5)
+    monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 0.5)
     handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
     pids = handle._run.pids

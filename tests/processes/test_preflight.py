@@ -14,8 +14,8 @@ import torch
 
 from evener.comm.preflight import run_preflight
 from evener.errors import LaunchError
-from evener.run.team import backends
-from evener.run.team.environment import DistributedTrainConfig
+from evener.team import backends
+from evener.team.environment import DistributedTrainConfig
 from helpers.forking import Zygote
 from helpers.launched import Mailbox, wait_until_gone
 from helpers.limits import PATIENCE_S

@@ -27,7 +27,7 @@ from helpers.ranks import Rank, RankTeam
 HANGS_LATER = """
 import os, time
 if "RANK" in os.environ and "TEST_HANGS_LATER" in os.environ:
-    from evener.run.recording.checkpointing import Checkpointer
+    from evener.loop.checkpointing import Checkpointer
     report, seen = Checkpointer.report, set()
     def report_and_hang(self):
         seen.add(self._ddp.window)
@@ -150,7 +150,7 @@ def lose_the_folder(rank: Rank, folder: str) -> int:
     """``evener pretrain`` in which somebody removes the run's folder before the save of step 4."""
     import shutil
 
-    from evener.run.recording.checkpointing import Checkpointer
+    from evener.loop.checkpointing import Checkpointer
 
     save = Checkpointer.save
 

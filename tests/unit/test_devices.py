@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from evener.devices import copied, count_accelerators, float64_device, kind_of, move
-from evener.run.precision import choose_precision
+from evener.loop.precision import choose_precision
 
 CPU = torch.device("cpu")
 

@@ -7,24 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from evener.checkpoint import Checkpoint
+from evener.config.folders import agree_on_folder, folder_in_use, release_folder
+from evener.config.options import PretrainOptions
+from evener.config.pretrain import RunConfig
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.results import WindowResult
 from evener.engine.training import train_epoch
 from evener.errors import CheckpointError, DataError, EvenerError
-from evener.run.config.folders import agree_on_folder, folder_in_use, release_folder
-from evener.run.config.options import PretrainOptions
-from evener.run.config.pretrain import RunConfig
-from evener.run.launching.terminal import say
-from evener.run.recording.checkpointing import Checkpointer
-from evener.run.recording.closing import show, summarise
-from evener.run.recording.recorder import RunRecorder
-from evener.run.recording.rehearsal import Rehearsal, Speeds
-from evener.run.reporting import find_sinks
-from evener.run.state import check_state
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.reporting import find_sinks
+from evener.loop.state import check_state
 from evener.tasks.heldout import heldout_loss
 from evener.tasks.language_model import config_json, printable, write_text
 from evener.tasks.optimization import TokenSchedule, apply_settings
 from evener.tasks.pretraining import PretrainResult
+from evener.tasks.recording.closing import show, summarise
+from evener.tasks.recording.recorder import RunRecorder
+from evener.tasks.recording.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import (
     CONFIG,
     RUN,
@@ -39,6 +38,7 @@ from evener.tasks.resuming import (
 from evener.tasks.text_data import collate, prepare_text
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 from evener.tasks.trainers.transformer import TransformerTrainer
+from evener.team.launching.terminal import say
 
 REHEARSAL_ROUNDS = 3
 

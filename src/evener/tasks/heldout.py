@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from evener.data.packing import PackedDocuments
+from evener.ddp import Ddp
 from evener.planning.apportion import apportion
-from evener.run.ddp import Ddp
 from evener.tasks.language_model import summed_loss
 from evener.tasks.text_data import collate
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.config.pretrain import ModelConfig
 from evener.data.packing import IGNORED
 from evener.devices import float64_device
 from evener.errors import ConfigError
 from evener.files import require_regular
-from evener.run.config.pretrain import ModelConfig
 from evener.tasks.lm_batch import LMBatch
 
 #: The model that ``type: llama`` without further keys gives: half a million parameters. At this

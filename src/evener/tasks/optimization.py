@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from evener.config.pretrain import OptimizerConfig
 from evener.engine.results import Progress
-from evener.run.config.pretrain import OptimizerConfig
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evener.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.errors import ConfigError
 from evener.planning.policies import LOCAL_OPTIONS
-from evener.run.config.options import Allowed, Keys, PretrainOptions, file_or_keys
-from evener.run.launching.child import loading_libraries
-from evener.run.launching.signals import StopSignals
-from evener.run.launching.terminal import warn
+from evener.team.launching.child import loading_libraries
+from evener.team.launching.signals import StopSignals
+from evener.team.launching.terminal import warn
 
 if TYPE_CHECKING:
     import torch
 
-    from evener.run.config.pretrain import RunConfig
+    from evener.config.pretrain import RunConfig
     from evener.tasks.text_data import Vocabulary
 
 
@@ -101,8 +101,8 @@ def pretrain(
 def _run(
     options: PretrainOptions, records: Iterable[Any] | None, signals: StopSignals
 ) -> PretrainResult:
-    from evener.run.config.pretrain_presets import resolve_config
-    from evener.run.team.environment import DistributedTrainConfig
+    from evener.config.pretrain_presets import resolve_config
+    from evener.team.environment import DistributedTrainConfig
 
     environment = DistributedTrainConfig.from_env()
     config = resolve_config(options, holds_runs=environment.rank < environment.local_world_size)
@@ -114,8 +114,8 @@ def _run(
     with loading_libraries():
         import torch
 
+        from evener.config.settings import DdpConfig
         from evener.engine.emulate import parse_emulation
-        from evener.run.settings import DdpConfig
         from evener.tasks.causal_lm import PretrainingRun
         from evener.tasks.optimization import TokenSchedule
         from evener.tasks.text_data import choose_vocabulary

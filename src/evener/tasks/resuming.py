@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from evener.checkpoint import Checkpoint, find_newest, open_checkpoint
+from evener.config.folders import CHECKPOINTS, runs_of
+from evener.config.options import Allowed
+from evener.config.pretrain import RunConfig
 from evener.data.corpus import CorpusSplits
 from evener.engine.team import Team
 from evener.errors import CheckpointError
 from evener.observe.jsonl import read_events
 from evener.parsing import Fields, parse_json, short
-from evener.run.config.folders import CHECKPOINTS, runs_of
-from evener.run.config.options import Allowed
-from evener.run.config.pretrain import RunConfig
 from evener.tasks.tokenizer import CausalTokenizer
 
 RUN = "run.json"

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evener.config.pretrain import BPE, DataConfig, RunConfig
 from evener.data.corpus import Corpus, CorpusSplits, open_corpus, prepare_corpus
 from evener.data.documents import DocumentSource, IterableSource
 from evener.data.file_source import FileSource
 from evener.data.sources import stdlib_sources
 from evener.engine.team import Team
 from evener.errors import DataError
-from evener.run.config.pretrain import BPE, DataConfig, RunConfig
-from evener.run.launching.terminal import say
 from evener.tasks.bpe import EOS_ID, trained_tokenizer
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
+from evener.team.launching.terminal import say
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
 PREPARE_TIMEOUT_S = 6 * 3600.0

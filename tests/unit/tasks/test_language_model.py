@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from evener.config.pretrain import ModelConfig
 from evener.errors import ConfigError
-from evener.run.config.pretrain import ModelConfig
 from evener.tasks.language_model import (
     SMALL_LLAMA,
     build_model,

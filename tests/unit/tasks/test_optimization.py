@@ -1,8 +1,8 @@
 import pytest
 from torch import nn
 
+from evener.config.pretrain import OptimizerConfig
 from evener.engine.results import Progress
-from evener.run.config.pretrain import OptimizerConfig
 from evener.tasks.optimization import TokenSchedule, apply_settings, make_optimizer
 
 

@@ -13,10 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from evener.config.classify import LoraConfig
 from evener.devices import copied
 from evener.errors import ConfigError, EvenerError
 from evener.files import require_regular
-from evener.run.config.classify import LoraConfig
 from evener.tasks.language_model import in_short, quiet
 
 _DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from evener.checkpoint import find_newest
+from evener.config.folders import CHECKPOINTS
+from evener.config.pretrain import ModelConfig
 from evener.errors import ConfigError
 from evener.files import require_regular
-from evener.run.config.folders import CHECKPOINTS
-from evener.run.config.pretrain import ModelConfig
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.language_model import (
     SMALL_LLAMA,

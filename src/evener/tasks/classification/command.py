@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.errors import ConfigError
-from evener.run.config.classify_presets import (
+from evener.config.classify_presets import (
     find_demo_base,
     needs_demo_base,
     resolve_classify,
 )
-from evener.run.config.folders import runs_of
-from evener.run.config.options import ClassifyOptions, Keys, file_or_keys
-from evener.run.launching.signals import StopSignals
-from evener.run.launching.terminal import say
+from evener.config.folders import runs_of
+from evener.config.options import ClassifyOptions, Keys, file_or_keys
+from evener.errors import ConfigError
+from evener.team.launching.signals import StopSignals
+from evener.team.launching.terminal import say
 
 if TYPE_CHECKING:
     from evener.tasks.classification.job import ClassifyResult
@@ -125,15 +125,15 @@ def predict_file(options: ClassifyOptions) -> int:
 def _run(
     options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
 ) -> "ClassifyResult":
+    from evener.config.settings import DdpConfig
+    from evener.ddp import Ddp
     from evener.engine.emulate import parse_emulation
-    from evener.run.ddp import Ddp
-    from evener.run.settings import DdpConfig
-    from evener.run.team.environment import DistributedTrainConfig
     from evener.tasks.classification.job import ClassificationRun
     from evener.tasks.classification.pipeline import ClassifyPipeline
     from evener.tasks.classification.replica import make_adapter_optimizer
     from evener.tasks.classification.run_data import agree_on_data, load_data
     from evener.tasks.optimization import SampleSchedule
+    from evener.team.environment import DistributedTrainConfig
 
     environment = DistributedTrainConfig.from_env()
     config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)

@@ -13,6 +13,7 @@ import torch
 from evener.averaging.weights import power_of_two_near
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.threads import ThreadTeam
+from evener.config.classify import ClassifyConfig
 from evener.devices import count_accelerators, kind_of
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.loss_scale import LossScale
@@ -22,15 +23,14 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.sync import SyncPolicy
 from evener.protocol.machine import combine
-from evener.run.config.classify import ClassifyConfig
-from evener.run.team.host import threads_per_rank
-from evener.run.team.placement import Devices, devices_of_host
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.given import GivenModel
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.replica import Computed, Replica
 from evener.tasks.classification.samples import Sample
+from evener.team.host import threads_per_rank
+from evener.team.placement import Devices, devices_of_host
 
 _T = TypeVar("_T")
 

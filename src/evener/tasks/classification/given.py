@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from evener.config.classify import ClassifyConfig, ClassifyModelConfig
+from evener.config.pretrain import ModelConfig, load_config
 from evener.errors import ConfigError
-from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.run.config.pretrain import ModelConfig, load_config
 from evener.tasks.classification.samples import LabelSet
 
 GivenModel = ModelConfig | Mapping[str, Any] | str | Path

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evener.run.ddp import Ddp
+from evener.ddp import Ddp
 from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.pipeline import ClassifyPipeline
 

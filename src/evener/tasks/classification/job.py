@@ -11,19 +11,16 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from evener.checkpoint import Checkpoint
+from evener.config.classify import ClassifyRunConfig
+from evener.config.folders import agree_on_folder, release_folder
+from evener.config.options import ClassifyOptions
+from evener.ddp import Ddp
 from evener.engine.results import WindowResult
 from evener.errors import CheckpointError, EvenerError
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.reporting import find_sinks
+from evener.loop.state import check_state
 from evener.parsing import Fields
-from evener.run.config.classify import ClassifyRunConfig
-from evener.run.config.folders import agree_on_folder, release_folder
-from evener.run.config.options import ClassifyOptions
-from evener.run.ddp import Ddp
-from evener.run.launching.terminal import say
-from evener.run.recording.checkpointing import Checkpointer
-from evener.run.recording.closing import show, summarise
-from evener.run.recording.recorder import RunRecorder
-from evener.run.reporting import find_sinks
-from evener.run.state import check_state
 from evener.tasks.classification.adapter import adapter_settings
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.encoding import Batch, EncodedSamples
@@ -36,7 +33,10 @@ from evener.tasks.classification.report import write_report
 from evener.tasks.classification.run_data import LabelledData
 from evener.tasks.classification.team_evaluation import evaluate_team
 from evener.tasks.optimization import SampleSchedule
+from evener.tasks.recording.closing import show, summarise
+from evener.tasks.recording.recorder import RunRecorder
 from evener.tasks.resuming import RUN, choose_checkpoint, is_finished
+from evener.team.launching.terminal import say
 
 HISTORY = "evaluations.json"
 """Document of a checkpoint: the evaluations until then."""

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evener.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.devices import copied, move
 from evener.errors import ConfigError, DataError
-from evener.run.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.run.launching.terminal import warn
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
@@ -36,6 +35,7 @@ from evener.tasks.classification.given import (
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
+from evener.team.launching.terminal import warn
 
 _EVAL_BATCH = 64
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from evener.config.classify import ClassifyEvalConfig
 from evener.parsing import Fields
-from evener.run.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.metrics import Evaluation
 
 

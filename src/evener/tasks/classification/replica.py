@@ -12,13 +12,13 @@ from torch.optim import AdamW
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.config.classify import AdapterOptimizerConfig
 from evener.data.cursor import derive_seed
 from evener.engine.emulate import Slowdown, compute_clock
 from evener.engine.loaders.planned import split
 from evener.engine.share import Share
+from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.report import Report
-from evener.run.config.classify import AdapterOptimizerConfig
-from evener.run.precision import HALF, AutocastForward, choose_precision
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.pipeline import ClassifyPipeline
 

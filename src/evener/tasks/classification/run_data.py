@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from evener.config.classify import ClassifyRunConfig
 from evener.engine.team import Team
 from evener.errors import DataError
-from evener.run.config.classify import ClassifyRunConfig
 from evener.tasks.classification.label_files import given_records, read_labelled
 from evener.tasks.classification.samples import LabelSet, Record
 from evener.tasks.classification.splits import split_records

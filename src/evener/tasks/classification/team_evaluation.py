@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
+from evener.ddp import Ddp
 from evener.planning.apportion import apportion
-from evener.run.ddp import Ddp
 from evener.tasks.classification.encoding import EncodedSamples
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline

@@ -10,9 +10,9 @@ from evener.comm.threads import ThreadTeam
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
-from evener.run.team.backends import connect_team
-from evener.run.team.environment import AverageBackend, DistributedTrainConfig
-from evener.run.team.placement import choose_device, place_in
+from evener.team.backends import connect_team
+from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.placement import choose_device, place_in
 
 _TIMEOUT_S = 600.0
 

@@ -11,14 +11,14 @@ import torch
 
 from evener.comm.base import Communicator
 from evener.comm.layout import Bucket
+from evener.config.settings import DdpConfig
 from evener.data.sharding import shard_batches
 from evener.errors import ConfigError
-from evener.run.settings import DdpConfig
-from evener.run.team.environment import AverageBackend, DistributedTrainConfig
-from evener.run.team.host import threads_per_rank
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.trainers.comm import DistributedComm
 from evener.tasks.trainers.transformer import TransformerTrainer
+from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.host import threads_per_rank
 
 
 @final

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from evener.comm.base import Communicator
+from evener.config.pretrain import OptimizerConfig, load_config
+from evener.config.settings import DdpConfig
 from evener.data.packing import IGNORED
+from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share
 from evener.errors import ConfigError, DataError, UsageError
+from evener.loop.models import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
-from evener.run.config.pretrain import OptimizerConfig, load_config
-from evener.run.ddp import Ddp
-from evener.run.models import unwrap_compiled
-from evener.run.settings import DdpConfig
-from evener.run.team.environment import DistributedTrainConfig
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.optimization import StepSchedule, TokenSchedule, make_optimizer
+from evener.team.environment import DistributedTrainConfig
 
 
 @final

@@ -123,7 +123,7 @@ def test_loading_from_nowhere_is_an_error(tmp_path: Path) -> None:
 
 def test_bf16_runs_the_forward_pass_under_autocast_and_keeps_float32_elsewhere() -> None:
     from evener import Ddp, DdpConfig
-    from evener.run.team.environment import DistributedTrainConfig
+    from evener.team.environment import DistributedTrainConfig
 
     inner: list[torch.dtype] = []
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
@@ -148,7 +148,7 @@ def test_bf16_runs_the_forward_pass_under_autocast_and_keeps_float32_elsewhere()
 
 
 def test_autocast_ends_when_the_forward_pass_raises() -> None:
-    from evener.run.precision import AutocastForward
+    from evener.loop.precision import AutocastForward
 
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -163,8 +163,8 @@ def test_autocast_ends_when_the_forward_pass_raises() -> None:
 
 
 def test_an_unknown_precision_backend_policy_or_device_is_named() -> None:
-    from evener.run.ddp import Ddp
-    from evener.run.team.environment import DistributedTrainConfig
+    from evener.ddp import Ddp
+    from evener.team.environment import DistributedTrainConfig
 
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
 from evener.errors import (
     CheckpointError,
     CollectiveMismatchError,
@@ -18,7 +19,6 @@ from evener.errors import (
     ReplicasDifferError,
     UsageError,
 )
-from evener.run.ddp import Ddp
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()

@@ -23,10 +23,10 @@ from torch.utils.data import (
 )
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.loaders.stream import StreamLoader, count_samples
 from evener.errors import CheckpointError, CollectiveMismatchError, ConfigError, UsageError
-from evener.run.ddp import Ddp
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator
+from evener.ddp import Ddp
 from evener.engine.results import WindowResult
-from evener.run.ddp import Ddp
 from helpers.limits import PATIENCE_S
 from helpers.teams import run_team, setup
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.engine.loss_scale import (
     FIRST_SCALE,
@@ -18,8 +19,7 @@ from evener.engine.loss_scale import (
 )
 from evener.errors import NonFiniteGradientError
 from evener.planning.report import Report
-from evener.run.ddp import Ddp, DdpConfig
-from evener.run.team.environment import DistributedTrainConfig
+from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team

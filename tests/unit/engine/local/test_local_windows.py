@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
-from evener.run.ddp import Ddp
 from helpers.clocks import RankClocks
 from helpers.models import cnn, image_data, mlp, regression_data
 from helpers.teams import run_team, setup

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
+from evener.ddp import Ddp
 from evener.engine.replica import Replica
 from evener.engine.results import WindowResult
 from evener.errors import ReplicasDifferError
-from evener.run.ddp import Ddp
 from helpers.models import mlp, regression_data, seeded
 from helpers.teams import run_team, setup
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.comm.base import Communicator
+from evener.ddp import Ddp
 from evener.engine import parking
 from evener.engine.memory import MicroBatchTooLarge
 from evener.planning.plan import WindowPlan
-from evener.run.ddp import Ddp
 from helpers.models import seeded
 from helpers.teams import ScriptedPolicy, run_team, setup
 

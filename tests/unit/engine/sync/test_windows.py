@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
 from evener.engine.results import WindowResult
 from evener.errors import (
     CollectiveMismatchError,
@@ -19,7 +20,6 @@ from evener.errors import (
     PeerLostError,
     UsageError,
 )
-from evener.run.ddp import Ddp
 from helpers.clocks import RankClocks
 from helpers.teams import run_team, setup
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
 from evener.errors import ConfigError, UsageError
-from evener.run.ddp import Ddp
 from helpers.teams import run_team, setup
 
 LOCK = threading.Lock()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener import Ddp, DdpConfig
 from evener.comm.base import Communicator
 from evener.engine.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LARGEST_SCALE, LossScale
 from evener.errors import ConfigError, NonFiniteGradientError
-from evener.run.ddp import Ddp, DdpConfig
-from evener.run.precision import choose_precision
-from evener.run.team.environment import DistributedTrainConfig
+from evener.loop.precision import choose_precision
+from evener.team.environment import DistributedTrainConfig
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp, regression_data
 from helpers.teams import ScriptedPolicy, run_team

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evener.run.config.options import ClassifyOptions
+from evener.config.options import ClassifyOptions
 from evener.tasks.classification.command import predict_file
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from helpers.classification import TINY_LLAMA, config

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from evener.config.classify import ClassifyRunConfig
+from evener.config.pretrain import load_config
 from evener.errors import ConfigError, DataError
-from evener.run.config.classify import ClassifyRunConfig
-from evener.run.config.pretrain import load_config
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.run_data import load_data
 from evener.tasks.classification.samples import LabelSet, Record

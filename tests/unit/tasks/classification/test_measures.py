@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from evener.run.config.classify import ClassifyEvalConfig
+from evener.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.metrics import Evaluation, add_confusions, count_confusion
 from evener.tasks.classification.progress import EvaluationHistory

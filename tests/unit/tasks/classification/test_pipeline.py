@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from evener.config.classify import ClassifyModelConfig
 from evener.errors import ConfigError
-from evener.run.config.classify import ClassifyModelConfig
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.samples import LabelSet

@@ -317,7 +317,7 @@ def test_threads_on_the_cpu_share_its_cores_while_they_train(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("evener.run.team.host.available_cores", lambda: 6)
+    monkeypatch.setattr("evener.team.host.available_cores", lambda: 6)
 
     def program(comm: DistributedComm, config: DistributedTrainConfig) -> list[int]:
         torch.set_num_threads(5)

@@ -1,0 +1,1 @@
+"""The loop that users write: assembled, run, reported, saved and resumed."""

@@ -1,0 +1,307 @@
+"""Puts a rank's parts together: device, connection, flat buffers, averagers, planner, engine."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from evener.averaging.buffers import BufferAverager
+from evener.comm.base import Communicator
+from evener.comm.flat import FlatBuffers
+from evener.config.settings import DdpConfig
+from evener.devices import move
+from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
+from evener.engine.engine import Engine, EngineOptions
+from evener.engine.habits import Habits, refuse_second_team
+from evener.engine.local import LocalEngine
+from evener.engine.loss_scale import LossScale
+from evener.engine.results import WindowResult
+from evener.engine.schedule import Schedule
+from evener.engine.state import TrainingState
+from evener.engine.sync import SyncEngine
+from evener.engine.team import Team
+from evener.errors import CheckpointError, UsageError
+from evener.loop.likeness import check_training, check_versions, describe_training
+from evener.loop.models import (
+    Models,
+    Schedulers,
+    check_optimizers,
+    combine_models,
+    parts_of,
+)
+from evener.loop.precision import HALF, AutocastForward, choose_precision
+from evener.planning.cadence import CadencePolicy
+from evener.planning.fixed import FixedShares
+from evener.planning.guard import make_guard
+from evener.planning.hints import HintWatch
+from evener.planning.policies import ApplyPolicy, Planner, Policy
+from evener.planning.sync import SyncPolicy
+from evener.team.backends import check_backend, check_policy, connect_team
+from evener.team.environment import DistributedTrainConfig
+from evener.team.hardware import team_lines
+from evener.team.launching.child import apply_threads
+from evener.team.launching.terminal import say, warn
+from evener.team.members import Member, describe_self
+from evener.team.news import LEFT, tell
+from evener.team.placement import Devices, choose_device
+
+
+class Assembly:
+    """Everything that one rank of a team holds; ``Ddp`` is its face.
+
+    All ranks make one together: they find one another, compare what they are about to train, and
+    start from rank 0's model. See ``Ddp.setup`` for the arguments.
+
+    Attributes:
+        apply_policy: What a window is.
+        environment: This rank's place.
+        model: One module that holds all.
+        optimizers: As given.
+        state: What the rank trains with: a checkpoint holds it, and a rank that was away receives
+            it.
+        device: This rank's device.
+        precision: What its forward computes in.
+        comm: Joins the ranks.
+        backend_reason: Why they exchange as they do.
+        team: The ranks.
+        members: What each of them is.
+        flat: The trainable parameters.
+        buffers: Keeps the model's buffers equal.
+        engine: Runs the windows.
+        takes_turns: Whether optimizers are likely to be stepped one by one: several, of several
+            models.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizers: Sequence[Optimizer],
+        scheduler: Schedulers,
+        *,
+        policy: str | ApplyPolicy,
+        backend: str,
+        devices: Devices,
+        precision: str,
+        config: DdpConfig,
+        environment: DistributedTrainConfig,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.apply_policy = chosen = check_policy(policy)
+        config.check_policy(chosen)
+        check_backend(backend)
+        check_optimizers(optimizers, scheduler)
+        self.model, models = combine_models(model)
+        refuse_second_team(models)
+        self.environment = environment
+        self.optimizers = optimizers
+        self.takes_turns = len(models) > 1 and len(optimizers) > 1
+        self.device = choose_device(devices, environment)
+        self.precision = choose_precision(precision, self.device)
+        apply_threads(environment)
+        self._move()
+        self.comm, self.backend_reason = connect_team(
+            environment, backend, chosen, self.device, config.timeout_s, communicator
+        )
+        try:
+            self._config = _with_emulation(config, self.comm)
+            self.team = Team(self.comm)
+            self.members = self._introduce(
+                describe_training(self.model, optimizers, scheduler, chosen, config)
+            )
+            self.flat = FlatBuffers(
+                list(self.model.named_parameters()),
+                # Local steps exchange no gradients, so these stay where autograd has put them.
+                self.comm.world_size if chosen is ApplyPolicy.SYNC else 1,
+                parts=parts_of(optimizers, self.model),
+                buckets=config.gradient_buckets,
+            )
+            _start_alike(self.model, self.comm)
+            self.model.train()
+            self.buffers = BufferAverager(self.model, self.comm)
+            self.state = TrainingState(
+                self.model, self.flat, self.buffers, optimizers, Schedule(optimizers, scheduler)
+            )
+            self.engine = self._make_engine()
+            self._habits = self.engine.habits
+        except BaseException:
+            self.comm.close()
+            raise
+        half = HALF.get(self.precision)
+        self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
+        self._habits.claim(models)
+        if not config.quiet and self.comm.rank == 0:
+            exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
+            say("\n".join([*team_lines(self.members), exchange]))
+
+    @property
+    def policy(self) -> Planner:
+        """Who does how much."""
+        return self.engine.policy
+
+    @property
+    def names(self) -> list[str]:
+        """The members' names, in rank order."""
+        return [member.member for member in self.members]
+
+    def part_of(self, optimizer: Optimizer) -> int:
+        """Number of one of the optimizers.
+
+        Raises:
+            UsageError: It is none of them.
+        """
+        for number, own in enumerate(self.optimizers):
+            if own is optimizer:
+                return number
+        raise UsageError(
+            f"this {type(optimizer).__name__} was not given to Ddp.setup; pass it there, in the "
+            "list of optimizers"
+        )
+
+    def agree_on_failure(self, failure: str) -> None:
+        """Raises rank 0's failure on every rank; all ranks call it together."""
+        active = self.engine.team
+        answers = active.introduce({"failure": failure})
+        if answers[0]["failure"]:
+            raise CheckpointError(answers[0]["failure"])
+
+    def close(self) -> None:
+        """Gives back hooks and connections; idempotent."""
+        self.engine.close_down()
+        self._habits.close()
+        self.flat.close()
+        while self._autocast:
+            self._autocast.pop().remove()
+        self.comm.close()
+        tell(place=LEFT)
+
+    # ── who is there ─────────────────────────────────────────────────────────────────────────
+
+    def _move(self) -> None:
+        """Moves the model, and what optimizers remember to where their parameters have gone."""
+        move(self.model, self.device)
+        for optimizer in self.optimizers if self.device.type != "cpu" else ():
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+    def _introduce(self, training: Sequence[object]) -> tuple[Member, ...]:
+        config, team = self._config, self.team
+        config.check_team(team.world_size)
+        own = describe_self(
+            team.rank,
+            self.environment.local_rank,
+            self.device,
+            emulated=config.emulate_slow.get(team.rank, 1.0),
+            precision=self.precision,
+        )
+        greetings = team.introduce({**asdict(own), "training": training})
+        check_versions([greeting["versions"] for greeting in greetings])
+        check_training([greeting.pop("training") for greeting in greetings])
+        taken: Counter[str] = Counter()
+        for greeting in greetings:
+            # Machines may share a host name; in rank order, so that every rank finds the same ids.
+            name = greeting["member"]
+            taken[name] += 1
+            if taken[name] > 1:
+                greeting["member"] = f"{name}#{taken[name]}"
+        return tuple(Member(**greeting) for greeting in greetings)
+
+    # ── what runs the windows ────────────────────────────────────────────────────────────────
+
+    def _make_engine(self) -> Engine:
+        """The engine of a policy; all ranks call it together."""
+        team, options = self.team, self._make_options()
+        speeds = self._config.hinted_speeds(team.world_size)
+        engine: Engine
+        if self.apply_policy is ApplyPolicy.SYNC:
+            planner = self._plan_shares(speeds, options.avoid_ones)
+            engine = SyncEngine(team, planner, self.state, options)
+        else:
+            background = None
+            if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
+                comm = self.comm.split(range(team.world_size), name="background")
+                assert comm is not None
+                background = Team(comm)
+            cadence = self._plan_steps(speeds, in_background=background is not None)
+            engine = LocalEngine(team, cadence, self.state, options, background=background)
+        if speeds is not None and len(speeds) > 1 and team.rank == 0:  # it knows the speeds
+            engine.call_on_commit(partial(_compare_hint, engine, HintWatch(speeds)))
+        return engine
+
+    def _plan_shares(self, speeds: Sequence[float] | None, avoid_ones: bool) -> Policy:
+        if self._config.partition_ratios is not None:
+            return FixedShares(self.names, self._config.partition_ratios, avoid_ones=avoid_ones)
+        planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
+        if speeds is not None:
+            planner.hint(list(speeds))
+        return planner
+
+    def _plan_steps(self, speeds: Sequence[float] | None, *, in_background: bool) -> CadencePolicy:
+        config = self._config
+        cadence = config.make_cadence(self.team.world_size)
+        if speeds is not None:
+            cadence.with_speeds(speeds)
+        return CadencePolicy(
+            self.names,
+            cadence,
+            make_guard(config.divergence_guard, config.divergence_threshold),
+            max_batch_diff=config.max_batch_diff,
+            in_background=in_background,
+        )
+
+    def _make_options(self) -> EngineOptions:
+        config, members, own = self._config, self.members, self.members[self.team.rank]
+        kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
+        return EngineOptions(
+            max_grad_norm=config.max_grad_norm,
+            non_finite=config.non_finite,
+            verify_every=config.verify_every or 0,
+            lr_factor=1.0 + (len(members) - 1) * config.lr_scale_ratio,
+            unlike_devices=len(kinds) > 1,
+            avoid_ones=any(isinstance(module, _BatchNorm) for module in self.model.modules()),
+            dtype=HALF.get(own.precision, torch.float32),
+            loss_scale=LossScale((m.rank for m in members if m.precision == "fp16"), own.rank),
+            slowdown=Slowdown(
+                own.emulated, clock=compute_clock(own.device), stop_requested=config.stop_when
+            ),
+            stop_requested=config.stop_when,
+            habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
+        )
+
+
+def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
+    """The options with the ranks that the launcher's command line slows."""
+    factors, absent = emulation_of_launcher(os.environ, comm.world_size)
+    if absent and comm.rank == 0:
+        there = "rank 0 only" if comm.world_size == 1 else f"ranks 0 to {comm.world_size - 1}"
+        for rank in absent:
+            say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
+    return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, comm: Communicator) -> None:
+    """Gives every rank rank 0's parameters (frozen ones too) and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if comm.world_size == 1 or not tensors:
+        return
+    tensors.sort(key=torch.Tensor.element_size, reverse=True)  # so each begins at its own multiple
+    packed = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+    whole = torch.cat(packed)
+    comm.broadcast(whole, 0, what="initial model")
+    parts = torch.split(whole, [part.numel() for part in packed])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:
+    """Warns, after the first windows, of ranks whose speed contradicts the hint."""
+    if not watch.is_done:
+        worked = [record.samples > 0 for record in result.ranks]
+        for found in watch.observe(worked, engine.policy.solo_speeds(result.size)):
+            warn(str(found))

@@ -1,0 +1,226 @@
+"""Saves the team's state while it trains: rank 0 copies, a thread writes.
+
+A save that fails is tried again, in the training thread, when its pause is over: at a commit, or at
+the end of the run. Until then the snapshot waits in memory, or gives way to a newer one.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError
+from evener.errors import CheckpointError
+from evener.loop.loop import Loop
+from evener.loop.reporting import EventStream
+from evener.loop.state import capture
+from evener.team.launching.terminal import warn
+
+WRITE_TIMEOUT_S = 600.0
+
+RETRY_S: Final = 600.0
+"""For so long the last save of a run is tried again, where nothing else is said."""
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+"""The pause before a save is tried again doubles with each attempt, from the first to this."""
+
+_ROUND_S: Final = 10.0
+"""So often, at least, the other ranks hear that rank 0 is still at it."""
+
+_TOO_SLOW = f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
+
+
+class Checkpointer:
+    """Writes ``step-N`` folders; training waits for the copy only.
+
+    Args:
+        ddp: The team; every rank makes one, rank 0 writes.
+        folder: Receives the checkpoints.
+        keep_last: How many to keep.
+        assets: Files that go into every checkpoint, by name.
+        documents: JSON documents that go into every checkpoint, by file name.
+        retry_s: Seconds for which ``finish`` tries the last one again.
+        events: Told of each checkpoint: that it has reached the disk, that an attempt failed, or
+            that it was skipped; those of the team by default.
+        on_failure: Told, in words for people, of each attempt that failed (the previous checkpoint
+            stays in use), and of each checkpoint that was skipped.
+    """
+
+    def __init__(
+        self,
+        ddp: Loop,
+        folder: Path,
+        *,
+        keep_last: int,
+        assets: Mapping[str, bytes] | None = None,
+        documents: Mapping[str, Any] | None = None,
+        events: EventStream | None = None,
+        on_failure: Callable[[str], None] = warn,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._ddp = ddp
+        self._assets = assets
+        self._documents = documents
+        self._events = events or ddp.events
+        self._on_failure = on_failure
+        self._retry_s = retry_s
+        self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
+        self._last_step = -1
+        self._unwritten: Snapshot | None = None  # failed, and waits to be tried again
+        self._failure = ""  # of the last attempt
+        self._pause_s = FIRST_PAUSE_S
+        self._retry_at_s = 0.0
+        self._gives_up_s = math.inf
+
+    def save(self, cursor_state: Mapping[str, Any]) -> None:
+        """Hands the present state to the writer; all ranks call it together.
+
+        The place for it is a commit, or between epochs. A step that is already written, or being
+        written, is not written again; one that failed is tried again at once.
+
+        Args:
+            cursor_state: The data position that belongs to the state.
+
+        Raises:
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
+        """
+        self._ddp.assembly.engine.prepare_save()
+        self._ddp.assembly.engine.verify()
+        if self._writer is None:
+            return
+        self.report()
+        window, writer = self._ddp.window, self._writer
+        if self._unwritten is not None and self._unwritten.step == window:
+            self._try_again()
+            return
+        if window == self._last_step and (self._is_written() or not writer.idle):
+            return
+        old, self._unwritten = self._unwritten, None
+        if old is not None:
+            self._miss(
+                old.step,
+                f"checkpoint step-{old.step}, which could not be written, gives way to step-"
+                f"{window}; free disk space there",
+            )
+        self._last_step, self._pause_s = window, FIRST_PAUSE_S
+        writer.submit(
+            capture(
+                self._ddp.assembly,
+                [cursor_state],
+                assets=self._assets,
+                documents=self._documents,
+                into=old or writer.take_finished(),
+            )
+        )
+
+    def report(self) -> None:
+        """Passes on what the writer has finished or failed at, and tries again what is due."""
+        if self._writer is None:
+            return
+        self._collect()
+        if time.monotonic() >= self._retry_at_s:
+            self._try_again()
+
+    def _try_again(self) -> None:
+        if self._writer is not None and self._unwritten is not None:
+            snapshot, self._unwritten = self._unwritten, None
+            self._writer.submit(snapshot)
+
+    def _collect(self) -> None:
+        """Passes on what the writer has finished, failed at or skipped since the last call."""
+        assert self._writer is not None
+        for written in self._writer.poll_written():
+            self._events.checkpoint(written)
+        for skipped in self._writer.poll_skipped():
+            self._miss(
+                skipped.step,
+                f"checkpoint step-{skipped.step} is skipped: step-{skipped.running} was not yet "
+                f"written when step-{skipped.newer} came, which takes its place; save less "
+                "often (checkpoint.every), or to a faster disk",
+            )
+        while (error := self._writer.poll_error()) is not None:
+            if isinstance(error, UnwrittenError):
+                self._note_failure(error)
+            else:  # only what is old could not be removed, or has gone
+                self._on_failure(str(error))
+
+    def _note_failure(self, error: UnwrittenError) -> None:
+        step, self._failure = error.snapshot.step, str(error)
+        now_s, text = time.monotonic(), str(error)
+        if step != self._last_step:
+            text += f". The next attempt is step-{self._last_step}"
+        elif now_s < self._gives_up_s:
+            pause_s = min(self._pause_s, self._gives_up_s - now_s)
+            self._unwritten, self._retry_at_s = error.snapshot, now_s + pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            text += f". The next attempt is in {pause_s:.3g} s"
+        self._miss(step, text)
+
+    def _miss(self, step: int, reason: str) -> None:
+        self._on_failure(reason)
+        self._events.missed_checkpoint(step, reason)
+
+    def finish(self) -> Path | None:
+        """Waits for the last write, and tries it again; all ranks call it together.
+
+        Returns:
+            The newest complete checkpoint, on rank 0.
+
+        Raises:
+            CheckpointError: On every rank, when the last one could not be written in ``retry_s``.
+        """
+        assembly, began_s = self._ddp.assembly, time.monotonic()
+        self._gives_up_s = began_s + self._retry_s
+        round_s = min(_ROUND_S, assembly.comm.timeout_s / 4)
+        is_waiting = True
+        while is_waiting:
+            is_waiting, failure = self._finish_round(began_s, round_s)
+            # The others wait in here, no longer than a round: their own deadline is not ours.
+            answer = assembly.team.introduce({"is_waiting": is_waiting, "failure": failure})[0]
+            is_waiting = answer["is_waiting"]
+        self._gives_up_s = math.inf
+        if answer["failure"]:
+            raise CheckpointError(answer["failure"])
+        return self._writer.last_path if self._writer is not None else None
+
+    def _finish_round(self, began_s: float, round_s: float) -> tuple[bool, str]:
+        """Waits on rank 0 for a while; whether there is more to wait for, and what went wrong."""
+        writer = self._writer
+        if writer is None:
+            return False, ""
+        end_s = time.monotonic() + round_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            if not writer.wait(left_s):
+                break
+            self._collect()
+            if self._last_step < 0 or self._is_written():
+                return False, ""
+            if self._unwritten is None:
+                tried = f"; it was tried for {self._retry_s:g} s (checkpoint.retry_s)"
+                return False, self._failure + (tried if self._retry_s else "")
+            # The last attempt is made when the time is up, however long its pause was to be.
+            due_s = min(self._retry_at_s, self._gives_up_s)
+            time.sleep(max(0.0, min(due_s, end_s) - time.monotonic()))
+            if time.monotonic() >= due_s:
+                self._try_again()
+        if time.monotonic() - began_s > self._retry_s + WRITE_TIMEOUT_S:
+            return False, _TOO_SLOW
+        return True, ""
+
+    def _is_written(self) -> bool:
+        path = self._writer.last_path if self._writer is not None else None
+        return path is not None and path.name == f"step-{self._last_step}"
+
+    def close(self) -> None:
+        """Waits for what is being written, and tries once more what failed; idempotent."""
+        if self._writer is None:
+            return
+        self._collect()
+        self._gives_up_s = -math.inf
+        self._try_again()
+        is_done = self._writer.close(WRITE_TIMEOUT_S)
+        self._collect()
+        if not is_done:
+            raise CheckpointError(_TOO_SLOW)

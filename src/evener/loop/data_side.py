@@ -1,0 +1,323 @@
+"""The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from evener.config.options import Allowed
+from evener.config.settings import whole_number
+from evener.data.loader import Prefetch
+from evener.engine.loaders.evaluation import EvaluationLoader
+from evener.engine.loaders.gathering import Gatherer
+from evener.engine.loaders.intake import Collate, Given, is_stream, read
+from evener.engine.loaders.planned import TeamLoader
+from evener.engine.loaders.stream import StreamLoader, stream_of
+from evener.engine.state import Stateful
+from evener.errors import CheckpointError, ConfigError, EvenerError
+from evener.loop.assembly import Assembly
+from evener.loop.reporting import EventStream
+from evener.loop.state import find_state, restore, save_state
+from evener.protocol.row import Purpose
+
+T = TypeVar("T")
+MicroBatchSize = int | Literal["auto", "share"]
+
+_LEAST_FOR_STATISTICS = 3
+"""Least micro-batch of a model with batch statistics: any share of two or more samples can be cut
+into micro-batches of up to so many without one of a single sample."""
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Keywords of ``Ddp.loader``."""
+
+    batch_size: int | None
+    seed: int
+    shuffle: bool | None
+    collate_fn: Collate | None
+    num_workers: int | None
+    micro_batch_size: MicroBatchSize
+    prefetch: Prefetch
+    max_steps: int | None
+
+
+class DataSide:
+    """What ``Ddp`` offers for data and for state on disk."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly = assembly
+        self._engine = assembly.engine
+        self.events = EventStream(assembly)
+        self._loaders: list[TeamLoader | StreamLoader] = []
+        self._eval_loaders: weakref.WeakSet[EvaluationLoader] = weakref.WeakSet()
+        self._gatherer = Gatherer(assembly.engine)
+        #: What a checkpoint says of each loader, for those that are made after it was loaded.
+        self._positions: Sequence[Mapping[str, Any]] = ()
+        self._allows_new_data = False
+
+    @overload
+    def loader(  # type: ignore[overload-overlap]  # a stream is a Dataset, too
+        self, dataset: IterableDataset[Any], **options: Unpack[LoaderOptions]
+    ) -> StreamLoader: ...
+    @overload
+    def loader(self, dataset: Dataset[Any], **options: Unpack[LoaderOptions]) -> TeamLoader: ...
+    @overload
+    def loader(
+        self, dataset: DataLoader[Any], **options: Unpack[LoaderOptions]
+    ) -> TeamLoader | StreamLoader: ...
+    def loader(
+        self,
+        dataset: Given,
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: MicroBatchSize = "auto",
+        prefetch: Prefetch = "auto",
+        max_steps: int | None = None,
+    ) -> TeamLoader | StreamLoader:
+        """A loader for training, of which each rank gets its part.
+
+        Over a map-style data set every sample is trained on exactly once an epoch, in windows of
+        ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
+        ``collate_fn``, ``num_workers``, ``pin_memory``, ``drop_last`` and sampler; its
+        ``batch_size`` becomes that of the whole team, so that the optimizer steps stay the same.
+
+        A plain ``BatchSampler`` counts as its sampler and ``batch_size``.
+
+        Over an ``IterableDataset``, or a ``DataLoader`` with another batch sampler, each rank reads
+        for itself and contributes one batch to every window; what is then not guaranteed is said
+        once.
+
+        Args:
+            dataset: Anything with ``len`` and ``[index]``, an ``IterableDataset``, or a
+                ``DataLoader`` over either; the same on every rank.
+            batch_size: Samples of one optimizer step: of the whole team in SYNC, of a rank's own
+                local step in CADENCE and ASYNC.
+            seed: Seed of the epochs' permutations and of derived random numbers.
+            shuffle: Another order in each epoch; on for a data set, and for a ``DataLoader`` as it
+                was made.
+            collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+            num_workers: 0 loads in this process, more in that many worker processes.
+            micro_batch_size: Most samples of one forward/backward on this rank; ``"share"`` is this
+                rank's whole part of a window, ``"auto"`` the equal share of the batch, but at
+                least three samples with batch statistics (all of the batch in CADENCE and ASYNC,
+                and with several models and optimizers, which may take turns; see ``step``).
+            prefetch: ``"thread"`` loads ahead in a thread: for data sets that draw no random
+                numbers. ``"auto"`` loads inline, or ahead with worker processes.
+            max_steps: End the run after this many optimizer steps (of all ranks together).
+
+        Raises:
+            ConfigError: Sizes that make no sense, an empty data set, or a sampler that splits the
+                data itself.
+        """
+        batch_size = _optional("batch_size", batch_size, 1)
+        num_workers = _optional("num_workers", num_workers, 0)
+        max_steps = _optional("max_steps", max_steps, 0)
+        seed = whole_number("seed", seed, 0)
+        engine = self._engine
+        loader: TeamLoader | StreamLoader
+        if is_stream(dataset):
+            batches = stream_of(
+                dataset,  # type: ignore[arg-type]  # is_stream has looked
+                rank=engine.rank,
+                world_size=engine.world_size,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+            )
+            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
+        else:
+            intake = read(
+                dataset,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                num_workers=num_workers,
+                shuffle=shuffle,
+                seed=seed,
+            )
+            num_samples = intake.count_trained()
+            size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
+            for remark in intake.remarks:
+                engine.tell_once(remark)
+            engine.set_micro_batch_size(size)
+            self.events.learn(num_samples=num_samples)
+            loader = TeamLoader(
+                engine, intake, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
+            )
+        self._loaders.append(loader)
+        self._restore_position(len(self._loaders) - 1)
+        return loader
+
+    def eval_loader(
+        self,
+        dataset: Given,
+        *,
+        batch_size: int | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int | None = None,
+    ) -> EvaluationLoader:
+        """A loader for evaluation: each sample on one rank, once, in the data set's order.
+
+        All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
+        are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows
+        of all ranks, for metrics that need them all (F1, AUC, BLEU). Numbers that each rank has
+        found on its part are combined exactly by ``weighted_mean(value, weight)``::
+
+            logits, labels = [], []
+            with ddp.evaluating():
+                for x, y in ddp.eval_loader(valid_set, batch_size=64):
+                    logits.append(ddp.gather(model(x)))
+                    labels.append(ddp.gather(y))
+            auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
+
+        With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
+        others are given the rows: compute on rank 0 (``is_main_process``) where that may be.
+
+        Args:
+            dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
+            batch_size: Most samples of a batch on this rank; that of the ``DataLoader`` by default.
+            collate_fn: As in ``loader``.
+            num_workers: As in ``loader``.
+
+        Raises:
+            ConfigError: The data set cannot be split, or there is no batch size.
+        """
+        if is_stream(dataset):
+            raise ConfigError(
+                "an IterableDataset or a batch sampler cannot be split for evaluation; give a "
+                "map-style data set, or let every rank evaluate on all of it"
+            )
+        intake = read(
+            dataset,
+            batch_size=_optional("batch_size", batch_size, 1),
+            collate_fn=collate_fn,
+            num_workers=_optional("num_workers", num_workers, 0),
+        )
+        loader = EvaluationLoader(self._engine, self._gatherer, intake)
+        self._eval_loaders.add(loader)
+        return loader
+
+    def gather(self, value: T) -> T:
+        """Gives every rank the rows of all ranks, in the order of the data set.
+
+        In the loop of an ``eval_loader``, what successive calls return, concatenated, are the rows
+        of the whole data set in its order, each once, on every rank: also on one that had no batch
+        in some round, which is given those rows by its next call. All ranks call it equally
+        often in each round, in the same order. Outside of any loop, rows come in rank order.
+
+        Args:
+            value: Tensor, or a list, tuple or dict of tensors, on any device. The first dimension
+                may differ between ranks; the others and the dtype are the same on all. A scalar
+                tensor is one row. No gradient flows.
+
+        Returns:
+            New tensors of the same dtype on the same device, in the same structure.
+
+        Raises:
+            UsageError: In a training loop, or not a dense tensor.
+            CollectiveMismatchError: Ranks gather unlike rows, or unlike often.
+        """
+        return self._gatherer.gather(value)
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Saves and restores an object with ``save`` and ``load``.
+
+        Its state is taken from rank 0, so it must be the same on every rank, as that of a
+        scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
+        called back after having been parked receive it, too. After ``load``, registering restores.
+
+        Args:
+            name: Its name in checkpoints.
+            stateful: Has ``state_dict`` and ``load_state_dict``; the state consists of tensors,
+                numbers, strings, ``None``, lists, tuples and dicts.
+
+        Raises:
+            ConfigError: The name is taken or impossible.
+        """
+        state = self.assembly.state
+        state.register(name, stateful)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
+
+        Raises:
+            CheckpointError: Rank 0 could not write it.
+            ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
+        """
+        engine = self._engine
+        engine.ask(Purpose.SAVE)
+        engine.prepare_save()
+        engine.settle()  # parameters may be a window ahead of the data position
+        engine.verify()
+        failure, written = "", None
+        if engine.rank == 0:
+            positions = [loader.state_dict() for loader in self._loaders]
+            with engine.consensus():
+                try:
+                    written = save_state(self.assembly, positions, Path(path))
+                except (EvenerError, OSError) as error:
+                    failure = str(error)
+        self.assembly.agree_on_failure(failure)
+        if written is not None:
+            self.events.checkpoint(written)
+
+    def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
+        """Restores a checkpoint, on any number of ranks; all ranks call it together.
+
+        Call it after ``setup``, before or after ``loader``, and before the first epoch.
+
+        Args:
+            path: The checkpoint, or a folder of which the newest complete one is taken.
+            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
+                first epoch on; model, optimizer and progress are kept.
+
+        Raises:
+            CheckpointError: Missing, damaged, of another model or data set, or not the same on
+                every rank.
+        """
+        assembly = self.assembly
+        try:
+            saved = find_state(assembly, Path(path))
+        except CheckpointError as error:
+            assembly.team.introduce({"refused": str(error)})
+            raise
+        others = assembly.team.introduce({"refused": "", "window": saved.progress.window})
+        for rank, other in enumerate(others):
+            if other["refused"]:
+                raise CheckpointError(f"rank {rank} cannot load it: {other['refused']}")
+            if other["window"] != others[0]["window"]:
+                raise CheckpointError(
+                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
+                    f"0 that of window {others[0]['window']}; use storage that every rank sees"
+                )
+        self._positions, self._allows_new_data = saved.positions, "data" in allow
+        for number in range(len(self._loaders)):
+            self._restore_position(number)
+        restore(assembly, saved)
+        self.events.learn(resumed_from=saved.path, window=self._engine.window)
+
+    def _most_samples(self, given: MicroBatchSize, batch_size: int, num_samples: int) -> int:
+        """Return the most samples of one forward/backward; see ``loader``."""
+        if not isinstance(given, str):
+            return whole_number("micro_batch_size", given, 1)
+        if given not in ("auto", "share"):
+            raise ConfigError(f"micro_batch_size is {given!r}; give a number, 'share' or 'auto'")
+        if given == "share" or self.assembly.takes_turns:
+            return batch_size
+        engine = self._engine
+        equal = -(-min(batch_size, num_samples) // engine.parts_of_batch)
+        least = _LEAST_FOR_STATISTICS if engine.options.avoid_ones else 1
+        return max(equal, min(batch_size, least))
+
+    def _restore_position(self, number: int) -> None:
+        if number < len(self._positions) and (state := self._positions[number]):
+            self._loaders[number].restore(state, allow_new_data=self._allows_new_data)
+
+
+def _optional(name: str, value: int | None, least: int) -> int | None:
+    return None if value is None else whole_number(name, value, least)

@@ -1,0 +1,421 @@
+"""``Loop``: data-parallel training in a loop of one's own, on devices of unequal speed."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from evener.comm.base import Communicator
+from evener.comm.existing import default_group
+from evener.config.settings import DdpConfig
+from evener.devices import count_accelerators
+from evener.engine.memory import explain as explain_memory
+from evener.engine.notices import warn_of_former_name
+from evener.engine.results import Progress, WindowResult
+from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
+from evener.errors import EvenerError
+from evener.loop.assembly import Assembly
+from evener.loop.data_side import DataSide
+from evener.loop.models import Models, Schedulers, check_arguments
+from evener.loop.reporting import SinkMaker, check_sinks
+from evener.observe.events import Sink
+from evener.places import methods_passed, raised_at
+from evener.planning.policies import ApplyPolicy
+from evener.protocol.row import Purpose
+from evener.team.environment import DistributedTrainConfig
+from evener.team.launching.starting import start_all_ranks
+from evener.team.launching.uncaught import explain_with, forget, note
+from evener.team.members import Member
+from evener.team.placement import Devices, devices_of_host, place_in
+
+#: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
+CLOSING_S = 60.0
+
+
+class Loop(DataSide):
+    """A rank's place in the team; made by ``setup``. Users know it as ``Ddp``.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        world_size: Ranks in the team.
+        device: This rank's torch device.
+        devices: Every rank's device, such as ``("cuda:0", "cpu")``.
+        members: The team, in rank order.
+        precision: ``fp32``, ``bf16`` or ``fp16``, as resolved for this device.
+        assembly: The parts that this rank is made of; not part of the public interface.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        super().__init__(assembly)
+        self._closed = False
+        explain_with(self._explain)
+        self.rank = assembly.team.rank
+        self.world_size = assembly.team.world_size
+        self.device = assembly.device
+        self.members: tuple[Member, ...] = assembly.members
+        self.devices = tuple(member.device for member in self.members)
+        self.precision = assembly.precision
+
+    @classmethod
+    def setup(
+        cls,
+        model: Models,
+        optimizer: Optimizer | Sequence[Optimizer],
+        scheduler: Schedulers = None,
+        *,
+        policy: str | ApplyPolicy = ApplyPolicy.SYNC,
+        backend: str = "auto",
+        devices: Devices = "auto",
+        precision: str = "auto",
+        config: DdpConfig | None = None,
+        environment: DistributedTrainConfig | None = None,
+        communicator: Communicator | None = None,
+        process_group: Any = None,
+        quiet: bool = False,
+        sinks: Sequence[Sink | SinkMaker] = (),
+    ) -> Self:
+        """Joins the team and makes all ranks start from rank 0's model.
+
+        All ranks call it together. The model moves to this rank's device, its trainable
+        parameters move into flat buffers (the ``Parameter`` objects stay), it gets ``train()``, and
+        receives rank 0's parameters and buffers.
+
+        The rank reads its place from the environment: torchrun, SLURM or ``evener launch``. In a
+        script that was started plainly (``python train.py``) and asks for several devices, this
+        call starts the script once for each of them and does not return: the process becomes the
+        launcher. What comes before it in the script runs once more in every rank, so call it early.
+        Where a script cannot be started again (a notebook, an interactive session), ``"auto"``
+        takes one device and says how to use all.
+
+        Args:
+            model: A module, or several as a list or dict; the same architectures on every rank.
+            optimizer: One or more ``torch.optim`` optimizers over the models' parameters.
+            scheduler: Torch scheduler(s), stepped once per optimizer step of the team; or a
+                function of ``Progress`` that gives the factor of the base learning rate.
+            policy: ``"sync"``, ``"cadence"`` or ``"async"``; see ``ApplyPolicy``.
+            backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+            devices: ``"auto"`` (every device of this host's accelerator, else the CPU), ``"cpu"``,
+                ``"cuda"``, ``"xpu"``, ``"mps"``, ``"accelerator"`` (whatever torch finds), one
+                device such as ``"cuda:1"``, a number of ranks, or a list with a device for each
+                rank of this host, such as ``["cuda:0", "cpu"]``, ``["cpu", "cpu"]`` or ``[0, 1]``
+                (numbers of the host's accelerator).
+            precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (autocast around the model's forward);
+                ``"auto"`` is the fast one of this device. Ranks may differ. With ``fp16`` anywhere
+                the team scales losses; an overflow on one rank leaves the window out on all.
+            config: Further options.
+            environment: This rank's place, instead of the process environment.
+            communicator: The ranks to train with, instead of connecting to them; closed by
+                ``close``. Its rank and size go before those of ``environment``.
+            process_group: A group of ``torch.distributed`` whose ranks are the team; the default
+                group where there is one already. It tells evener who and where they are; gradients
+                travel over connections of evener's own.
+            quiet: Do not print the team to stderr; warnings are always printed.
+            sinks: Take the run's events, on rank 0: each is a ``Sink``, or a function without
+                arguments that makes one and is called on rank 0 alone. Closed by ``close``.
+
+        Raises:
+            ConfigError: A bad option, or ranks with different models or versions.
+            LaunchError: The ranks did not find one another.
+        """
+        check_arguments(model, optimizer, scheduler)
+        check_sinks(sinks)
+        config = config or DdpConfig()
+        config = replace(config, quiet=True) if quiet else config
+        place = environment
+        if place is None and communicator is None:
+            place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
+        team = cls(
+            Assembly(
+                model,
+                [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+                scheduler,
+                policy=policy,
+                backend=backend,
+                devices=devices,
+                precision=precision,
+                config=config,
+                environment=place or DistributedTrainConfig.from_env(),
+                communicator=communicator,
+            )
+        )
+        try:
+            team.events.report_to(sinks)
+        except BaseException:
+            team.close()
+            raise
+        return team
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on rank 0."""
+        return self.rank == 0
+
+    @property
+    def window(self) -> int:
+        """Windows closed so far: the only counter that is the same on every rank."""
+        return self._engine.window
+
+    @property
+    def progress(self) -> Progress:
+        """What the team has applied so far."""
+        return self._engine.progress
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the team has agreed to stop; loaders then yield nothing more."""
+        return self._engine.stopping
+
+    def backward(
+        self, loss: Tensor, weight: float | None = None, *, optimizer: Optimizer | None = None
+    ) -> None:
+        """Adds a micro-batch's gradient to the window.
+
+        The window's gradient is Σ ``weight · ∇loss`` / Σ ``weight`` over all ranks and
+        micro-batches: that of the mean over all units, however they were split. A second call on
+        one micro-batch adds gradient, not weight.
+
+        Args:
+            loss: Scalar; the mean over ``weight`` units.
+            weight: Units behind the loss, such as counted tokens; the micro-batch's samples by
+                default, and 1 outside of a loader. 0 leaves the micro-batch out.
+            optimizer: The optimizer that the loss is for, where several take turns: only its
+                parameters get a gradient. See ``step``.
+
+        Raises:
+            UsageError: Outside a micro-batch, a loss that is not a tensor, a bad weight, a second
+                weight that differs, or gradients that something else has written.
+        """
+        refuse_number(loss)
+        engine = self._engine
+        habits, share = engine.habits, engine.share
+        if not engine.is_training:
+            share = self._start_unplanned()
+        habits.before_backward(share, loss, weight)
+        if optimizer is None:
+            share.backward(loss, weight)
+        else:
+            own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            share.backward(loss, weight, self.assembly.part_of(optimizer), own)
+        habits.after_backward(share)
+        engine.plan_ahead()
+
+    def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
+        """Ends a micro-batch; with the last one of this rank's share, closes the window.
+
+        Several optimizers are stepped together, or they take turns on the same samples, as in a
+        GAN::
+
+            for real, noise in loader.epoch(epoch):
+                ddp.backward(loss_of_discriminator(...), optimizer=opt_d)
+                ddp.step(opt_d)
+                ddp.backward(loss_of_generator(...), optimizer=opt_g)
+                ddp.step(opt_g)
+
+        Each ``ddp.step(optimizer)`` averages and applies what was accumulated for that optimizer;
+        the window closes when the loop asks for the next batch. Every rank takes the same turns in
+        the same order. The loader must hand out a rank's share of a window as one micro-batch
+        (``micro_batch_size="share"``, the default with several models and optimizers), because the
+        next turn needs what the turn before has made of *all* samples.
+
+        Args:
+            optimizer: Step this one alone.
+
+        Returns:
+            ``None`` inside a window; then the window's result, the same on every rank: gradients
+            averaged, clipped, the optimizer stepped, gradients zeroed. A turn returns its own
+            update.
+
+        Raises:
+            NonFiniteGradientError: On every rank, nothing applied.
+            CollectiveMismatchError: Another rank joined another collective.
+            UsageError: Gradients were written by something else than ``backward``.
+        """
+        engine = self._engine
+        habits = engine.habits
+        habits.before_step(engine.share)
+        if optimizer is None:
+            result = engine.end_micro_batch()
+        else:
+            result = engine.step_part(self.assembly.part_of(optimizer))
+        if result is not None:
+            habits.after_update(engine.share)
+        return result
+
+    def _start_unplanned(self) -> Share:
+        """Starts a window outside of any loader: one contribution of each rank."""
+        engine = self._engine
+        engine.tell_once(
+            "training without ddp.loader: every ddp.step() is one update, to which each rank "
+            "contributes once, with the weight given to ddp.backward (1 by default). Not "
+            "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "
+            "that follow speed, and going on in mid-epoch after a restart"
+        )
+        share = engine.open_share(1)
+        share.start_micro_batch(1)
+        return share
+
+    def weighted_mean(self, value: float | Tensor, weight: float = 1.0) -> float:
+        """The mean of a number over ranks, weighted; all ranks call it together.
+
+        Args:
+            value: This rank's mean; ignored when ``weight`` is 0.
+            weight: Units behind it.
+
+        Returns:
+            Σ value · weight / Σ weight in float64, the same on every rank; ``nan`` for no weight.
+
+        Raises:
+            UsageError: The value is not a number, or the weight is not one of at least 0.
+        """
+        units = checked_weight(weight)
+        product = checked_value(value) * units if units else 0.0
+        numerator = denominator = 0.0
+        for row in self._engine.ask(Purpose.VALUE, [product, units]).values():
+            numerator += row[0]
+            denominator += row[1]
+        return numerator / denominator if denominator else float("nan")
+
+    def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
+        """The former name of ``weighted_mean``; it goes with the next release."""
+        warn_of_former_name("all_reduce", "weighted_mean")
+        return self.weighted_mean(value, weight)
+
+    def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
+        """Calls ``fn(result)`` on every rank when a window is committed.
+
+        Committed means that every rank has applied it. The model then holds exactly that window's
+        parameters and buffers on every rank: the place for evaluation and saving. Collectives are
+        allowed in it. A parked rank, which takes part in no window, is left out until it is called
+        back.
+        """
+        self._engine.call_on_commit(fn)
+        return fn
+
+    def stop(self) -> None:
+        """Asks the team to stop after the window that is being computed; any rank may call it."""
+        self._engine.stop()
+
+    def wants_stop(self) -> bool:
+        """Whether this rank was told to stop; the team agrees at its next exchange."""
+        return self._engine.wants_stop()
+
+    @contextmanager
+    def emulated_slowness(self) -> Iterator[None]:
+        """Stretches the block on a rank that is emulated slower; does nothing on others."""
+        watch = Stopwatch(self._engine.slowdown)
+        yield
+        watch.stop()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the model into ``eval()`` without gradients for the length of the block."""
+        model = self.assembly.model
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.train(was_training)
+
+    def close(self) -> None:
+        """Leaves the team: ends loaders and connections; idempotent.
+
+        Where nothing has gone wrong, what has been applied is committed first, and what a loop that
+        was left by ``break`` has done in CADENCE and ASYNC is averaged. All ranks do that together;
+        one that does not come is waited for no longer than 60 s (``DdpConfig.timeout_s`` where that
+        is less). After an error of the team, or one that has ended this rank's loop, nobody is
+        waited for.
+
+        Raises:
+            CollectiveError: A rank was lost, or did not come.
+            ReplicasDifferError: Of what is committed, with ``DdpConfig.verify_every``.
+        """
+        error = sys.exception()
+        self._close(error, failed=self._is_lost(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(error, failed=error is not None or self._is_lost(None))
+
+    def _close(self, error: BaseException | None, *, failed: bool) -> None:
+        if error is not None:
+            self._explain(error)
+        engine, waits, self._closed = self._engine, not (self._closed or failed), True
+        forget(self._explain)
+        try:
+            if waits:
+                if engine.in_epoch:  # closing inside the loop is leaving it
+                    engine.leave()
+                engine.hurry(CLOSING_S)
+                engine.settle()
+        except BaseException as broken:
+            failed, error = True, broken
+            raise
+        finally:
+            for loader in [*self._loaders, *self._eval_loaders]:
+                loader.close()
+            self.events.end(failed=failed, error=error)
+            self.assembly.close()
+
+    def _is_lost(self, error: BaseException | None) -> bool:
+        """Return whether the other ranks need not be waited for.
+
+        Args:
+            error: What is being handled; it may have nothing to do with the team.
+        """
+        engine = self._engine
+        if engine.is_lost:
+            return True
+        if error is None:
+            return False
+        if isinstance(error, EvenerError) and self._has_raised(error):
+            return True
+        if engine.has_left:
+            return any(loader.loop.holds(error) for loader in self._loaders)
+        return engine.share.in_micro_batch
+
+    def _has_raised(self, error: BaseException) -> bool:
+        """Return whether an error has come out of a method of this team, its loaders or trainer."""
+        parts = (self, *self._loaders, *self._eval_loaders)
+        return any(
+            owner in parts or getattr(owner, "_ddp", None) is self
+            for owner in methods_passed(error)
+        )
+
+    def _explain(self, error: BaseException) -> None:
+        """Add to an exception what is known about it here: cause, remedy, rank, file, line."""
+        share = self._engine.share
+        explain_memory(error, share.open_samples)
+        for loader in self._loaders:
+            if text := loader.loop.explain(error, self.rank):
+                note(error, text)
+        if isinstance(error, EvenerError) and (place := raised_at(error)):
+            note(error, f"evener: raised on rank {self.rank} at {place}")
+
+
+def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> DistributedTrainConfig:
+    """This rank's place: in a process group, else in the environment; may start further ranks."""
+    if process_group is not None:
+        return place_in(process_group)
+    place = DistributedTrainConfig.from_env()
+    if place.launched_by == "alone":
+        start_all_ranks(
+            devices_of_host(devices, count_accelerators()),
+            optional=isinstance(devices, str),
+            quiet=quiet,
+        )
+    return place

@@ -1,0 +1,340 @@
+"""Turns what the team does into events, for whoever takes them; on rank 0."""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, TypedDict, Unpack
+
+from evener.checkpoint import WrittenCheckpoint
+from evener.engine.results import RankRecord, WindowResult
+from evener.errors import ConfigError
+from evener.loop.assembly import Assembly
+from evener.observe.events import (
+    Fanout,
+    RankRow,
+    Sink,
+    checkpoint_event,
+    checkpoint_missed_event,
+    plan_event,
+    run_finished_event,
+    run_resumed_event,
+    run_started_event,
+    straggler_event,
+    window_event,
+    worker_started_event,
+)
+from evener.team.launching.terminal import warn
+
+SinkMaker = Callable[[], Sink]
+
+
+class RunFacts(TypedDict, total=False):
+    """What is known of a run when its start is told; see ``run_started_event``.
+
+    ``t`` and ``window`` are those of the start, ``resumed_from`` is the checkpoint that was loaded,
+    and ``new_data`` says whether the run goes on with other data.
+    """
+
+    t: float
+    window: int
+    run: str
+    policy: str
+    unit: str
+    num_samples: int
+    total_windows: int | None
+    skipped_records: int
+    resumed_from: Path | None
+    new_data: bool
+
+
+class EventStream:
+    """Hands the team's events to sinks, on rank 0; other ranks keep silent.
+
+    Where nobody calls ``start``, as in a loop that the user has written, the start is told with the
+    first event, which is that of a window or a checkpoint: by then it is known what is trained on.
+
+    Args:
+        assembly: The team.
+
+    Attributes:
+        parked: Ranks that were parked in the newest committed window.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._engine = assembly.engine
+        self._names = assembly.names
+        self._members = assembly.members
+        self._active = assembly.comm.rank == 0
+        self._sinks = Fanout(warn)
+        self._has_started = False
+        self._watch = StragglerWatch(assembly.comm.world_size)
+        self._shares: tuple[int, ...] = ()
+        self.parked: tuple[int, ...] = ()
+        self._facts: dict[str, Any] = {
+            "t": time.time(),
+            "window": 0,
+            "run": Path(sys.argv[0]).stem or "run",
+            "policy": str(assembly.apply_policy),
+            "unit": "samples",
+            "num_samples": 0,
+            "total_windows": None,
+            "backend": assembly.comm.backend,
+            "backend_reason": assembly.backend_reason,
+        }
+
+    def learn(self, **facts: Unpack[RunFacts]) -> None:
+        """Keep what the start shall say of the run."""
+        self._facts |= facts
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hand every further event to this sink, too; it is closed with the others."""
+        self._sinks.add(sink)
+
+    def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
+        """Hand the events of a user's loop to these.
+
+        Functions that make a sink are called on rank 0 alone.
+
+        Raises:
+            ConfigError: A function returned something else.
+        """
+        if self._active and sinks:
+            self.add_sink(open_sinks(sinks))
+            self._engine.call_on_commit(self.window)
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Hand an event to every sink; before the first one, that of the start."""
+        if self._active:
+            self._tell_start()
+            self._sinks.emit(event)
+
+    def start(self, **facts: Unpack[RunFacts]) -> None:
+        """Tell who is there and what will be done; at a resume, first which events are void."""
+        self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
+        self._tell_start()
+
+    def _tell_start(self) -> None:
+        if self._has_started or not self._active:
+            return
+        self._has_started, facts, members = True, self._facts, self._members
+        place = {"t": facts["t"], "window": facts["window"]}
+        path, new_data = facts.pop("resumed_from", None), facts.pop("new_data", False)
+        if path is not None:
+            self.emit(run_resumed_event(path=str(path), new_data=new_data, **place))
+        self.emit(
+            run_started_event(
+                members=self._names,
+                emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
+                **facts,
+            )
+        )
+        for m in members:
+            self.emit(
+                worker_started_event(
+                    t=place["t"],
+                    rank=m.rank,
+                    member=m.member,
+                    pid=m.pid,
+                    host=m.host,
+                    device=f"{m.device} ({m.device_name})",
+                )
+            )
+
+    def window(self, result: WindowResult) -> None:
+        """Records a committed window, its plan where shares changed, and stragglers."""
+        if not self._active:
+            return
+        state = self._engine.state
+        place: dict[str, Any] = {
+            "t": result.applied_t,
+            "window": result.window,
+            "generation": state.generation,
+            "epoch": result.epoch,
+        }
+        shares, cadence = tuple(record.samples for record in result.ranks), result.cadence
+        # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
+        planned = shares if cadence is None else (cadence.anchor,)
+        if planned != self._shares:
+            self._shares = planned
+            self.emit(plan_event(start=result.start, size=result.size, shares=shares, **place))
+        team = self._engine.team
+        self.parked = tuple(sorted(team.parked))
+        event = window_event(
+            committed=result.ranges or [result.committed],
+            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
+            **place,
+        )
+        event |= {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "parked": list(self.parked),
+        }
+        if cadence is not None:  # local steps
+            for row, record in zip(event["ranks"], result.ranks, strict=True):
+                row |= {"steps": record.steps, "stale_steps": record.stale_steps}
+            event |= {
+                "turns": result.progress.steps + result.progress.skipped,
+                "anchor": cadence.anchor,
+                "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
+                "divergence": cadence.divergence,
+                "guard": cadence.guard,
+            }
+        self.emit(event)
+        for rank, compute_s, expected_s in self._watch.observe(result.ranks):
+            self.emit(
+                straggler_event(
+                    t=time.time(),
+                    rank=rank,
+                    member=self._names[rank],
+                    window=result.window,
+                    compute_s=compute_s,
+                    expected_s=expected_s,
+                )
+            )
+
+    def _row(self, rank: int, record: RankRecord) -> RankRow:
+        return RankRow(
+            rank=rank,
+            member=self._names[rank],
+            samples=record.samples,
+            weight=record.weight,
+            loss=record.loss_sum / record.weight if record.weight else None,
+            compute_s=record.compute_s,
+            wait_s=record.wait_s,
+            sync_s=record.sync_s,
+        )
+
+    def checkpoint(self, written: WrittenCheckpoint) -> None:
+        """Record a checkpoint that has reached the disk."""
+        self.emit(
+            checkpoint_event(
+                t=time.time(),
+                window=written.step,
+                path=str(written.path),
+                num_bytes=written.num_bytes,
+                write_s=written.write_s,
+            )
+        )
+
+    def missed_checkpoint(self, step: int, reason: str) -> None:
+        """Record a checkpoint that was not written."""
+        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
+
+    def finish(self, window: int, reason: str, message: str | None = None) -> None:
+        """Tell the end of a run that has started."""
+        if self._has_started:
+            t = time.time()
+            self.emit(run_finished_event(t=t, window=window, reason=reason, message=message))
+
+    def end(self, *, failed: bool, error: BaseException | None) -> None:
+        """Tell the end of a user's loop, and close all sinks; idempotent."""
+        self._tell_start()
+        engine = self._engine
+        reason = "failed" if failed else "stopped" if engine.stopping else "completed"
+        message = f"{type(error).__name__}: {error}" if failed and error is not None else None
+        self.finish(engine.window, reason, message)
+        self.close()
+
+    def close(self) -> None:
+        """Close all sinks; idempotent."""
+        self._sinks.close()
+
+
+def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
+    """Refuse what takes no events.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    given: object = sinks
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ConfigError(f"sinks is {given!r}; give a list of evener.Sink, such as [MySink()]")
+    for number, sink in enumerate(given):
+        if not (isinstance(sink, Sink) or callable(sink)):
+            raise ConfigError(
+                f"sinks[{number}] is {sink!r}, a {type(sink).__name__}; give an evener.Sink, or a "
+                "function without arguments that makes one, which is called on rank 0"
+            )
+
+
+def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
+    """Return the functions that the key ``sinks`` names; the current folder is searched, too.
+
+    Raises:
+        ConfigError: One cannot be imported.
+    """
+    if paths and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    makers: list[SinkMaker] = []
+    for number, path in enumerate(paths):
+        module, _, name = path.partition(":")
+        try:
+            maker = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
+                "package.module:function of something that is installed, in the current folder, "
+                "or on PYTHONPATH"
+            ) from None
+        makers.append(maker)
+    check_sinks(makers)
+    return makers
+
+
+def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Sink:
+    """Return one sink that hands on to all of these, some of which may have to be made.
+
+    Raises:
+        ConfigError: A function returned something else.
+    """
+    fanout = Fanout(warn)
+    for given in sinks:
+        sink: object = given if isinstance(given, Sink) else given()
+        if not isinstance(sink, Sink):
+            raise ConfigError(
+                f"sinks holds {given!r}, which returned {sink!r}, a {type(sink).__name__}; return "
+                "an evener.Sink, a class with emit(event) and close()"
+            )
+        fanout.add(sink)
+    return fanout
+
+
+class StragglerWatch:
+    """Notices a rank that has become slower than it was, by its own seconds per sample.
+
+    A rank that is slow all the time is no straggler: the plan gives it less.
+    """
+
+    FACTOR = 1.5
+    IN_A_ROW = 3
+    MEMORY = 15
+
+    def __init__(self, world_size: int) -> None:
+        self._seconds: list[deque[float]] = [deque(maxlen=self.MEMORY) for _ in range(world_size)]
+        self._strikes = [0] * world_size
+
+    def observe(self, ranks: Sequence[RankRecord]) -> list[tuple[int, float, float]]:
+        """Takes a window.
+
+        Returns:
+            ``(rank, compute_s, expected_s)`` of ranks that have just become stragglers.
+        """
+        found = []
+        for rank, record in enumerate(ranks):
+            if (per_sample_s := record.per_sample_s) is None:
+                continue
+            known = self._seconds[rank]
+            usual_s = median(known) if len(known) >= self.IN_A_ROW else per_sample_s
+            slow = per_sample_s > self.FACTOR * usual_s
+            self._strikes[rank] = self._strikes[rank] + 1 if slow else 0
+            if self._strikes[rank] == self.IN_A_ROW:
+                found.append((rank, record.compute_s, usual_s * record.samples))
+            known.append(per_sample_s)
+        return found

@@ -1,0 +1,306 @@
+"""One rank of a managed run: the loop that users of ``Ddp.builder`` need not write."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._pytree import tree_map
+
+from evener.comm.base import Communicator
+from evener.engine.loaders.planned import TeamLoader
+from evener.engine.results import WindowResult
+from evener.engine.training import train_epoch
+from evener.errors import ConfigError, UsageError
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.loop import Loop
+from evener.loop.reporting import SinkMaker
+from evener.managed.job import Job
+from evener.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
+from evener.managed.trained import TrainedState, capture_trained
+from evener.managed.travel import CarriedDataset, CarriedFunction
+from evener.observe.events import Sink
+from evener.team.environment import DistributedTrainConfig
+from evener.team.placement import choose_device
+
+#: Ranks wait for rank 0's ``eval_fn`` this long; should rank 0 die in it, they know at once.
+EVAL_TIMEOUT_S = 24 * 3600.0
+#: Checkpoints that stay in ``checkpoint_dir``, the newest.
+KEPT_CHECKPOINTS = 3
+
+
+class ManagedRank:
+    """Trains this rank's part of a job; every rank of the team makes one.
+
+    Args:
+        job: What to do.
+        environment: This rank's place.
+        stop_when: Asked after each micro-batch; true stops the team.
+        communicator: The ranks to train with, instead of connecting to them.
+        sinks: Take the run's events, on rank 0.
+
+    Raises:
+        ConfigError: A function returned what it should not.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        environment: DistributedTrainConfig,
+        stop_when: Callable[[], bool],
+        communicator: Communicator | None = None,
+        sinks: Sequence[Sink | SinkMaker] = (),
+    ) -> None:
+        self.job = job
+        torch.manual_seed(job.seed)
+        self.model = job.model_fn(choose_device(job.devices, environment))
+        _check("model_fn", self.model, isinstance(self.model, nn.Module), "a torch.nn.Module")
+        optimizer = job.optim_fn(list(self.model.parameters()))
+        _check_optimizer(optimizer)
+        scheduler = None
+        if job.scheduler is not None:
+            scheduler = job.scheduler(optimizer)
+            _check_scheduler(scheduler)
+        self.ddp = Loop.setup(
+            self.model,
+            optimizer,
+            scheduler,
+            policy=job.policy,
+            backend=job.backend,
+            devices=job.devices,
+            precision=job.precision,
+            config=job.config(stop_when),
+            environment=environment,
+            communicator=communicator,
+            sinks=sinks,
+        )
+        try:
+            self.loader = self._make_loader()
+            if job.resume is not None:
+                self.ddp.load(job.resume)
+            self._checkpointer = self._make_checkpointer()
+        except BaseException:
+            self.ddp.close()
+            raise
+        self._scalars = ScalarRecorder()
+        self._share = self.ddp.assembly.engine.share
+        self._tally = EpochTally(self.ddp.world_size)
+        self.ddp.on_commit(self._on_commit)
+        self.ddp.assembly.engine.call_on_left_out(self._scalars.leave_out)
+
+    def epochs(self) -> Iterator[EpochMetrics]:
+        """Trains; all ranks iterate together.
+
+        Yields:
+            The metrics of each epoch, the same on every rank.
+        """
+        job, ddp = self.job, self.ddp
+        while not ddp.stopping and not self._has_ended:
+            epoch = self.loader.cursor.epoch
+            if job.epoch_fn is not None:
+                job.epoch_fn(epoch, self.model)
+            self._tally.start(time.perf_counter())
+            train_epoch(
+                self.loader.epoch(epoch),
+                self._train_micro_batch,
+                self.ddp.step,
+                on_redo=lambda: self._scalars.drop(self._share.micro_batches),
+            )
+            metrics = self._finish_epoch(epoch)
+            if metrics is not None:
+                yield metrics
+        if self._checkpointer is not None:
+            self._checkpointer.save(self.loader.cursor.state_dict())
+            self._checkpointer.finish()
+
+    def state(self) -> TrainedState:
+        """The model as the team last agreed on it, on the CPU."""
+        with self.ddp.assembly.engine.consensus():
+            return capture_trained(self.model, self.ddp.progress)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leaves the team; idempotent. ``state`` can still be asked for.
+
+        Args:
+            error: What has ended this rank's part; the others are then not waited for.
+        """
+        try:
+            self.ddp.__exit__(None if error is None else type(error), error, None)
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+
+    def _make_loader(self) -> TeamLoader:
+        job = self.job
+        dataset, collate_fn = job.make_dataset(), job.collate_fn
+        if job.num_workers:
+            dataset = CarriedDataset(dataset)
+            collate_fn = None if collate_fn is None else CarriedFunction(collate_fn)
+        loader: TeamLoader = self.ddp.loader(
+            dataset,
+            batch_size=job.batch_size,
+            seed=job.seed,
+            collate_fn=collate_fn,
+            num_workers=job.num_workers,
+            micro_batch_size=job.micro_batch_size,
+            max_steps=job.num_steps,
+        )
+        return loader
+
+    def _make_checkpointer(self) -> Checkpointer | None:
+        if self.job.checkpoint_dir is None:
+            return None
+        return Checkpointer(self.ddp, self.job.checkpoint_dir, keep_last=KEPT_CHECKPOINTS)
+
+    @property
+    def _has_ended(self) -> bool:
+        if self.job.num_steps is not None:
+            return self.ddp.assembly.engine.turns >= self.job.num_steps
+        return self.loader.cursor.epoch >= (self.job.num_epochs or 0)
+
+    def _train_micro_batch(self, batch: Any) -> None:
+        ddp = self.ddp
+        share = self._share = ddp.assembly.engine.share
+        with self._scalars.recording():
+            answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
+        loss, weight = _loss_and_weight(answer)
+        ddp.backward(loss, weight)
+        self._scalars.end_micro_batch(share.micro_batch_weight)
+
+    def _on_commit(self, result: WindowResult) -> None:
+        self._tally.add(result)
+        own = result.ranks[self.ddp.rank]
+        self._scalars.commit(own.micro_batches, applied=not result.skipped)
+        job, window = self.job, result.progress.window
+        if job.checkpoint_every is None or window % job.checkpoint_every:
+            if self._checkpointer is not None:
+                self._checkpointer.report()
+            return
+        if self._checkpointer is not None:
+            self._checkpointer.save(self.loader.cursor.state_dict())
+        if job.checkpoint_fn is not None and self.ddp.is_main_process:
+            with torch.no_grad():
+                job.checkpoint_fn(window, self.model)
+
+    def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
+        """Agrees on the epoch's metrics; all ranks call it together."""
+        complete = self.loader.cursor.epoch > epoch
+        own = {
+            "windows": self._tally.windows,
+            "totals": self._tally.document(time.perf_counter()),
+            "scalars": self._scalars.end_epoch(),
+        }
+        # Rank 0 is never parked, so its totals are whole.
+        answers = self.ddp.assembly.team.introduce(own)
+        if not answers[0]["windows"]:
+            return None
+        scalars, per_rank = average_scalars([answer["scalars"] for answer in answers])
+        return EpochMetrics.from_document(
+            {
+                **answers[0]["totals"],
+                "epoch": epoch,
+                "complete": complete,
+                "scalars": scalars,
+                "per_rank": list(per_rank),
+                "eval": self._evaluate(),
+                "steps": self.ddp.progress.steps,
+                "devices": [m.device for m in self.ddp.members],
+            }
+        )
+
+    def _evaluate(self) -> Mapping[str, float]:
+        """Rank 0 evaluates, the others wait for its answer."""
+        eval_fn = self.job.eval_fn
+        if eval_fn is None or self.ddp.stopping:
+            return {}
+        values: Mapping[str, float] = {}
+        if self.ddp.is_main_process:
+            with self.ddp.evaluating():
+                values = _numbers(eval_fn(self.model))
+        answers = self.ddp.assembly.team.introduce({"eval": values}, timeout_s=EVAL_TIMEOUT_S)
+        agreed: Mapping[str, float] = answers[0]["eval"]
+        return agreed
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Moves a micro-batch: tensors in lists, tuples and dicts, and what has a ``to`` of its own."""
+    if device.type == "cpu":
+        return batch
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
+        return leaf.to(device) if isinstance(leaf, _Movable) else leaf
+
+    return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
+
+
+@runtime_checkable
+class _Movable(Protocol):
+    def to(self, device: torch.device) -> Any: ...
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    each = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    _check(
+        "optim_fn",
+        optimizer,
+        all(isinstance(one, Optimizer) for one in each),
+        "a torch.optim optimizer over the parameters that it is given, or a list of optimizers",
+    )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    each = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    if any(isinstance(s, ReduceLROnPlateau) for s in each):
+        raise ConfigError(
+            "scheduler returned a ReduceLROnPlateau, which follows a metric; a managed run steps "
+            "its schedulers once per optimizer step: return another one, or use Ddp.setup"
+        )
+    _check(
+        "scheduler",
+        scheduler,
+        all(isinstance(s, LRScheduler) or callable(s) for s in each),
+        "a torch scheduler of the optimizer that it is given, or a list of them",
+    )
+
+
+def _check(name: str, value: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
+
+
+def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+    loss, weight = answer, None
+    if isinstance(answer, tuple) and len(answer) == 2:
+        loss, weight = answer
+        try:
+            weight = float(weight)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"train_fn returned {weight!r} as the weight; return (loss, weight) with the "
+                "number of samples or tokens that the loss is the mean of"
+            ) from None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise UsageError(
+            f"train_fn returned {shown} as the loss; return a tensor with one element, the mean "
+            "over the micro-batch, or a pair (loss, weight)"
+        )
+    return loss.reshape(()), weight
+
+
+def _numbers(answer: Any) -> dict[str, float]:
+    try:
+        if isinstance(answer, Mapping):
+            return {str(name): float(value) for name, value in answer.items()}
+        return {"eval": float(answer)}
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"eval_fn returned {answer!r}; return a number, or a dict of numbers by name"
+        ) from None

@@ -1,0 +1,387 @@
+"""``Replicas``: averaging by hand, for loops that no window fits (GAN, RL, growing models)."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Literal, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from evener.averaging.replicas import Entry, ReplicaAverager
+from evener.comm.base import Communicator
+from evener.devices import move
+from evener.engine.notices import warn_of_former_name
+from evener.errors import ConfigError, NonFiniteGradientError
+from evener.loop.likeness import check_versions
+from evener.manual.line import Line
+from evener.manual.models import (
+    Model,
+    check_models,
+    first_difference,
+    in_words,
+    place,
+    read_layout,
+    trainable,
+)
+from evener.team.environment import DistributedTrainConfig
+from evener.team.hardware import hardware_summary
+from evener.team.launching.child import apply_threads
+from evener.team.launching.terminal import say
+from evener.team.members import Member, describe_self
+
+_Named = Mapping[str, Tensor]
+
+
+@final
+class Replicas:
+    """Replicas of one model: some in this process, perhaps more in other processes.
+
+    Made by ``Ddp.wrap``. The loop, the optimizers and the order of things stay the user's; this
+    class only makes replicas agree, and only when it is told to. Every method that exchanges is
+    called by all processes together, in the same order, from one thread at a time: this holds over
+    all ``Replicas`` of a process, which share one connection.
+
+    Models may change between calls (grow, freeze parameters, gain a layer), as long as all
+    replicas change alike. What differs is refused on every process, with the first difference
+    named and nothing changed.
+
+    Attributes:
+        models: This process's replicas.
+        devices: Their devices.
+        rank: Number of this process.
+        world_size: Replicas over all processes.
+        first: Number of this process's first replica among all of them.
+        members: All replicas, as their processes describe them.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        line: Line,
+        *,
+        non_finite: Literal["raise", "propagate"],
+        members: tuple[Member, ...],
+        first: int,
+    ) -> None:
+        self.models = tuple(models)
+        self.devices = tuple(devices)
+        self.rank = line.comm.rank
+        self.world_size = len(members)
+        self.first = first
+        self.members = members
+        self._line = line
+        self._comm = line.comm
+        self._non_finite = non_finite
+        self._averager = ReplicaAverager(line.comm, self.devices[0])
+        self._num_averages = 0
+
+    @property
+    def is_main_process(self) -> bool:
+        """True in the process that holds replica 0."""
+        return self.rank == 0
+
+    def sync_params(self) -> None:
+        """Copies parameters, frozen ones too, and buffers of replica 0 over those of all others.
+
+        Call it once before training, since ``Ddp.wrap`` leaves values alone; again after a model
+        has grown by layers with random weights.
+
+        Raises:
+            ConfigError: Replicas differ in names, shapes or dtypes.
+        """
+        named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
+        self._copy(named, "sync_params")
+
+    def sync_buffers(self) -> None:
+        """Copies the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
+
+        Besides ``sync_params`` nothing touches buffers: until then each replica keeps its own.
+
+        Raises:
+            ConfigError: Replicas differ in names, shapes or dtypes.
+        """
+        self._copy([dict(m.named_buffers()) for m in self.models], "sync_buffers")
+
+    def all_reduce_gradients(self) -> None:
+        """Replaces every replica's gradients by their mean over all replicas.
+
+        For replicas that each had the same number of samples; see
+        ``weighted_all_reduce_gradients`` for the rest.
+        """
+        self._average("all_reduce_gradients", [1.0] * len(self.models))
+
+    def weighted_all_reduce_gradients(self, batch_counts: Sequence[float]) -> None:
+        """Replaces every replica's gradients by their mean, weighted by the work behind them.
+
+        The gradient of replica r counts n_r / Σ n, the sum over all replicas of all processes. With
+        the loss of each replica a mean over its n_r samples, this is the gradient of the mean
+        over all samples. A parameter without a gradient on some replica counts there as zero, with
+        the weight; without one on every replica it keeps ``grad = None``, and optimizers skip it.
+        Frozen parameters are left alone. Half precision is added up in float32.
+
+        Args:
+            batch_counts: Samples (or steps, tokens) behind each gradient of this process's
+                replicas. With 0 a replica takes part, but its gradients are not looked at.
+
+        Raises:
+            ConfigError: Not one count for each replica here, a negative one, zeros only over all
+                processes, or replicas that differ; on every process, with gradients unchanged.
+            NonFiniteGradientError: On every process, with gradients unchanged; not with
+                ``non_finite="propagate"``.
+        """
+        self._average("weighted_all_reduce_gradients", batch_counts)
+
+    def weighted_mean(
+        self, values: Sequence[float], weights: Sequence[float] | None = None
+    ) -> float:
+        """The mean of a number over all replicas, the same on every process.
+
+        Args:
+            values: One for each replica of this process, such as losses or returns.
+            weights: Weights of the values; 1 each by default. Values of weight 0 are not looked at.
+
+        Returns:
+            Σ weight · value / Σ weight in float64.
+
+        Raises:
+            ConfigError: Not one value for each replica, or bad weights; on every process.
+        """
+        weights = [1.0] * len(self.models) if weights is None else weights
+        problem = self._number_problem("values", values) or self._count_problem("weights", weights)
+        products = [
+            float(v) * w if w else 0.0
+            for v, w in (zip(values, weights, strict=True) if not problem else ())
+        ]
+        rows = self._meet("weighted_mean", problem, (), [_sum(products), _sum(weights, problem)])
+        return _sum([r[0] for r in rows]) / self._total("weights", rows, 1)
+
+    def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+        """The former name of ``weighted_mean``; it goes with the next release."""
+        warn_of_former_name("all_reduce", "weighted_mean")
+        return self.weighted_mean(values, weights)
+
+    def close(self) -> None:
+        """Leaves the team; models and gradients stay as they are. Idempotent, not collective."""
+        self._line.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _copy(self, replicas: Sequence[_Named], what: str) -> None:
+        layout, problem = read_layout(replicas, self.first)
+        self._meet(what, problem, layout, [])
+        self._averager.copy_from_first(replicas, layout, what=what)
+
+    def _average(self, what: str, counts: Sequence[float]) -> None:
+        replicas = [trainable(model) for model in self.models]
+        layout, problem = read_layout(replicas, self.first, gradients=True)
+        problem = self._count_problem("batch_counts", counts) or problem
+        rows = self._meet(what, problem, layout, [_sum(counts, problem)])
+        total = self._total("batch_counts", rows, 0)
+        averaged = self._averager.sum_gradients(
+            replicas, layout, [count / total for count in counts], what=what
+        )
+        if self._non_finite == "raise" and not averaged.is_finite():
+            raise self._non_finite_error(what, replicas, counts)
+        averaged.hand_out(replicas)
+        self._num_averages += 1
+
+    def _meet(
+        self, what: str, problem: str, layout: tuple[Entry, ...], payload: Sequence[float]
+    ) -> list[list[float]]:
+        """Exchanges a row before any tensor, so that what is refused is refused everywhere."""
+        row = [float(bool(problem)), _digest(layout), *payload]
+        rows = self._comm.all_gather_rows(row, what=what)
+        if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
+            note = {"problem": problem, "first": self.first, "layout": in_words(layout)}
+            notes = _exchange(self._comm, note, what=f"why {what} is refused")
+            raise ConfigError(f"{what}: {_refusal(notes)}")
+        return [r[2:] for r in rows]
+
+    def _number_problem(self, name: str, values: Sequence[float]) -> str:
+        """Why these are not a number for each replica here; the other processes must hear of it."""
+        replicas = f"for each of its {len(self.models)} replicas"
+        try:
+            numbers = [float(value) for value in values]
+        except (TypeError, ValueError):  # a bare number, perhaps
+            return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
+        if len(numbers) != len(self.models):
+            return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
+        return ""
+
+    def _count_problem(self, name: str, counts: Sequence[float]) -> str:
+        if problem := self._number_problem(name, counts):
+            return problem
+        if not all(math.isfinite(count) and count >= 0 for count in counts):
+            return f"rank {self.rank}: {name} is {list(counts)}; give finite numbers of 0 or more"
+        return ""
+
+    def _total(self, name: str, rows: Sequence[Sequence[float]], column: int) -> float:
+        total = _sum([row[column] for row in rows])
+        if total == 0:
+            raise ConfigError(
+                f"{name} are 0 on all {self.world_size} replicas, so there is no mean; leave the "
+                "call out on every process when nobody has done any work"
+            )
+        return total
+
+    def _non_finite_error(
+        self, what: str, replicas: Sequence[Mapping[str, nn.Parameter]], counts: Sequence[float]
+    ) -> NonFiniteGradientError:
+        found = [
+            {"parameter": name, "replica": self.first + number}
+            for number, (parameters, count) in enumerate(zip(replicas, counts, strict=True))
+            for name, p in parameters.items()
+            if count and p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
+        own: dict[str, Any] = found[0] if found else {"parameter": None}
+        notes = _exchange(self._comm, own, what=f"why {what} is refused")
+        for rank, note in enumerate(notes):
+            if note["parameter"] is not None:
+                return NonFiniteGradientError(
+                    f"{what} number {self._num_averages}: the gradient of {note['parameter']!r} on "
+                    f"replica {note['replica']} (rank {rank}) holds an inf or a NaN, so nothing "
+                    "was averaged; lower the learning rate, or wrap with non_finite='propagate' "
+                    "where a GradScaler shall see it",
+                    rank=rank,
+                    parameter=note["parameter"],
+                    window=self._num_averages,
+                )
+        return NonFiniteGradientError(
+            f"{what} number {self._num_averages}: gradients are finite on each replica and their "
+            "weighted mean is not; they are too large for their dtype: lower the learning rate",
+            rank=0,
+            parameter=None,
+            window=self._num_averages,
+        )
+
+
+def wrap(
+    models: nn.Module | Sequence[nn.Module],
+    devices: str | torch.device | Sequence[str | int | torch.device] = "auto",
+    *,
+    backend: str = "auto",
+    non_finite: Literal["raise", "propagate"] = "raise",
+    timeout_s: float = 600.0,
+    quiet: bool = False,
+    environment: DistributedTrainConfig | None = None,
+    communicator: Communicator | None = None,
+) -> Replicas:
+    """Takes replicas of one model, for loops that average by hand (GAN, RL, growing models).
+
+    All processes call it together, each with as many replicas as it likes: one process alone with
+    a model for each device, one model in each process under ``evener launch``, torchrun or SLURM,
+    or both at once. Models move to their devices; values are left alone (``sync_params`` makes them
+    equal). A GAN wraps its networks one after the other.
+
+    Args:
+        models: Replicas of one architecture, or the one of this process.
+        devices: A device for each model (a number is one of this host's accelerator), one for all,
+            or ``"auto"``: accelerators as far as there are any, else the CPU.
+        backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``. The same
+            in every call of a script.
+        non_finite: ``"raise"`` refuses gradients with an inf or a NaN on every process;
+            ``"propagate"`` averages them, for a ``GradScaler`` that has to see them.
+        timeout_s: Longest wait for another process; that of the first call counts for all.
+        quiet: Do not print the devices to stderr.
+        environment: This process's place, instead of the process environment.
+        communicator: What joins the processes, instead of connecting to them; closed by ``close``.
+
+    Returns:
+        The replicas of this process.
+
+    Raises:
+        ConfigError: Models of different architectures, bad options.
+        LaunchError: The processes did not find one another.
+    """
+    chosen = [models] if isinstance(models, nn.Module) else list(models)
+    if non_finite not in ("raise", "propagate"):
+        raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'propagate'")
+    check_models(chosen)
+    environment = environment or DistributedTrainConfig.from_env()
+    where = place(chosen, devices, environment)
+    apply_threads(environment)
+    line = Line.open(environment, backend, where[0], timeout_s, communicator)
+    try:
+        for model, device in zip(chosen, where, strict=True):
+            move(model, device)
+        members, first = _introduce(line.comm, chosen, where, environment)
+    except BaseException:
+        line.release()
+        raise
+    if line.comm.rank == 0 and not quiet:
+        say(
+            f"replicas of a model: {hardware_summary(members)}\n"
+            f"  backend {line.comm.backend}: {line.reason}"
+        )
+    return Replicas(chosen, where, line, non_finite=non_finite, members=members, first=first)
+
+
+def _introduce(
+    comm: Communicator,
+    models: Sequence[nn.Module],
+    devices: Sequence[torch.device],
+    environment: DistributedTrainConfig,
+) -> tuple[tuple[Member, ...], int]:
+    """Refuses what differs, and numbers the replicas of all processes."""
+    own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
+    parameters, problem = read_layout([dict(m.named_parameters()) for m in models], 0)
+    buffers, buffer_problem = read_layout([dict(m.named_buffers()) for m in models], 0)
+    note = {
+        "problem": problem or buffer_problem,
+        "layout": in_words((*parameters, *buffers)),
+        "members": own,
+    }
+    notes = _exchange(comm, note, what="greetings of replicas")
+    check_versions([n["members"][0]["versions"] for n in notes])
+    first = 0
+    for n in notes:
+        n["first"] = first
+        first += len(n["members"])
+    if any(n["problem"] for n in notes) or any(n["layout"] != notes[0]["layout"] for n in notes):
+        raise ConfigError(f"Ddp.wrap: {_refusal(notes)}")
+    members = [m for n in notes for m in n["members"]]
+    numbered = (Member(**{**m, "rank": i}) for i, m in enumerate(members))
+    return tuple(numbered), notes[comm.rank]["first"]
+
+
+def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
+    """What is wrong, in the same words on every process."""
+    for rank, note in enumerate(notes):
+        if note["problem"]:
+            return f"{note['problem']} (rank {rank})" if len(notes) > 1 else str(note["problem"])
+    layouts: list[Model] = [[tuple(entry) for entry in note["layout"]] for note in notes]
+    for note, layout in zip(notes, layouts, strict=True):
+        if difference := first_difference(layouts[0], layout, 0, note["first"]):
+            return difference
+    return "replicas differ; build the same model on every process"
+
+
+def _digest(layout: tuple[Entry, ...]) -> float:
+    """48 bits that tell layouts apart, exact in float64."""
+    text = repr(in_words(layout)).encode()
+    return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()))
+
+
+def _exchange(comm: Communicator, note: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
+    return [json.loads(a) for a in comm.all_gather_bytes(json.dumps(note).encode(), what=what)]
+
+
+def _sum(values: Sequence[float], problem: str = "") -> float:
+    total = 0.0
+    for value in () if problem else values:  # from the left: sum() rounds differently from 3.12 on
+        total += value
+    return total

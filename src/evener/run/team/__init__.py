@@ -1,1 +1,0 @@
-"""Who a rank is, where it computes, how it reaches the others, and how they meet."""

@@ -1,0 +1,264 @@
+"""Tries policies and backends on the user's own configuration, in turns. No torch here."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evener.config.folders import EVENTS, check_name
+from evener.errors import ConfigError, EvenerError, LaunchError
+from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
+from evener.observe.jsonl import read_events, strict_json
+from evener.observe.wording import human_count, human_duration
+from evener.planning.policies import ApplyPolicy
+from evener.team.environment import AverageBackend
+from evener.team.launching.child import die_with
+
+#: A trial has this long to load models, tokenise text and start; the first one does all of it.
+START_TIMEOUT_S = 3600.0
+#: A trial gets this long to leave a checkpoint and end.
+END_TIMEOUT_S = 120.0
+
+_LOOK_S = 0.1
+# What would cost time and disk without saying anything about policies.
+_TRIAL_KEYS = ("checkpoint.every=0", "measure=false", "sample.num_tokens=0", "tensorboard=false")
+_PRETRAIN = (sys.executable, "-P", "-m", "evener", "pretrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of ``evener bench``, as the user gave them.
+
+    Attributes:
+        config: The run's YAML file.
+        policies: Policies to try, by name.
+        backends: Averaging backends to try, by name.
+        minutes: Training time of each combination, over all its rounds.
+        rounds: In how many turns that time is spent.
+        nproc: Local ranks asked for; ``None`` when the user did not say.
+        emulate_slow: ``RANK:FACTOR`` texts.
+        overrides: ``key=value`` texts of ``--set``.
+        out: Folder that the bench's folder goes to.
+        name: Its name.
+    """
+
+    config: Path
+    policies: Sequence[str]
+    backends: Sequence[str]
+    minutes: float
+    rounds: int
+    nproc: int | None
+    emulate_slow: Sequence[str]
+    overrides: Sequence[str]
+    out: Path
+    name: str
+
+
+#: Runs one combination for some seconds: its windows, or why there are none.
+RunTrial = Callable[[str, str, str, float], Trial | str]
+
+
+def check_options(options: BenchOptions) -> None:
+    """Refuses what makes no sense before anything starts.
+
+    Raises:
+        ConfigError: An unknown policy or backend, an impossible number, a bad name.
+    """
+    for option, given, kind in (
+        ("--policies", options.policies, ApplyPolicy),
+        ("--backends", options.backends, AverageBackend),
+    ):
+        names = [member.value for member in kind]
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"{option}: {name!r} is unknown; choose from {', '.join(names)}")
+        if not given or len(set(given)) < len(given):
+            raise ConfigError(f"{option} is {','.join(given)!r}; name each one once")
+    if not 0 < options.minutes < float("inf"):
+        raise ConfigError(f"--minutes is {options.minutes}; give minutes above 0")
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds is {options.rounds}; give 1 or more")
+    check_name(options.name)
+
+
+def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Comparison:
+    """Tries every combination in turns, and writes ``bench.json`` and ``bench.txt``.
+
+    Each round tries all combinations; every other round goes through them backwards, so that a
+    machine that grows slower favours none. Each trial starts the same training anew.
+
+    Args:
+        options: What to try.
+        run_trial: Instead of starting ``evener pretrain``: (name, policy, backend, seconds).
+
+    Returns:
+        The comparison. What could not run is in it, with the reason.
+
+    Raises:
+        ConfigError: See ``check_options``.
+        LaunchError: The folder cannot be made.
+        KeyboardInterrupt: After Ctrl-C, when what was measured has been written.
+    """
+    check_options(options)
+    folder = _claim(options.out, options.name)
+    run_trial = run_trial or Pretrain(options, folder)
+    combinations = [(p, b) for p in options.policies for b in options.backends]
+    seconds = 60 * options.minutes / options.rounds
+    trials: list[Trial] = []
+    skipped: dict[str, str] = {}
+    interrupted = False
+    try:
+        for number in range(options.rounds):
+            for policy, backend in combinations[:: -1 if number % 2 else 1]:
+                name = f"{policy}/{backend}"
+                if name in skipped:
+                    continue
+                turn = f"round {number + 1} of {options.rounds}: {name}"
+                _say(f"{turn} for {human_duration(seconds)} ...")
+                result = run_trial(f"{policy}-{backend}-{number + 1}", policy, backend, seconds)
+                if isinstance(result, str):
+                    skipped[name] = result
+                    _say(f"{turn} skipped: {result}")
+                else:
+                    trials.append(result)
+                    _say(f"{turn}: {human_count(result.speed())} {result.unit}/s")
+    except KeyboardInterrupt:  # what has been measured is told all the same
+        interrupted = True
+    # A combination that failed in a later round is not compared by its first.
+    comparison = compare([t for t in trials if f"{t.policy}/{t.backend}" not in skipped], skipped)
+    _write(folder, options, comparison)
+    if interrupted:
+        raise KeyboardInterrupt
+    return comparison
+
+
+class Pretrain:
+    """Runs a trial as ``evener pretrain``, the very command that the user would run."""
+
+    def __init__(self, options: BenchOptions, folder: Path) -> None:
+        self._options = options
+        self._folder = folder / "trials"
+        self._folder.mkdir()
+        # Text that an earlier run has tokenised is not tokenised again.
+        cache = options.out.absolute() / ".cache"
+        cache.mkdir(exist_ok=True)
+        (self._folder / ".cache").symlink_to(cache, target_is_directory=True)
+
+    def __call__(self, name: str, policy: str, backend: str, seconds: float) -> Trial | str:
+        """Runs a trial for so many seconds; see ``RunTrial``."""
+        log = self._folder / f"{name}.log"
+        with log.open("wb") as output:
+            parent = os.getpid()
+            process = subprocess.Popen(
+                self.command(name, policy, backend),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: die_with(parent),  # this process has one thread
+            )
+            try:
+                self._wait(process, self._folder / name / EVENTS, seconds)
+            finally:
+                _end(process)
+        return self.read(name, policy, backend, log, process.returncode)
+
+    def command(self, name: str, policy: str, backend: str) -> list[str]:
+        """What is started for a trial; of keys that are set twice the last one wins."""
+        options = self._options
+        keys = (*options.overrides, *_TRIAL_KEYS, f"policy={policy}", f"backend={backend}")
+        command = [*_PRETRAIN, str(options.config), "--quiet"]
+        command += ["--out", str(self._folder), "--name", name]
+        for key in keys:
+            command += ["--set", key]
+        for slow in options.emulate_slow:
+            command += ["--emulate-slow", slow]
+        if options.nproc is not None:
+            command += ["--nproc", str(options.nproc)]
+        return command
+
+    def _wait(self, process: "subprocess.Popen[bytes]", events: Path, seconds: float) -> None:
+        """Returns when the trial has had its time, or has ended by itself."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        started = False
+        while process.poll() is None:
+            if not started and events.exists() and b'"run_started"' in events.read_bytes():
+                started = True
+                deadline = time.monotonic() + seconds
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK_S)
+
+    def read(
+        self, name: str, policy: str, backend: str, log: Path, code: int | None
+    ) -> Trial | str:
+        """What came of it; checkpoints of trials are of no use, and large."""
+        run = self._folder / name
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line.partition("error: ")[2] for line in lines if "error: " in line]
+        trial = None
+        if (run / EVENTS).exists():
+            trial = read_trial(read_events(run / EVENTS), policy, backend)
+        if (run / "checkpoints").is_dir():
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        if code not in (0, 128 + signal.SIGTERM):
+            return said[-1] if said else f"ended with code {code}; see {log}"
+        return trial or f"no window was committed in its time; give more --minutes, or see {log}"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _claim(parent: Path, name: str) -> Path:
+    """A folder of that name, with a number behind it where it is taken."""
+    number = 1
+    while True:
+        folder = parent.absolute() / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise LaunchError(
+                f"the folder {folder} cannot be made ({error.strerror}); choose another with --out"
+            ) from None
+        else:
+            return folder
+
+
+def _write(folder: Path, options: BenchOptions, comparison: Comparison) -> None:
+    text = table(comparison)
+    document: dict[str, Any] = {
+        "config": str(options.config),
+        "minutes": options.minutes,
+        "rounds": options.rounds,
+        "nproc": options.nproc,
+        "emulate_slow": list(options.emulate_slow),
+        "overrides": list(options.overrides),
+        **asdict(comparison),
+    }
+    try:
+        (folder / "bench.json").write_text(json.dumps(strict_json(document), indent=1) + "\n")
+        (folder / "bench.txt").write_text(text)
+    except OSError as error:
+        raise EvenerError(f"{folder} cannot be written: {error.strerror}") from None
+    _say(f"{text}written to {folder}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

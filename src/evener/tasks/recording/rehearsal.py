@@ -1,0 +1,167 @@
+"""Measures what the team is worth: each rank alone, an equal split, the team; then forgets it."""
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evener.averaging.gradients import GradientAverager
+from evener.comm.base import SingleCommunicator
+from evener.engine.loaders.planned import split
+from evener.engine.share import Stopwatch
+from evener.engine.sync import SyncEngine
+from evener.loop.assembly import Assembly
+from evener.planning.apportion import apportion
+from evener.protocol.row import Purpose
+
+#: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
+TrainMicroBatch = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Weight units per second; medians over rounds.
+
+    Attributes:
+        solo: Each rank alone, with an optimizer step for each global batch, others idle.
+        equal_split: All ranks with equal shares, exchanging gradients; ``None`` where the team's
+            policy exchanges none.
+    """
+
+    solo: tuple[float, ...]
+    equal_split: float | None
+
+
+class Rehearsal:
+    """Runs windows that count for nothing: the training state is put back afterwards.
+
+    Ways of running are interleaved over the rounds, so that a machine whose speed drifts does not
+    favour one of them. Speeds of emulated ranks include the emulation.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        train_micro_batch: TrainMicroBatch,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+    ) -> None:
+        self._assembly = assembly
+        self._engine = assembly.engine
+        self._team = assembly.team
+        self._train = train_micro_batch
+        self._batch_size = batch_size
+        self._micro_batch_size = micro_batch_size
+        self._alone = GradientAverager(assembly.flat, SingleCommunicator())
+        self._together = GradientAverager(assembly.flat, assembly.comm)
+
+    def measure(self, rounds: int) -> Speeds | None:
+        """Measures all ways; all ranks call it together, before or between epochs.
+
+        Args:
+            rounds: How often each way is run; the median counts.
+
+        Returns:
+            The speeds, the same on every rank; ``None`` when a rank was told to stop.
+        """
+        world_size = self._team.world_size
+        state = self._remember()
+        solo: list[list[float]] = [[] for _ in range(world_size)]
+        equal: list[float] = []
+        equal_shares = apportion(self._batch_size, [1.0] * world_size)
+        try:
+            for number in range(rounds + 1):
+                for rank in range(world_size):
+                    shares = [0] * world_size
+                    shares[rank] = self._batch_size
+                    speed = self._run(shares, alone=True, short=number == 0)
+                    solo[rank].append(speed)
+                if isinstance(self._engine, SyncEngine):
+                    equal.append(self._run(equal_shares, alone=False, short=number == 0))
+                if self._engine.stopping:
+                    return None
+        finally:
+            self._restore(state)
+        # The first round, a short one, pays for caches and allocations.
+        return Speeds(
+            solo=tuple(_median(speeds[1:]) for speeds in solo),
+            equal_split=_median(equal[1:]) if equal else None,
+        )
+
+    def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:
+        """One window in one way; returns weight units per second of the slowest clock."""
+        engine, team = self._engine, self._team
+        self._meet([0.0, 0.0])
+        started_s = time.perf_counter()
+        start = sum(shares[: team.rank])
+        samples = list(range(start, start + shares[team.rank]))
+        if short:
+            samples = samples[: self._micro_batch_size]
+        avoid_ones = engine.options.avoid_ones
+        parts = split(samples, self._micro_batch_size, avoid_ones=avoid_ones)
+        weight = 0.0
+        if parts or not alone:
+            share = engine.open_share(len(parts))
+            for part in parts:
+                share.start_micro_batch(len(part))
+                self._train(part)
+                share.end_micro_batch()
+            weight = share.weight
+            self._update(weight, alone=alone)
+        elapsed_s = time.perf_counter() - started_s
+        rows = self._meet([weight, elapsed_s if parts else 0.0])
+        total = 0.0
+        for row in rows:
+            total += row[0]
+        return total / max(row[1] for row in rows)
+
+    def _update(self, weight: float, *, alone: bool) -> None:
+        engine = self._engine
+        total = weight
+        if not alone:
+            total = 0.0
+            for row in self._meet([weight]):
+                total += row[0]
+        scale = engine.share.scale_of()
+        averager = self._alone if alone else self._together
+        watch = Stopwatch(engine.slowdown)
+        averager.gather()
+        averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
+        if not alone:  # an exchange takes no longer on a slow device
+            watch = Stopwatch(engine.slowdown)
+        flat = self._assembly.flat
+        flat.mask_untouched()
+        engine.habits.step(engine.optimizers)
+        flat.attach_data()
+        flat.zero_()
+        watch.stop()
+
+    def _meet(self, payload: Sequence[float]) -> list[Sequence[float]]:
+        return [*self._engine.ask(Purpose.REHEARSE, payload).values()]
+
+    def _remember(self) -> dict[str, Any]:
+        return {
+            "data": [group.data.clone() for group in self._assembly.flat.groups],
+            "optimizers": [copy.deepcopy(o.state_dict()) for o in self._assembly.optimizers],
+        }
+
+    @torch.no_grad()
+    def _restore(self, state: dict[str, Any]) -> None:
+        for group, data in zip(self._assembly.flat.groups, state["data"], strict=True):
+            group.data.copy_(data)
+        for optimizer, saved in zip(self._assembly.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._assembly.flat.zero_()
+        self._assembly.buffers.restore()
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2

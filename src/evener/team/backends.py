@@ -1,0 +1,240 @@
+"""How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import torch
+
+from evener.comm.base import Communicator
+from evener.comm.c10d import nccl_version
+from evener.comm.messages import name_ranks
+from evener.comm.preflight import run_preflight
+from evener.devices import count_accelerators
+from evener.errors import ConfigError
+from evener.planning.policies import ApplyPolicy
+from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.placement import join
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFacts:
+    """What a rank says before the team agrees on how to exchange.
+
+    Attributes:
+        backend: The averaging backend it was asked to use.
+        policy: When its script averages; ``"by hand"`` for ``Ddp.wrap``.
+        host: Name of its host.
+        local_world_size: Ranks on that host.
+        num_gpus: GPUs and other accelerators that torch finds there.
+        device: Where it computes, such as ``cuda:0``.
+        vendor: ``"NVIDIA"`` or ``"AMD"``; empty but on CUDA devices.
+        gpu: What tells its GPU from all others; empty but on CUDA devices.
+        nccl: Version of its collective library, such as ``"2.29"``; empty where it has none.
+    """
+
+    backend: str
+    policy: str
+    host: str
+    local_world_size: int
+    num_gpus: int
+    device: str
+    vendor: str
+    gpu: str
+    nccl: str
+
+
+def check_backend(backend: str) -> AverageBackend:
+    """The backend of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return AverageBackend(backend)
+    except ValueError:
+        names = ", ".join(AverageBackend)
+        raise ConfigError(f"backend is {backend!r}; choose one of {names}") from None
+
+
+def check_policy(policy: str) -> ApplyPolicy:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return ApplyPolicy(policy)
+    except ValueError:
+        names = ", ".join(ApplyPolicy)
+        raise ConfigError(f"policy is {policy!r}; choose one of {names}") from None
+
+
+def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
+    """How the team exchanges tensors that lie on devices.
+
+    Args:
+        team: What each rank says, in rank order.
+
+    Returns:
+        ``"nccl"``, ``"gloo"`` or ``"none"``, and why, for people.
+
+    Raises:
+        ConfigError: Ranks ask for different things, or for NCCL where it cannot work.
+    """
+    first = team[0]
+    for rank, facts in enumerate(team):
+        for name in ("backend", "policy"):
+            mine, theirs = getattr(first, name), getattr(facts, name)
+            if mine != theirs:
+                where = " (comm_backend of a DistributedTrainConfig)" if name == "backend" else ""
+                raise ConfigError(
+                    f"{name} is {mine!r} on rank 0 and {theirs!r} on rank {rank}; give the same on "
+                    f"every rank{where}"
+                )
+    if len(team) == 1:
+        unused = "" if first.backend == AverageBackend.AUTO else f", so {first.backend!r} is unused"
+        return "none", f"one rank, nothing to exchange{unused}"
+    backend = AverageBackend(first.backend)
+    obstacle = _obstacle_to_nccl(team)
+    if backend is AverageBackend.NCCL:
+        if obstacle:
+            raise ConfigError(
+                f"backend is 'nccl', but {obstacle}: use backend='gloo' or 'auto' (in a "
+                "DistributedTrainConfig that is its comm_backend)"
+            )
+        return "nccl", "asked for"
+    if backend is AverageBackend.AUTO:
+        if obstacle:
+            return "gloo", f"chosen because {obstacle}; it works between any devices"
+        return "nccl", "chosen because every rank has a GPU of its own, all of one vendor"
+    return "gloo", f"asked for ({backend.value!r}); ranks exchange on their hosts"
+
+
+def connect_team(
+    environment: DistributedTrainConfig,
+    backend: str,
+    policy: str,
+    device: torch.device,
+    timeout_s: float,
+    communicator: Communicator | None = None,
+) -> tuple[Communicator, str]:
+    """Connects to the other ranks and agrees on how to exchange; all ranks call it together.
+
+    Args:
+        environment: This rank's place.
+        backend: ``AverageBackend`` by name.
+        policy: See ``ExchangeFacts``.
+        device: Where this rank computes.
+        timeout_s: Longest wait for another rank.
+        communicator: To be used instead of connecting.
+
+    Returns:
+        The connection, and why it exchanges as it does.
+
+    Raises:
+        ConfigError: See ``decide_backend``; on every rank.
+        LaunchError: The ranks did not find one another, or the preflight of NCCL hangs.
+    """
+    check_backend(backend)
+    if communicator is not None:
+        if backend == AverageBackend.NCCL:
+            communicator.add_nccl()
+        return communicator, communicator.reason
+    if backend == AverageBackend.AUTO:
+        backend = environment.comm_backend.value
+    facts = _describe(environment, check_backend(backend), policy, device)
+    comm = join(environment, "gloo", timeout_s)
+    try:
+        answers = comm.all_gather_bytes(
+            json.dumps(asdict(facts)).encode(), what="how ranks exchange"
+        )
+        chosen, comm.reason = decide_backend([ExchangeFacts(**json.loads(a)) for a in answers])
+        if chosen == "nccl" and backend == AverageBackend.AUTO:
+            chosen, comm.reason = _try_nccl(comm, environment, device, comm.reason)
+        if chosen == "nccl":
+            comm.add_nccl()
+    except BaseException:
+        comm.close()
+        raise
+    return comm, comm.reason
+
+
+def _try_nccl(
+    comm: Communicator, environment: DistributedTrainConfig, device: torch.device, reason: str
+) -> tuple[str, str]:
+    """NCCL, if it passes its preflight, else Gloo, and why; all ranks call it together."""
+    host, port = environment.coordinator_addr, environment.coordinator_port
+    outcome = run_preflight(comm, host, port, device, timeout_s=comm.timeout_s)
+    took = f"{outcome.seconds:.1f} s"
+    if not outcome.failure:
+        return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"
+    failed = f"NCCL failed its preflight {outcome.failure}"
+    if comm.rank == 0:
+        with suppress(OSError, ValueError):  # nobody reads
+            sys.stderr.write(
+                f"warning: {failed}; so ranks exchange over Gloo, by way of host memory, which is "
+                "slower. If NCCL is known to work here, backend='nccl' skips the preflight\n"
+            )
+            sys.stderr.flush()
+    return "gloo", f"chosen because {failed} (it took {took})"
+
+
+def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:
+    """Why NCCL cannot join these ranks; empty where it can."""
+    for rank, facts in enumerate(team):
+        if not facts.gpu and facts.device != "cpu":
+            return f"rank {rank} computes on {facts.device}, and NCCL joins CUDA devices only"
+    on_cpu = [rank for rank, facts in enumerate(team) if not facts.gpu]
+    if on_cpu:
+        facts = team[on_cpu[0]]
+        why = ""
+        if 0 < facts.num_gpus < facts.local_world_size:
+            why = f" (host {facts.host}: {facts.local_world_size} ranks, GPUs: {facts.num_gpus})"
+        compute = "computes" if len(on_cpu) == 1 else "compute"
+        return f"{name_ranks(on_cpu)}{why} {compute} on the CPU, and NCCL joins GPUs only"
+    owners: dict[str, int] = {}
+    for rank, facts in enumerate(team):
+        other = owners.setdefault(facts.gpu, rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} share one GPU ({facts.device} of host {facts.host}), "
+                "and NCCL needs one for each rank"
+            )
+    for rank, facts in enumerate(team):
+        if facts.vendor != team[0].vendor:
+            return (
+                f"rank 0 has a GPU of {team[0].vendor} and rank {rank} one of {facts.vendor}, "
+                "which share no collective library"
+            )
+        if not facts.nccl:
+            return f"the torch of rank {rank} was built without NCCL"
+        if facts.nccl != team[0].nccl:
+            return (
+                f"rank 0 has NCCL {team[0].nccl} and rank {rank} has NCCL {facts.nccl}, which do "
+                "not understand one another"
+            )
+    return ""
+
+
+def _describe(
+    environment: DistributedTrainConfig,
+    backend: AverageBackend,
+    policy: str,
+    device: torch.device,
+) -> ExchangeFacts:
+    on_gpu = device.type == "cuda"
+    return ExchangeFacts(
+        backend=backend.value,
+        policy=policy,
+        host=platform.node(),
+        local_world_size=environment.local_world_size,
+        num_gpus=sum(count_accelerators().values()),
+        device=str(device),
+        vendor=("AMD" if torch.version.hip else "NVIDIA") if on_gpu else "",
+        gpu=str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "",
+        nccl=nccl_version() if on_gpu else "",
+    )

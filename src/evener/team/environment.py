@@ -1,0 +1,341 @@
+"""Who am I in the team: read once from the environment, checked, and then only passed on."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener.comm.addresses import is_loopback
+from evener.errors import ConfigError
+from evener.team import slurm
+from evener.team.address import parse_address
+
+#: Set to 1 by evener's launcher in every rank that it starts.
+LAUNCHED = "EVENER_LAUNCHED"
+#: Rank 0 only: descriptor of the socket on which the store shall listen.
+STORE_FD = "EVENER_STORE_FD"
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+_LOOPBACK = "127.0.0.1"
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class DistributedRole(StrEnum):
+    """What a process does besides computing."""
+
+    COORDINATOR = "coordinator"
+    WORKER = "worker"
+
+
+class DistributedBackend(StrEnum):
+    """What a rank computes on; ``ACCELERATOR`` is whatever ``torch.accelerator`` finds."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+    XPU = "xpu"
+    MPS = "mps"
+    ACCELERATOR = "accelerator"
+
+
+class AverageBackend(StrEnum):
+    """How ranks exchange; ``GLOO`` and ``CPU`` are two names for the exchange on the host."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    GLOO = "gloo"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedTrainConfig:
+    """A process's place in a team of ranks.
+
+    Attributes:
+        world_size: Ranks in the team.
+        rank: Number of this rank, from 0.
+        local_rank: Number of this rank among those on this host; chooses its device.
+        role: Coordinator for rank 0, worker for the others.
+        coordinator_addr: Host of the store through which ranks find one another (rank 0's): a name
+            or an IP address, or ``host:port``. On rank 0 it may be ``0.0.0.0`` or ``::``, where the
+            store then listens on every address; the others need one that leads there.
+        backend: What this rank computes on.
+        comm_backend: How ranks exchange, where ``Ddp.setup`` has ``backend="auto"``.
+        coordinator_port: Port of that store; 0 only in a team of one.
+        local_world_size: Ranks on this host. 0 says that it is not known: then all of them where
+            the address is a loopback one, else those up to this one.
+        hosts_store: Whether this process has to open the store: true on rank 0 only, and not where
+            torchrun's agent has opened it.
+        store_fd: Socket, bound by the launcher, on which this process shall open the store.
+        launched_by: ``"alone"``, ``"evener"``, ``"torchrun"``, ``"slurm"``, or ``"the user"`` where
+            a file says who is where.
+
+    Raises:
+        ConfigError: A value is impossible.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    role: DistributedRole = DistributedRole.COORDINATOR
+    coordinator_addr: str = _LOOPBACK
+    backend: DistributedBackend = DistributedBackend.AUTO
+    comm_backend: AverageBackend = AverageBackend.AUTO
+    _: KW_ONLY
+    coordinator_port: int = 0
+    local_world_size: int = 0
+    hosts_store: bool = True
+    store_fd: int | None = None
+    launched_by: str = "alone"
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # frozen: texts become enums here, and nowhere else
+        set_field(self, "role", _choice("role", self.role, DistributedRole))
+        set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
+        set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
+        host, port = parse_address(
+            self.coordinator_addr, "coordinator_addr", may_bind=self.rank == 0
+        )
+        if port is not None and self.coordinator_port not in (0, port):
+            raise ConfigError(
+                f"coordinator_addr is {self.coordinator_addr!r} and coordinator_port is "
+                f"{self.coordinator_port}; give the port once"
+            )
+        set_field(self, "coordinator_addr", host)
+        set_field(self, "coordinator_port", port or self.coordinator_port)
+        set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
+        _check_numbers(self)
+        if not self.local_world_size:
+            known = self.world_size if is_loopback(host) else self.local_rank + 1
+            set_field(self, "local_world_size", known)
+        _check_local_numbers(self)
+        if self.role is not _role(self.rank):
+            raise ConfigError(
+                f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
+                f"all others are workers, so pass role={_role(self.rank).value!r}"
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
+        """Reads this process's place from what started it.
+
+        In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step of
+        several tasks, otherwise a team of one.
+
+        Args:
+            environ: Instead of the process's environment.
+
+        Raises:
+            ConfigError: A variable is missing or impossible; names the variable, its value and
+                what to do.
+        """
+        environ = os.environ if environ is None else environ
+        if environ.get(LAUNCHED):
+            return _from_variables(environ, launched_by="evener")
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            return _from_variables(environ, launched_by="torchrun")
+        if slurm.in_step(environ):
+            return _from_slurm(environ)
+        if partial := [n for n in (*_REQUIRED, "LOCAL_RANK") if environ.get(n)]:
+            raise ConfigError(_partial(environ, partial))
+        return cls()
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **changes: Any) -> "DistributedTrainConfig":
+        """Reads a process's place from a file.
+
+        The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
+        ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
+        ``comm_backend``, alone in the file or under ``training: distributed:``. The role follows
+        the rank where none is given. Without local numbers, a loopback address means one host for
+        all ranks, any other one rank per host.
+
+        Args:
+            path: YAML.
+            **changes: Go before what is in the file, such as ``rank=1`` where all ranks share it.
+
+        Raises:
+            ConfigError: Names the file, the key, its value and what is allowed.
+        """
+        from evener.team.place_file import read_place  # YAML is seldom needed
+
+        place = read_place(Path(path), changes)
+        known = {"role": _role(place["rank"]), "launched_by": "the user"}
+        try:
+            address = place.get("coordinator_addr", _LOOPBACK)
+            host, _ = parse_address(address, "coordinator_addr", may_bind=place["rank"] == 0)
+            if is_loopback(host):
+                known["local_rank"] = place["rank"]
+            return cls(**{**known, **place})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
+        """The place of a rank in a team on one host; ``changes`` are further fields."""
+        place = {"local_rank": rank, "local_world_size": world_size, "role": _role(rank), **changes}
+        return cls(world_size, rank, **place)
+
+    def check_address(self) -> None:
+        """Looks whether this host can resolve ``coordinator_addr``; asks the network.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        try:
+            socket.getaddrinfo(self.coordinator_addr, self.coordinator_port or None)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"coordinator_addr is {self.coordinator_addr!r}, which this host cannot resolve "
+                f"({error}); give a name or an IP address of rank 0's host that every rank knows "
+                "(MASTER_ADDR in the environment)"
+            ) from None
+
+
+def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
+    if missing := [name for name in _REQUIRED if not environ.get(name)]:
+        raise ConfigError(_partial(environ, [n for n in _REQUIRED if n not in missing]))
+    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"RANK is {rank}, but WORLD_SIZE is {world_size}; ranks count from 0 to "
+            f"WORLD_SIZE - 1, so start {world_size} processes with RANK 0 to {world_size - 1}"
+        )
+    host = _master_addr(environ, may_bind=rank == 0)
+    # Some launchers set the four variables only. A loopback address means one host for all ranks;
+    # otherwise one rank per host, as those launchers do.
+    one_host = is_loopback(host)
+    local_rank = _integer(environ, "LOCAL_RANK", default=rank if one_host else 0)
+    local_world_size = _integer(
+        environ, "LOCAL_WORLD_SIZE", default=world_size if one_host else local_rank + 1
+    )
+    if not 0 <= local_rank < local_world_size:
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is {local_world_size}; local ranks "
+            "count from 0 to LOCAL_WORLD_SIZE - 1 on each host"
+        )
+    agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return DistributedTrainConfig(
+        world_size=world_size,
+        rank=rank,
+        local_rank=local_rank,
+        role=_role(rank),
+        coordinator_addr=host,
+        coordinator_port=_port(environ),
+        local_world_size=local_world_size,
+        hosts_store=not agent_store,
+        store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
+        launched_by=launched_by,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
+    task = slurm.read_task(environ)
+    if task.rank >= task.world_size:
+        raise ConfigError(
+            f"SLURM_PROCID is {task.rank}, but the step has {task.world_size} tasks "
+            "(SLURM_NTASKS); start all ranks with one srun"
+        )
+    if task.world_size == 1:
+        # Such as the shell of `srun --pty bash`: it has no others, and may start ranks of its own.
+        return DistributedTrainConfig()
+    return DistributedTrainConfig(
+        world_size=task.world_size,
+        rank=task.rank,
+        local_rank=task.local_rank,
+        role=_role(task.rank),
+        coordinator_addr=task.host,
+        # A batch script may choose host and port itself.
+        coordinator_port=_port(environ) if environ.get("MASTER_PORT") else task.port,
+        # Tasks by node may be those of the whole job, of which a step has fewer.
+        local_world_size=min(task.local_world_size, task.world_size),
+        launched_by="slurm",
+    )
+
+
+def _role(rank: int) -> DistributedRole:
+    return DistributedRole.WORKER if rank else DistributedRole.COORDINATOR
+
+
+def _partial(environ: Mapping[str, str], present: list[str]) -> str:
+    shown = ", ".join(f"{name}={environ[name]}" for name in present) or "none of them"
+    missing = ", ".join(name for name in _REQUIRED if not environ.get(name))
+    return (
+        f"the environment describes a rank only in part: {shown} set, {missing} missing; set all "
+        f"of {', '.join(_REQUIRED)} (torchrun does) or unset them to run alone"
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name) or ""
+    if not text and default is not None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} is {text!r}, which is no integer; it is set by whatever starts the ranks: "
+            "mend it there or unset it"
+        ) from None
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port <= 65_535:
+        raise ConfigError(f"MASTER_PORT is {port}; give a port from 1 to 65535")
+    return port
+
+
+def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(kind)
+        raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
+
+
+def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
+    host, port = parse_address(environ["MASTER_ADDR"], "MASTER_ADDR", may_bind=may_bind)
+    if port is not None:
+        raise ConfigError(
+            f"MASTER_ADDR is {environ['MASTER_ADDR']!r}, which holds a port; set "
+            f"MASTER_ADDR={host} and MASTER_PORT={port}"
+        )
+    return host
+
+
+def _check_numbers(config: DistributedTrainConfig) -> None:
+    for name in ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; give a whole number")
+    if config.world_size < 1:
+        raise ConfigError(f"world_size is {config.world_size}; a team has at least one rank")
+    if not 0 <= config.rank < config.world_size:
+        raise ConfigError(
+            f"rank is {config.rank}, but world_size is {config.world_size}; ranks count from 0 to "
+            "world_size - 1"
+        )
+    if not 0 <= config.coordinator_port <= 65_535:
+        raise ConfigError(
+            f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
+        )
+
+
+def _check_local_numbers(config: DistributedTrainConfig) -> None:
+    if config.local_world_size > config.world_size:
+        raise ConfigError(
+            f"local_world_size is {config.local_world_size}, but world_size is "
+            f"{config.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE and "
+            "WORLD_SIZE in the environment)"
+        )
+    if not 0 <= config.local_rank < config.local_world_size:
+        raise ConfigError(
+            f"local_rank is {config.local_rank}, but local_world_size is "
+            f"{config.local_world_size}; local ranks count from 0 to local_world_size - 1 on each "
+            "host"
+        )

@@ -1,0 +1,188 @@
+"""What a rank's process does around its work: die with its launcher, and say why it failed."""
+
+import faulthandler
+import gc
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any
+
+from evener.errors import UserError
+from evener.team import news
+from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
+from evener.team.host import available_cores, threads_per_rank
+from evener.team.launching.failures import describe, exit_code_of
+from evener.team.launching.uncaught import explain
+
+#: Set by evener's launcher: its own process number.
+PARENT_PID = "EVENER_PARENT_PID"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_child(main: Callable[[], int | None]) -> int:
+    """Runs a rank's work and turns what it raises into an exit code.
+
+    In a process that evener's launcher started, the failure goes to the launcher, which prints the
+    first one of all ranks; elsewhere it is printed here: the message of a ``UserError``, otherwise
+    the traceback. ``SystemExit`` passes through; the launcher is told of one that is not 0.
+
+    Args:
+        main: The work; returns an exit code, or ``None`` for 0.
+
+    Returns:
+        What the process should exit with.
+    """
+    try:
+        if os.environ.get(LAUNCHED):
+            prepare_rank()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see start_in_silence
+        return main() or 0
+    except SystemExit as stop:
+        # Python may take seconds to end, and by then others have told that they lost this rank.
+        if exit_code_of(stop) and news.has_line():
+            report_failure(stop)
+        raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # the top of a process: whatever it is, somebody has to be told
+        if follows_from_ctrl_c(error):
+            return 128 + signal.SIGINT
+        return report_failure(error)
+
+
+def follows_from_ctrl_c(error: BaseException) -> bool:
+    """Return whether a library could not be imported because Ctrl-C came."""
+    if not isinstance(error, ImportError | SystemError):
+        return False
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, KeyboardInterrupt):
+            return True
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            pending += [each.__cause__, each.__context__]
+    return False
+
+
+@contextmanager
+def start_in_silence() -> Iterator[None]:
+    """Let processes that are started inside of it hear SIGINT only when ``run_child`` runs.
+
+    Python would print a traceback where Ctrl-C comes while it still starts up. A blocked signal
+    waits; processes inherit the mask, and ``run_child`` lets it through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_in_silence() -> None:
+    """Let Ctrl-C end this process without a word from now on: it is ending anyway."""
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def report_failure(error: Exception | SystemExit) -> int:
+    """Tells the launcher, or else the terminal, about an exception.
+
+    Returns:
+        What the process should exit with.
+    """
+    explain(error)
+    if news.has_line():
+        rank = int(os.environ["RANK"])
+        news.tell(failure=asdict(describe(error, rank=rank, time=time.time())))
+    elif isinstance(error, UserError):
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return exit_code_of(error)
+
+
+def apply_threads(config: DistributedTrainConfig) -> int:
+    """Shares the host's cores among its ranks where evener's launcher has not done so.
+
+    ``OMP_NUM_THREADS`` is left as the user set it, but for the 1 that torchrun sets by itself
+    whenever it starts several ranks. A process that runs alone is left to torch.
+
+    Returns:
+        Threads that torch now computes with.
+    """
+    import torch
+
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    by_torchrun = config.launched_by == "torchrun" and chosen == "1" and config.local_world_size > 1
+    if config.launched_by in ("torchrun", "slurm", "the user") and (not chosen or by_torchrun):
+        # SLURM may have bound each task to cores of its own, which are then not to be shared again.
+        bound = config.launched_by == "slurm" and available_cores() < (os.cpu_count() or 1)
+        torch.set_num_threads(threads_per_rank(None, 1 if bound else config.local_world_size))
+    return torch.get_num_threads()
+
+
+def prepare_rank() -> None:
+    """What a rank's process does first: die with its parent, show crashes, write lines at once."""
+    die_with(int(os.environ[PARENT_PID]))
+    news.open_line()
+    faulthandler.enable()
+    sys.unraisablehook = _show_unraisable
+    if STORE_FD in os.environ:
+        # For this process only: whatever it starts must not hold the store's port.
+        os.set_inheritable(int(os.environ[STORE_FD]), False)
+    write_lines_at_once()
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    # Ctrl-C may come in a callback that cannot raise it; Python would print where that was.
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+
+
+def write_lines_at_once() -> None:
+    """Writes each line when it ends, and as a whole.
+
+    Through a pipe lines would come late and all at once; with PYTHONUNBUFFERED, which writes every
+    argument of ``print`` by itself, those of other ranks would come in between.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """Keeps Python from looking for garbage while large libraries come in: a fifth of their time.
+
+    They make hundreds of thousands of objects that stay, and each look goes through all of them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def die_with(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, however that happens.
+
+    Args:
+        parent_pid: The parent as it was at the start; if it has gone already, this exits at once.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes  # only ranks need it
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)

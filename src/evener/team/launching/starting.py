@@ -1,0 +1,231 @@
+"""Starts a script that was started plainly once more for each device, through evener's launcher.
+
+The process turns into the launcher (``exec``), so nothing of what the script has loaded so far
+stays in memory, and every rank, rank 0 among them, runs the script from its beginning. It never
+imports torch: ``python -P -m evener.team.launching.starting NPROC COMMAND`` is the launcher's own
+program.
+"""
+
+import multiprocessing
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from evener.errors import ConfigError
+from evener.team.launching.child import end_in_silence, run_child, start_in_silence
+from evener.team.launching.launch import launch
+
+# Options of the interpreter that are followed by an argument, in the same word or in the next.
+_WITH_ARGUMENT = "cmWX"
+_LONG_WITH_ARGUMENT = ("--check-hash-based-pycs",)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How this process was started.
+
+    Attributes:
+        program: Script and arguments, or ``-m``, module and arguments.
+        folder: The current folder of that moment, as far as it can be known.
+    """
+
+    program: tuple[str, ...]
+    folder: str
+
+
+def start_all_ranks(
+    devices: Sequence[str], *, optional: bool, quiet: bool, environ: dict[str, str] | None = None
+) -> None:
+    """Runs the script once for each device; returns only where that is impossible.
+
+    Args:
+        devices: One for each rank, by local rank.
+        optional: The user did not ask for several: where the script cannot be started again, go on
+            with one rank and say how to use all.
+        quiet: Do not say what is being done.
+        environ: Instead of the process's environment.
+
+    Raises:
+        ConfigError: The script cannot be started again, and several devices were asked for.
+    """
+    if len(devices) < 2:
+        return
+    names = ", ".join(devices)
+    try:
+        started = how_started()
+    except ConfigError as error:
+        if not optional:
+            raise ConfigError(
+                f"devices names {len(devices)} devices ({names}), but {error}"
+            ) from None
+        if not quiet:
+            _say(f"using {devices[0]} of {names}: {error}")
+        return
+    # The launcher that this process becomes lets Ctrl-C through when it can take it.
+    with start_in_silence():
+        if not quiet:
+            program = started.program
+            shown = Path(program[0]).name if program[0] != "-m" else program[1]
+            _say(f"{shown} was started plainly: running it once for each of {names}")
+        _become_launcher(started, len(devices), os.environ if environ is None else environ)
+
+
+def how_started() -> Started:
+    """The command that this process was started with.
+
+    Raises:
+        ConfigError: It cannot be given again; says why and what to do.
+    """
+    remedy = "put the training into a script and run `python SCRIPT` or `evener launch SCRIPT`"
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        raise ConfigError(f"a notebook is one process; to use all devices {remedy}")
+    if multiprocessing.parent_process() is not None:
+        raise ConfigError(
+            "this is a child process, which is not started again; to use all devices call "
+            "Ddp.setup in the script itself, or start it with `evener launch SCRIPT`"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError(
+            "Ddp.setup was called outside the main thread; to use all devices call it there, or "
+            "start the script with `evener launch SCRIPT`"
+        )
+    program = program_of(sys.orig_argv[1:])
+    if not program:
+        raise ConfigError(f"Python was not started with a script; to use all devices {remedy}")
+    folder = starting_folder(
+        program, str(Path.cwd()), getattr(sys.modules["__main__"], "__file__", "")
+    )
+    if program[0] != "-m" and not Path(folder, program[0]).is_file():
+        raise ConfigError(f"{program[0]} is no Python file; to use all devices {remedy}")
+    if (runner := _runner([frame.filename for frame in traceback.extract_stack()])) is not None:
+        raise ConfigError(
+            f"the script is run by {runner}, which would do everything else again, too; to use all "
+            f"devices {remedy}"
+        )
+    return Started(tuple(program), folder)
+
+
+def _runner(files: Sequence[str]) -> str | None:
+    """The installed program that runs a script of the user's, such as a debugger or test runner.
+
+    What was started is then not the script. An installed program that runs its own code, and a
+    console command of a package under development, can be started again.
+
+    Args:
+        files: Of the frames of the stack, outermost first.
+
+    Returns:
+        Its file; ``None`` where there is none.
+    """
+    scripts, own = sysconfig.get_path("scripts"), Path(__file__).parents[2]
+    libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+
+    def is_installed(file: str) -> bool:
+        return any(Path(file).is_relative_to(folder) for folder in libraries)
+
+    frames = [
+        file
+        for file in files
+        if not (file.startswith("<frozen") or Path(file).is_relative_to(own))
+        and Path(file).parent != Path(scripts)  # a console command is its package's first function
+    ]
+    if frames and is_installed(frames[0]) and not is_installed(frames[-1]):
+        return frames[0]
+    return None
+
+
+def program_of(words: Sequence[str]) -> list[str]:
+    """Script and arguments, or ``-m``, module and arguments, out of an interpreter's arguments.
+
+    Args:
+        words: What follows the interpreter's own name.
+
+    Returns:
+        Nothing for ``-c``, a script on standard input and an interactive session.
+    """
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        word = words[at]
+        if word == "-":
+            return []
+        at += 1
+        if word.startswith("--"):
+            at += word in _LONG_WITH_ARGUMENT
+            continue
+        for place, letter in enumerate(word[1:], start=1):
+            if letter not in _WITH_ARGUMENT:
+                continue
+            attached = word[place + 1 :]
+            if letter == "c":
+                return []
+            if letter == "m":
+                rest = [attached, *words[at:]] if attached else list(words[at:])
+                return ["-m", *rest] if rest else []
+            at += not attached
+            break
+    return list(words[at:])
+
+
+def starting_folder(program: Sequence[str], now: str, main_file: str | None) -> str:
+    """The current folder at the start, which a script may have left since.
+
+    Python makes the script's path absolute when it starts, so a relative one tells the folder.
+
+    Args:
+        program: As ``program_of`` gives it.
+        now: The current folder.
+        main_file: ``__main__.__file__``.
+    """
+    if program[0] == "-m":
+        first = sys.path[0] if sys.path and not sys.flags.safe_path else ""
+        return first if first and Path(first).is_dir() else now
+    script = os.path.normpath(program[0])
+    if main_file and not Path(script).is_absolute() and main_file.endswith(os.sep + script):
+        return main_file[: -len(script)].rstrip(os.sep) or os.sep
+    return now
+
+
+def _become_launcher(
+    started: Started, nproc: int, environ: dict[str, str] | os._Environ[str]
+) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.chdir(started.folder)
+    command = [*_python(), "evener.team.launching.starting", str(nproc), *started.program]
+    os.execve(sys.executable, command, dict(environ))
+
+
+def _python() -> list[str]:
+    # As multiprocessing does for its children: -W, -X, -O and the like are handed on.
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *([] if "-P" in flags else ["-P"]), "-m"]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"evener: {text}\n")
+    sys.stderr.flush()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launches the ranks; the body of the program that a plainly started script turns into.
+
+    Args:
+        argv: Number of ranks, then the script (or ``-m`` and the module) and its arguments.
+    """
+    command = [*_python(), "evener.team.launching.script", *argv[1:]]
+    return run_child(lambda: launch(command, nproc=int(argv[0])))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    end_in_silence()
+    sys.exit(code)

@@ -1,0 +1,323 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.config.options import PretrainOptions
+from evener.config.pretrain import RunConfig, load_run_config
+from evener.config.pretrain_presets import DEMO, resolve_config
+from evener.errors import CheckpointError, ConfigError, DataError
+
+KEYS = (
+    "name, data, model, optimizer, eval, checkpoint, sample, batch_size, micro_batch_size, "
+    "max_steps, epochs, seed, policy, speed_hint, anchor, overhead_target, max_anchor, "
+    "max_batch_diff, divergence_guard, divergence_threshold, lr_scale_ratio, backend, devices, "
+    "precision, non_finite, verify_every, timeout_s, measure, "
+    "tensorboard, sinks"
+)
+OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio, max_grad_norm"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def read(text: str, *overrides: str) -> RunConfig:
+    path = Path("run.yaml")
+    path.write_text(text)
+    return load_run_config(path, overrides)
+
+
+def refusal(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    return str(caught.value)
+
+
+# ── what is right ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_gives_the_defaults() -> None:
+    assert load_run_config(None) == read("") == read("# only a comment\n") == RunConfig()
+
+
+def test_every_section_is_read() -> None:
+    config = read(
+        "data: {path: [a, b], seq_len: 8, suffixes: [.txt]}\n"
+        "model: {type: gpt2, config: {n_embd: 8}}\n"
+        "optimizer: {lr: 1e-2, betas: [0.8, 0.9], max_grad_norm: null}\n"
+        "eval: {every: 0}\n"
+        "checkpoint: {keep_last: 1}\n"
+        "sample: {num_tokens: 0}\n"
+        "batch_size: 3\n"
+        "micro_batch_size: 2\n"
+    )
+    assert config.data.paths == ["a", "b"]
+    assert (config.data.seq_len, config.data.suffixes) == (8, [".txt"])
+    assert (config.model.type, config.model.config) == ("gpt2", {"n_embd": 8})
+    assert (config.optimizer.lr, config.optimizer.betas) == (0.01, (0.8, 0.9))
+    assert config.optimizer.max_grad_norm is None
+    assert (config.eval.every, config.checkpoint.keep_last) == (0, 1)
+    assert (config.batch_size, config.micro_batch_size, config.sample.num_tokens) == (3, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3e-4", 3e-4), ("3E-4", 3e-4), ("3.e-4", 3e-4), (".3e-3", 3e-4), ("1e+1", 10.0), ("2", 2.0)],
+)
+def test_numbers_may_have_an_exponent(text: str, value: float) -> None:
+    assert read(f"optimizer: {{lr: {text}}}").optimizer.lr == value
+    assert load_run_config(None, [f"optimizer.lr={text}"]).optimizer.lr == value
+    assert load_run_config(None, [f"optimizer={{lr: {text}}}"]).optimizer.lr == value
+
+
+def test_a_whole_number_may_have_one_too() -> None:
+    assert read("max_steps: 1e3").max_steps == 1000
+
+
+def test_text_that_looks_like_a_number_stays_text_in_quotes() -> None:
+    assert read("sample: {prompt: '1e5'}").sample.prompt == "1e5"
+
+
+def test_one_path_or_many() -> None:
+    assert read("data: {path: a}").data.paths == ["a"]
+    assert read("data: {path: null}").data.paths == []
+
+
+# ── --set ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=3", {"seed": 3}),
+        (" seed =3", {"seed": 3}),
+        ("optimizer.lr=3e-4", {"optimizer": {"lr": 3e-4}}),
+        ("data.path=[a, b]", {"data": {"path": ["a", "b"]}}),
+        ("data.path=a=b.txt", {"data": {"path": "a=b.txt"}}),
+        ("data.path=null", {"data": {"path": None}}),
+        ("sample.prompt='a: b'", {"sample": {"prompt": "a: b"}}),
+        ("model.config.hidden_size=8", {"model": {"config": {"hidden_size": 8}}}),
+        ("model={type: gpt2, config: {n_embd: 8}}", {"model": {"type": "gpt2"}}),
+        ("tensorboard=true", {"tensorboard": True}),
+    ],
+)
+def test_set_takes_any_key_and_yaml_values(override: str, expected: dict[str, Any]) -> None:
+    config = load_run_config(None, [override]).model_dump()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert value.items() <= config[key].items()
+        else:
+            assert config[key] == value
+
+
+def test_set_goes_before_the_file_and_the_last_one_wins() -> None:
+    config = read("seed: 1\noptimizer: {lr: 1, eps: 1e-4}", "seed=2", "optimizer.lr=2", "seed=3")
+    assert (config.seed, config.optimizer.lr, config.optimizer.eps) == (3, 2.0, 1e-4)
+
+
+def test_set_leaves_what_it_starts_from_alone() -> None:
+    base = {"optimizer": {"lr": 1.0}}
+    assert load_run_config(None, ["optimizer.lr=2"], base=base).optimizer.lr == 2.0
+    assert base == {"optimizer": {"lr": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed", "--set 'seed' is not key=value; write e.g. optimizer.lr=3e-4"),
+        ("=3", "--set '=3' is not key=value; write e.g. optimizer.lr=3e-4"),
+        ("optimizer.=3", "--set 'optimizer.=3' is not key=value; write e.g. optimizer.lr=3e-4"),
+        (
+            "seed=[",
+            "--set seed: the value '[' is not YAML; put text with special characters in quotes",
+        ),
+        ("seed=", "--set seed: seed is empty: give a whole number"),
+        ("optimizer=3", "--set optimizer: optimizer is 3: give keys and values"),
+        ("optimizer.lr=-1", "--set optimizer.lr: optimizer.lr is -1: give more than 0"),
+        ("optimizer={lr: -1}", "--set optimizer: optimizer.lr is -1: give more than 0"),
+        (
+            "optimizer.lrr=1",
+            "--set optimizer.lrr: unknown key 'optimizer.lrr' (value 1), did you mean 'lr'?; "
+            f"allowed in 'optimizer': {OPTIMIZER_KEYS}",
+        ),
+        (
+            "batch_size.x=1",
+            "--set 'batch_size.x=1': 'batch_size' is 4, a value and no section; leave 'x' out",
+        ),
+    ],
+)
+def test_a_bad_set_is_told_from_what_is_in_the_file(override: str, message: str) -> None:
+    assert refusal("batch_size: 4", override) == message
+
+
+# ── what is wrong in the file ────────────────────────────────────────────────────────────────────
+
+WRONG = {
+    "batch_size: 0": "batch_size is 0: give 1 or more",
+    "batch_size: 7.5": "batch_size is 7.5: give a whole number",
+    "batch_size: many": "batch_size is 'many': give a whole number",
+    "batch_size:": "batch_size is empty: give a whole number",
+    "batch_size: yes": "batch_size is True: give a number",
+    "max_steps: 0": "max_steps is 0: give 1 or more",
+    "epochs: 0": "epochs is 0: give 1 or more",
+    "seed: -1": "seed is -1: give 0 or more",
+    "micro_batch_size: 0": (
+        "micro_batch_size is 0: give a whole number of samples from 1, or 'auto'"
+    ),
+    "micro_batch_size: true": (
+        "micro_batch_size is True: give a whole number of samples from 1, or 'auto'"
+    ),
+    "optimizer: {lr: 0}": "optimizer.lr is 0: give more than 0",
+    "optimizer: {lr: fast}": "optimizer.lr is 'fast': give a number",
+    "optimizer: {lr: .inf}": "optimizer.lr is inf: give a finite number",
+    "optimizer: {lr: .nan}": "optimizer.lr is nan: give a finite number",
+    "optimizer: {betas: 0.9}": "optimizer.betas is 0.9: give a list, such as [0.9, 0.95]",
+    "optimizer: {betas: [0.9]}": "optimizer.betas.1 is [0.9]: a number is missing",
+    "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1 is 1.0: give less than 1",
+    "optimizer: {max_grad_norm: 0}": "optimizer.max_grad_norm is 0: give more than 0",
+    "data: {path: 3}": (
+        "data.path is 3: give the path of a text file or folder, or a list of them"
+    ),
+    "data: {path: [a, 3]}": (
+        "data.path is ['a', 3]: give the path of a text file or folder, or a list of them"
+    ),
+    "data: {path: []}": (
+        "data.path is []: give the path of a text file or folder, or a list of them"
+    ),
+    "data: {seq_len: 1}": "data.seq_len is 1: give 2 or more",
+    "data: {heldout_fraction: 1}": "data.heldout_fraction is 1: give less than 1",
+    "data: {suffixes: .txt}": "data.suffixes is '.txt': give a list, such as [a, b]",
+    "name: 3": "name is 3: give text (quote it if it looks like something else)",
+    "precision: fp8": "precision is 'fp8': choose one of 'auto', 'fp32', 'bf16', 'fp16'",
+    "backend: mpi": "backend is 'mpi': choose one of 'auto', 'gloo', 'nccl', 'cpu'",
+    "devices: tpu": (
+        "devices is 'tpu': choose one of 'auto', 'cpu', 'cuda', 'xpu', 'mps', 'accelerator'"
+    ),
+    "non_finite: mask": "non_finite is 'mask': choose one of 'raise', 'skip'",
+    "anchor: 0": "anchor is 0: give 1 or more",
+    "max_anchor: -1": "max_anchor is -1: give 0 or more",
+    **{
+        f"speed_hint: {bad}": (
+            f"speed_hint is {shown}: give a speed above 0 for each rank, such as [1, 0.33], or by "
+            "rank: {1: 0.33}"
+        )
+        for bad, shown in {
+            "[1, 0]": "[1, 0]",
+            "{}": "{}",
+            "2": "2",
+            "{1: yes}": "{1: True}",
+            "{a: 1}": "{'a': 1}",
+            "[.inf]": "[inf]",
+        }.items()
+    },
+    "max_batch_diff: -1": "max_batch_diff is -1: give 0 or more",
+    "divergence_guard: trend": "divergence_guard is 'trend': choose one of 'none', 'level'",
+    "divergence_threshold: 0": "divergence_threshold is 0: give more than 0",
+    "lr_scale_ratio: -1": "lr_scale_ratio is -1: give 0 or more",
+    "policy: x": "policy is 'x': choose one of 'sync', 'cadence', 'async'",
+    "tensorboard: maybe": "tensorboard is 'maybe': give true or false",
+    "timeout_s: 0": "timeout_s is 0: give more than 0",
+    "optimizer: 3": "optimizer is 3: give keys and values",
+    "model: null": "model is empty: give keys and values",
+    "model: {path: a, config: {x: 1}}": (
+        "model.path and model.config exclude one another; give one of them"
+    ),
+    "1: 2": "1 is 1: keys are text",
+    "batchsize: 3": (
+        f"unknown key 'batchsize' (value 3), did you mean 'batch_size'?; allowed keys: {KEYS}"
+    ),
+    "optimizer: {zzz: 3}": (
+        f"unknown key 'optimizer.zzz' (value 3); allowed in 'optimizer': {OPTIMIZER_KEYS}"
+    ),
+    "seed: -1\nepochs: 0": "epochs is 0: give 1 or more; seed is -1: give 0 or more",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_key_or_value_is_named_with_the_remedy(text: str) -> None:
+    assert refusal(text) == f"run.yaml: {WRONG[text]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "batch_size: 4\noptimizer: {lr: 1\nseed: 1\n",
+            "run.yaml:3:5: broken YAML: expected ',' or '}', but got ':'; mend the file",
+        ),
+        ("a: *x", "run.yaml:1:4: broken YAML: found undefined alias 'x'; mend the file"),
+        ("a: \x01", "run.yaml: broken YAML: not YAML; mend the file"),
+        (
+            "seed: 1\noptimizer: {lr: 1, lr: 2}",
+            "run.yaml:2:20: broken YAML: key 'lr' is given twice; mend the file",
+        ),
+        ("- a", "run.yaml holds a list; give keys and values, such as 'batch_size: 32'"),
+        ("text", "run.yaml holds a str; give keys and values, such as 'batch_size: 32'"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused_with_the_place(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+def test_a_file_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match=r"^absent\.yaml does not exist; give the path of a"):
+        load_run_config(Path("absent.yaml"))
+    Path("folder").mkdir()
+    with pytest.raises(ConfigError, match=r"^folder cannot be read: .*directory"):
+        load_run_config(Path("folder"))
+    Path("latin.yaml").write_bytes(b"name: \xe9")
+    with pytest.raises(ConfigError, match=r"^latin\.yaml cannot be read: 'utf-8' codec"):
+        load_run_config(Path("latin.yaml"))
+
+
+# ── from the command line to a configuration ─────────────────────────────────────────────────────
+
+
+def test_the_name_is_that_of_option_key_or_file_in_this_order() -> None:
+    Path("some-run.yaml").write_text("seed: 1")
+    Path("named.yaml").write_text("name: mine")
+    assert resolve_config(PretrainOptions()).name == "pretrain"
+    assert resolve_config(PretrainOptions(config=Path("some-run.yaml"))).name == "some-run"
+    assert resolve_config(PretrainOptions(config=Path("named.yaml"))).name == "mine"
+    assert resolve_config(PretrainOptions(config=Path("named.yaml"), name="x")).name == "x"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "/a", "..", ".", ".hidden", "a\0b"])
+def test_a_name_is_a_plain_folder_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="give a plain folder name"):
+        resolve_config(PretrainOptions(name=name))
+
+
+def test_the_demo_is_a_valid_configuration_that_can_be_changed() -> None:
+    config = resolve_config(PretrainOptions(demo=True, overrides=("max_steps=2",)))
+    assert (config.name, config.max_steps) == ("demo", 2)
+    assert config.batch_size == DEMO["batch_size"]
+    with pytest.raises(ConfigError, match=r"--demo .*got run\.yaml.*leave one of them out"):
+        resolve_config(PretrainOptions(demo=True, config=Path("run.yaml")))
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "model.path"])
+def test_what_the_configuration_points_to_must_exist(key: str) -> None:
+    with pytest.raises(DataError, match=f"{key} is 'absent', which does not exist"):
+        resolve_config(PretrainOptions(overrides=(f"{key}=absent",)))
+    Path("absent").mkdir()
+    resolve_config(PretrainOptions(overrides=(f"{key}=absent",)))
+
+
+def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = PretrainOptions(overrides=("tensorboard=true",))
+    resolve_config(options)
+    monkeypatch.setattr("evener.config.pretrain_presets.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
+        resolve_config(options)
+
+
+def test_a_run_to_resume_must_be_there() -> None:
+    with pytest.raises(CheckpointError, match="runs/pretrain is no run to resume"):
+        resolve_config(PretrainOptions(resume=True))
+    Path("runs/pretrain/checkpoints/step-3").mkdir(parents=True)
+    resolve_config(PretrainOptions(resume=True))
+    with pytest.raises(CheckpointError, match="elsewhere/pretrain is no run to resume"):
+        resolve_config(PretrainOptions(resume=True, out=Path("elsewhere")))

@@ -1,0 +1,131 @@
+import threading
+from pathlib import Path
+
+import pytest
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.config.folders import (
+    agree_on_folder,
+    check_resumable,
+    claim_folder,
+    folder_in_use,
+    release_folder,
+    runs_of,
+)
+from evener.engine.team import Team
+from evener.errors import CheckpointError, ConfigError
+from helpers.teams import run_team
+
+
+def make_run(folder: Path, *, checkpoints: bool = True) -> None:
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").touch()
+    if checkpoints:
+        (folder / "checkpoints" / "step-3").mkdir(parents=True)
+
+
+def agree(parent: Path, name: str) -> Path:
+    return agree_on_folder(Team(SingleCommunicator()), parent, name)
+
+
+def test_a_new_run_gets_the_next_free_number(tmp_path: Path) -> None:
+    assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x"
+    assert agree(tmp_path / "runs", "x") == tmp_path / "runs" / "x-2"
+    make_run(tmp_path / "y")
+    make_run(tmp_path / "y-2", checkpoints=False)
+    assert agree(tmp_path, "y") == tmp_path / "y-3"
+    assert (tmp_path / "y-3").is_dir()
+
+
+def test_a_folder_without_a_run_in_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").touch()
+    assert claim_folder(tmp_path, "x") == tmp_path / "x"
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path) -> None:
+    number = 16
+    together = threading.Barrier(number)
+    folders: list[Path] = []
+
+    def start() -> None:
+        together.wait(30)
+        folders.append(claim_folder(tmp_path / "runs", "x"))
+
+    threads = [threading.Thread(target=start) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    names = {"x", *(f"x-{k}" for k in range(2, number + 1))}
+    assert {folder.name for folder in folders} == names
+
+
+def test_a_folder_in_which_no_run_began_is_given_back(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, "x")
+    release_folder(folder)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    assert claim_folder(tmp_path, "x") == folder
+    release_folder(folder)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    make_run(tmp_path / "y")
+    release_folder(tmp_path / "y")
+    assert (tmp_path / "y" / "events.jsonl").exists()
+
+
+def test_runs_of_a_name_from_the_newest_on(tmp_path: Path) -> None:
+    for name in ("x", "x-2", "x-10", "x-y", "x-1", "x-03", "xx-20"):
+        make_run(tmp_path / name)
+    (tmp_path / "x-99").mkdir()  # no run
+    assert [folder.name for folder in runs_of(tmp_path, "x")] == ["x-10", "x-2", "x"]
+    assert runs_of(tmp_path, "x-2") == [tmp_path / "x-2"]
+
+
+def test_names_are_no_patterns(tmp_path: Path) -> None:
+    make_run(tmp_path / "a+b")
+    make_run(tmp_path / "aab-2")
+    assert runs_of(tmp_path, "a+b") == [tmp_path / "a+b"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    make_run(tmp_path / "x", checkpoints=False)
+    make_run(tmp_path / "x-2", checkpoints=False)
+    for name, missing in (("x", "x-2"), ("z", "z")):
+        with pytest.raises(CheckpointError, match=f"{tmp_path / missing} is no run to resume: it"):
+            check_resumable(tmp_path, name)
+    with pytest.raises(CheckpointError, match="is no run to resume"):
+        check_resumable(tmp_path / "absent", "x")
+    make_run(tmp_path / "y")
+    make_run(tmp_path / "y-2", checkpoints=False)
+    check_resumable(tmp_path, "y")
+
+
+def test_all_ranks_take_rank_0s_choice(tmp_path: Path) -> None:
+    make_run(tmp_path / "x")
+
+    def body(comm: Communicator) -> Path:
+        # Another host may see another folder of runs.
+        parent = tmp_path if comm.rank == 0 else tmp_path / "elsewhere"
+        return agree_on_folder(Team(comm), parent, "x")
+
+    assert run_team(3, body) == [tmp_path / "x-2"] * 3
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for parent, name in ((tmp_path / "file", "x"), (tmp_path, "file")):
+        with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --out"):
+            agree(parent, name)
+
+
+def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:
+    folder = claim_folder(tmp_path, "x")
+    with folder_in_use(folder):
+        message = f"{folder} is in use: .*; wait for its end"
+        with pytest.raises(CheckpointError, match=message), folder_in_use(folder):
+            pytest.fail("both have it")
+    with folder_in_use(folder):
+        assert (folder / "events.jsonl").stat().st_size == 0

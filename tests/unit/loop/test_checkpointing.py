@@ -1,0 +1,226 @@
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from evener.checkpoint import find_newest
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
+from evener.engine.results import Progress
+from evener.errors import CheckpointError, ReplicasDifferError
+from evener.loop.checkpointing import Checkpointer
+from evener.observe.events import Event, Sink
+from helpers.teams import run_team, setup
+
+CURSOR = {"seed": 0, "epoch": 0, "committed": [], "num_samples": 8}
+
+
+def team_of(comm: Communicator, **config: int) -> Ddp:
+    model = nn.Linear(2, 1)
+    return setup(comm, model, torch.optim.AdamW(model.parameters(), lr=0.1), **config)
+
+
+class Steps(Sink):
+    """The steps of the checkpoints that have been written."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    def emit(self, event: Event) -> None:
+        if event["type"] == "checkpoint":
+            self.written.append(event["window"])
+
+    def close(self) -> None:
+        pass
+
+
+def checkpointer_of(
+    ddp: Ddp,
+    folder: Path,
+    on_failure: Callable[[str], None] | None = None,
+) -> Checkpointer:
+    return Checkpointer(
+        ddp,
+        folder,
+        keep_last=2,
+        assets={"notes.txt": b"hello"},
+        documents={"run.json": {"seed": 3}},
+        retry_s=0.0,
+        events=ddp.events,
+        on_failure=on_failure or pytest.fail,
+    )
+
+
+def block(folder: Path) -> None:
+    """Nothing can be written to it any more, nor can it be made anew."""
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> tuple[Path | None, list[int]]:
+        sink = Steps()
+        with team_of(comm) as ddp:
+            ddp.events.report_to([sink])
+            checkpointer = checkpointer_of(ddp, tmp_path)
+            for window in (2, 4, 6):
+                ddp.assembly.engine.progress = Progress(window=window)
+                checkpointer.save(CURSOR)
+                checkpointer.finish()
+            newest = checkpointer.finish()
+            checkpointer.close()
+            checkpointer.close()
+        return newest, sink.written
+
+    (newest, steps), other = run_team(2, body)
+    assert other == (None, [])
+    assert newest == tmp_path / "step-6"
+    assert steps == [2, 4, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
+    checkpoint = find_newest(tmp_path)
+    assert checkpoint is not None
+    assert checkpoint.document("run.json") == {"seed": 3}
+    assert checkpoint.asset("notes.txt") == b"hello"
+    assert checkpoint.document("state.json")["cursor"] == CURSOR
+    assert set(checkpoint.tensors("model")) == {"weight", "bias"}
+
+
+def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        with team_of(comm, verify_every=1000) as ddp:
+            checkpointer = checkpointer_of(ddp, tmp_path)
+            ddp.assembly.engine.progress = Progress(window=2)
+            checkpointer.save(CURSOR)
+            if comm.rank == 1:
+                ddp.assembly.model.get_parameter("bias").data += 1e-3
+            ddp.assembly.engine.progress = Progress(window=4)
+            with pytest.raises(ReplicasDifferError, match="after window 3, parameter 'bias'"):
+                checkpointer.save(CURSOR)
+            checkpointer.finish()
+            checkpointer.close()
+
+    run_team(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    sink = Steps()
+    with team_of(SingleCommunicator()) as ddp:
+        ddp.events.report_to([sink])
+        checkpointer = checkpointer_of(ddp, tmp_path)
+        for _ in range(3):
+            checkpointer.save(CURSOR)
+        checkpointer.finish()
+        checkpointer.close()
+    assert sink.written == [0]
+
+
+def test_training_goes_on_after_a_write_that_failed(tmp_path: Path) -> None:
+    failures: list[str] = []
+    folder = tmp_path / "c"
+    with team_of(SingleCommunicator()) as ddp:
+        checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
+        block(folder)
+        checkpointer.save(CURSOR)
+        with pytest.raises(CheckpointError, match="step-0 could not be written"):
+            checkpointer.finish()
+        assert len(failures) == 1
+        folder.unlink()
+        folder.mkdir()
+        checkpointer.save(CURSOR)  # the same step, once more
+        assert checkpointer.finish() == folder / "step-0"
+        checkpointer.close()
+    assert len(failures) == 1
+
+
+def test_a_failed_write_at_the_end_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    # However early the failure was noticed: as a warning already, or only by `finish`.
+    def body(comm: Communicator) -> str:
+        failures: list[str] = []
+        with team_of(comm) as ddp:
+            checkpointer = checkpointer_of(ddp, tmp_path / "c", on_failure=failures.append)
+            if comm.rank == 0:
+                block(tmp_path / "c")
+            checkpointer.save(CURSOR)
+            while comm.rank == 0 and not failures:
+                checkpointer.report()
+            with pytest.raises(CheckpointError) as caught:
+                checkpointer.finish()
+            checkpointer.close()
+        return str(caught.value)
+
+    first, second = run_team(2, body)
+    assert first == second
+    assert "checkpoint step-0 could not be written" in first
+
+
+def test_what_only_could_not_be_tidied_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr("evener.checkpoint.writer.remove_old", refuse)
+    failures: list[str] = []
+    with team_of(SingleCommunicator()) as ddp:
+        checkpointer = checkpointer_of(ddp, tmp_path, on_failure=failures.append)
+        checkpointer.save(CURSOR)
+        assert checkpointer.finish() == tmp_path / "step-0"
+        checkpointer.close()
+    assert len(failures) == 1
+    assert "older checkpoints" in failures[0]
+
+
+def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path) -> None:
+    failures: list[str] = []
+    folder = tmp_path / "run" / "checkpoints"
+    with team_of(SingleCommunicator()) as ddp:
+        checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
+        shutil.rmtree(tmp_path / "run")
+        checkpointer.save(CURSOR)
+        assert checkpointer.finish() == folder / "step-0"
+        checkpointer.close()
+    assert find_newest(folder) is not None
+    (failure,) = failures
+    assert f"{folder} had gone, and earlier checkpoints with it: made it anew for step-0" in failure
+
+
+@contextmanager
+def files_at_most(num_bytes: int) -> Iterator[None]:
+    """Larger files cannot be written by this process, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_in_use(tmp_path: Path) -> None:
+    failures: list[str] = []
+    model = nn.Linear(200, 200)
+    ddp = setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with ddp:
+        checkpointer = checkpointer_of(ddp, tmp_path, on_failure=failures.append)
+        checkpointer.save(CURSOR)
+        checkpointer.finish()
+        with files_at_most(50_000):
+            ddp.assembly.engine.progress = Progress(window=1)
+            checkpointer.save(CURSOR)
+            with pytest.raises(CheckpointError, match="step-1 could not be written"):
+                checkpointer.finish()
+        (failure,) = failures
+        assert "step-0 stays in use; free disk space" in failure
+        assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+        newest = find_newest(tmp_path)
+        assert newest is not None
+        assert newest.step == 0
+        checkpointer.save(CURSOR)  # there is room again
+        assert checkpointer.finish() == tmp_path / "step-1"
+        checkpointer.close()
+    assert len(failures) == 1

@@ -1,0 +1,474 @@
+"""Managed runs: the loop of a rank, on threads; and a run on one device, in this thread."""
+
+import gc
+import math
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.errors import ConfigError, UsageError, WorkerError
+from evener.managed.job import Job, make_job
+from evener.managed.metrics import EpochMetrics, record_scalar
+from evener.managed.rank import ManagedRank, to_device
+from evener.managed.trained import TrainedState
+from evener.team.environment import DistributedTrainConfig
+from helpers.managed import (
+    BATCH,
+    SAMPLES,
+    assert_same,
+    data,
+    describe_job,
+    loss_of,
+    make_model,
+    make_optimizer,
+    train_plainly,
+    train_step,
+)
+from helpers.teams import run_team
+
+
+def run_job(world_size: int, **options: Any) -> list[tuple[list[EpochMetrics], TrainedState]]:
+    """Runs the job on threads; metrics and state of every rank."""
+    job = job_of(devices=["cpu"] * world_size, **options)
+
+    def one(communicator: Any) -> tuple[list[EpochMetrics], TrainedState]:
+        rank = ManagedRank(
+            job,
+            environment=DistributedTrainConfig(),
+            stop_when=lambda: False,
+            communicator=communicator,
+        )
+        try:
+            return list(rank.epochs()), rank.state()
+        finally:
+            rank.close()
+
+    return run_team(world_size, one)
+
+
+def job_of(**options: Any) -> Job:
+    builder = describe_job(**options)
+    return make_job(*builder._functions, builder._options)
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ratios", [(1.0,), (1.0, 0.2), (0.5, 1.0, 0.0)])
+def test_unequal_devices_train_what_a_plain_loop_trains(ratios):
+    results = run_job(len(ratios), partition_ratios=ratios)
+    model, losses = train_plainly(6)
+    for metrics, state in results:
+        assert_same(state.state_dict(), model)
+        assert [m.epoch for m in metrics] == [0, 1]
+        assert all(m.complete and m.samples == SAMPLES for m in metrics)
+        assert [m.steps for m in metrics] == [3, 6]
+        sizes = [16, 16, 14]
+        for m in metrics:
+            expected = sum(n * x for n, x in zip(sizes, losses[3 * m.epoch :], strict=False))
+            assert m.avg_loss == pytest.approx(expected / SAMPLES, rel=1e-12)
+            # What is recorded is averaged as the loss is, however it was split.
+            assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
+            assert m.scalars["first"] == pytest.approx(float(data()[:][0][:, 0].mean()), rel=1e-9)
+            assert m.per_rank_batch_share == pytest.approx(
+                [r / sum(ratios) for r in ratios], abs=1 / BATCH
+            )
+    assert results[0][0] == [EpochMetrics.from_document(m.document()) for m in results[-1][0]], (
+        "the same on every rank"
+    )
+
+
+def test_out_of_memory_a_share_is_done_again_and_counted_once():
+    """The first micro-batch of 8 fits and the second does not: the first is forgotten as well."""
+    tried = []
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = train_step(model, batch)
+        tried.append(len(batch[0]))
+        if len(batch[0]) > 3 and len(tried) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    ((metrics, state),) = run_job(1, train_fn=train, micro_batch_size=8)
+    model, losses = train_plainly(6)
+    assert_same(state.state_dict(), model)
+    assert tried[:4] == [8, 8, 4, 2]
+    assert max(tried[3:]) == 2
+    for m in metrics:
+        sizes = [16, 16, 14]
+        expected = sum(n * x for n, x in zip(sizes, losses[3 * m.epoch :], strict=False))
+        assert m.avg_loss == pytest.approx(expected / SAMPLES, rel=1e-12)
+        assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
+
+
+def test_a_rank_without_a_share_records_nothing():
+    ((metrics, _), _) = run_job(2, partition_ratios=(1.0, 0.0), num_epochs=1)
+    assert metrics[0].per_rank[1] == {}
+    assert metrics[0].per_rank_samples_per_s[1] == 0
+
+
+def test_the_loss_weighs_what_train_fn_says():
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        counts = (batch[0][:, 0] > 0).double()
+        record_scalar("positive", 1.0)
+        each = (model(batch[0]) - batch[1]).square().mean(1)
+        return (each * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+
+    one, two = run_job(1, train_fn=train), run_job(2, train_fn=train, partition_ratios=(3, 1))
+    positive = int((data()[:][0][:, 0] > 0).sum())
+    assert one[0][0][0].weight == two[0][0][0].weight == positive
+    for name, tensor in one[0][1].params.items():
+        torch.testing.assert_close(two[0][1].params[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_steps_end_a_run_inside_an_epoch():
+    ((metrics, state),) = run_job(1, num_epochs=None, num_steps=5)
+    assert [(m.epoch, m.complete, m.samples) for m in metrics] == [(0, True, 46), (1, False, 32)]
+    assert state.progress.steps == 5
+    assert_same(state.state_dict(), train_plainly(5)[0])
+
+
+@pytest.mark.parametrize("policy", ["sync", "cadence", "async"])
+def test_timing_and_what_was_left_out_record_nothing(policy):
+    """A window of local steps counts without the step that was left out."""
+    calls: list[int] = []
+
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(len(batch[0]))
+        record_scalar("one", 1.0)
+        record_scalar("bad", math.nan if len(calls) == 2 else 0.0)
+        loss = loss_of(model, batch)
+        return loss * math.nan if len(calls) == 2 else loss
+
+    ((metrics, _),) = run_job(1, train_fn=train, policy=policy, non_finite="skip", num_epochs=1)
+    assert calls == [16, 16, 14]
+    assert metrics[0].steps == 2
+    assert metrics[0].weight == 30
+    assert metrics[0].scalars == {"one": 1.0, "bad": 0.0}
+
+
+@pytest.mark.parametrize("policy", ["cadence", "async"])
+def test_local_steps_count_every_sample_once(policy):
+    """What was recorded in a window counts when the window is committed, whoever closed it."""
+    results = run_job(2, policy=policy, batch_size=4, anchor=2, num_epochs=3, speed_hint=(1, 2))
+    for metrics, state in results:
+        assert [m.samples for m in metrics] == [SAMPLES] * 3
+        for m in metrics:
+            assert m.scalars["loss"] == pytest.approx(m.avg_loss, rel=1e-12)
+            assert m.scalars["first"] == pytest.approx(float(data()[:][0][:, 0].mean()), rel=1e-9)
+        assert metrics[2].avg_loss < metrics[0].avg_loss
+        for name, tensor in state.params.items():
+            assert torch.equal(tensor, results[0][1].params[name]), "the consensus"
+
+
+def test_steps_end_a_run_of_local_steps():
+    ((metrics, state), _) = run_job(2, policy="cadence", batch_size=4, num_epochs=None, num_steps=7)
+    assert state.progress.steps == 7
+    assert [(m.complete, m.samples, m.steps) for m in metrics] == [(False, 28, 7)]
+
+
+def test_scheduler_precision_and_clipping_reach_the_loop():
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
+
+    ((metrics, clipped),) = run_job(1, scheduler=schedule, max_grad_norm=1e-9)
+    assert [m.lr for m in metrics] == pytest.approx([0.05, 0.005])
+    start = make_model(torch.device("cpu")).state_dict()
+    for name, tensor in clipped.params.items():
+        assert float((tensor - start[name]).abs().max()) < 1e-8
+
+
+def test_the_seed_decides_initial_weights():
+    def model(device: torch.device) -> nn.Module:
+        return nn.Linear(8, 4).double()
+
+    starts = [
+        run_job(1, model_fn=model, seed=seed, num_steps=1, num_epochs=None)[0][1].params["weight"]
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])
+
+
+# ── functions that are called on the way ─────────────────────────────────────────────────────────
+
+
+def test_who_calls_what_when():
+    seen: list[tuple[str, Any]] = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        seen.append(("eval", None))
+        return {"a": 1, "b": torch.tensor(2.0)}
+
+    def save(window: int, model: nn.Module) -> None:
+        seen.append(("save", (window, float(model[0].weight.sum()))))
+
+    results = run_job(
+        2,
+        eval_fn=evaluate,
+        checkpoint_every=2,
+        checkpoint_fn=save,
+        epoch_fn=lambda epoch, model: seen.append(("epoch", epoch)),
+    )
+    assert sorted(v for kind, v in seen if kind == "epoch") == [0, 0, 1, 1], "on every rank"
+    assert [kind for kind, _ in seen].count("eval") == 2, "on rank 0"
+    saved = [value for kind, value in seen if kind == "save"]
+    assert [window for window, _ in saved] == [2, 4, 6]
+    for window, total in saved:
+        weight = train_plainly(window)[0][0].weight.detach()
+        assert total == pytest.approx(float(weight.sum()), rel=1e-9), "the committed model"
+    for metrics, _ in results:
+        assert metrics[0].eval == {"a": 1.0, "b": 2.0}
+
+
+@pytest.mark.parametrize("where", ["epoch_fn", "eval_fn", "checkpoint_fn", "collate_fn"])
+def test_what_a_callback_raises_ends_the_run(where):
+    def callback(*arguments: Any) -> None:
+        raise ZeroDivisionError(where)
+
+    every = {"checkpoint_every": 1} if where == "checkpoint_fn" else {}
+    handle = describe_job(**{where: callback, **every}).run()
+    with pytest.raises(WorkerError, match=where) as caught:
+        handle.join()
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "message"),
+    [
+        ("train_fn", None, "train_fn returned None as the loss"),
+        ("train_fn", 1.5, "train_fn returned 1.5 as the loss"),
+        ("train_fn", torch.ones(2, requires_grad=True), r"a tensor of shape \(2,\) as the loss"),
+        ("train_fn", (torch.ones(()), "many"), "train_fn returned 'many' as the weight"),
+        ("scheduler", None, "scheduler returned None, a NoneType; return a torch scheduler"),
+        ("model_fn", "model", "model_fn returned 'model', a str; return a torch.nn.Module"),
+        ("optim_fn", None, "optim_fn returned None, a NoneType; return a torch.optim optimizer"),
+        ("eval_fn", "good", "eval_fn returned 'good'; return a number"),
+    ],
+)
+def test_answers_of_the_wrong_kind(name, answer, message):
+    with pytest.raises(WorkerError, match=message):
+        describe_job(**{name: lambda *_: answer}).run().join()
+
+
+def test_a_scheduler_that_follows_a_metric_is_refused_with_what_to_do_here():
+    handle = describe_job(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau).run()
+    with pytest.raises(WorkerError, match=r"ReduceLROnPlateau, which follows a metric.* Ddp.setup"):
+        handle.join()
+
+
+def test_batches_are_moved_whatever_holds_their_tensors():
+    class Graph:
+        def __init__(self, nodes: torch.Tensor) -> None:
+            self.nodes = nodes
+
+        def to(self, device: torch.device) -> "Graph":
+            return Graph(self.nodes.to(device))
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = {"x": [torch.ones(1), "text"], "words": packed, "graph": Graph(torch.ones(2))}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"][1] == "text"
+    found = (moved["x"][0], moved["words"].data, moved["graph"].nodes)
+    assert [t.device.type for t in found] == ["meta"] * 3
+    assert isinstance(moved["words"], torch.nn.utils.rnn.PackedSequence)
+
+
+def test_record_scalar_takes_one_number_and_only_inside_train_fn():
+    with pytest.raises(UsageError, match=r"record_scalar\('a', ...\) was called outside train_fn"):
+        record_scalar("a", 1.0)
+    for value in (torch.ones(3), "x"):
+        handle = describe_job(train_fn=lambda *_, v=value: record_scalar("a", v)).run()
+        with pytest.raises(WorkerError, match=r"record_scalar\('a', ...\) got"):
+            handle.join()
+
+
+# ── one device: in this thread ───────────────────────────────────────────────────────────────────
+
+
+def test_one_device_trains_when_asked_for_results():
+    epochs: list[int] = []
+    handle = describe_job(metrics_fn=lambda m: epochs.append(m.epoch), num_epochs=4).run()
+    assert epochs == []
+    assert not handle.done
+    assert handle.state is None
+    assert [m.epoch for m in handle.poll_metrics()] == [0] == epochs
+    assert next(handle.metrics()).epoch == 1
+    state = handle.join()
+    assert epochs == [0, 1, 2, 3]
+    assert handle.done
+    assert handle.state is state
+    assert list(handle.metrics()) == []
+    assert_same(state.state_dict(), train_plainly(12)[0])
+    fresh = make_model(torch.device("cpu"))
+    fresh.load_state_dict(state.state_dict())
+    assert handle.join() is state
+
+
+def test_a_function_may_make_the_data_set_in_the_worker():
+    assert_same(describe_job(dataset=data).run().join().state_dict(), train_plainly(6)[0])
+
+
+def test_keywords_and_methods_say_the_same():
+    builder = describe_job(num_epochs=None, batch_size=None)
+    state = builder.num_epochs(7).batch_size(BATCH).num_epochs(2).run().join()
+    assert_same(state.state_dict(), train_plainly(6)[0])
+
+
+def test_stop_from_a_callback():
+    handle = describe_job(num_epochs=1000, metrics_fn=lambda m: m.epoch == 1 and handle.stop())
+    handle = handle.run()
+    assert handle.join().progress.steps == 6
+
+
+def test_leaving_the_block_stops_and_joins():
+    with describe_job(num_epochs=1000).run() as handle:
+        assert next(handle.metrics()).epoch == 0
+    assert handle.done
+    assert handle.state.progress.steps == 3
+
+
+def test_an_exception_in_the_block_stays_the_same():
+    handle = describe_job(num_epochs=1000).run()
+
+    def use() -> None:
+        with handle:
+            handle.poll_metrics()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        use()
+    assert handle.state.progress.steps == 3
+
+
+def test_an_exception_of_train_fn_surfaces_and_leaves_the_model():
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(None)
+        if len(calls) == 3:
+            raise ValueError("spilled")
+        return train_step(model, batch)
+
+    calls: list[None] = []
+    with describe_job(train_fn=train).run() as handle:
+        with pytest.raises(WorkerError, match=r"rank 0.*ValueError: spilled") as caught:
+            list(handle.metrics())
+        with pytest.raises(WorkerError):
+            handle.join()
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert (caught.value.rank, caught.value.kind) == (0, "ValueError")
+    assert caught.value.state is handle.state
+    assert_same(handle.state.state_dict(), train_plainly(2)[0])
+
+
+def test_what_metrics_fn_raises_is_raised_as_it_is():
+    def publish(metrics: EpochMetrics) -> None:
+        raise ConnectionResetError("no dashboard")
+
+    handle = describe_job(metrics_fn=publish).run()
+    with pytest.raises(ConnectionResetError, match="no dashboard"):
+        handle.join()
+    assert handle.state.progress.steps == 3
+
+
+def test_ctrl_c_ends_a_run_after_a_whole_step():
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(model, batch)
+
+    calls: list[None] = []
+    handle = describe_job(train_fn=train, num_epochs=1000).run()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    assert handle.done
+    assert len(calls) == 2
+    steps = handle.state.progress.steps
+    assert steps in (1, 2)
+    assert_same(handle.state.state_dict(), train_plainly(steps)[0])
+
+
+def test_a_second_ctrl_c_breaks_off():
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    handle = describe_job(train_fn=train).run()
+    with pytest.raises(KeyboardInterrupt):
+        handle.join()
+    assert handle.state.progress.steps == 0
+
+
+def test_a_run_that_nobody_joins_says_so(capfd):
+    handle = describe_job().run()
+    handle.poll_metrics()
+    del handle
+    gc.collect()
+    assert "a managed run was not joined" in capfd.readouterr().err
+
+
+def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
+    def optimizers(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        return [make_optimizer(params[:2]), make_optimizer(params[2:])]
+
+    state = describe_job(optim_fn=optimizers).run().join()
+    assert_same(state.state_dict(), train_plainly(6)[0])
+
+
+# ── options ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": None, "batch_size": None}, "dataset, batch_size missing"),
+        ({"num_epochs": None}, r"num_epochs \(or num_steps\) missing"),
+        ({"num_steps": 3}, "num_epochs and num_steps are both given"),
+        ({"partition_ratios": [1], "speed_hint": [1]}, "partition_ratios and speed_hint are both"),
+        ({"checkpoint_every": 3}, "checkpoint_every is given without checkpoint_fn or"),
+        ({"checkpoint_fn": print}, "checkpoint_fn is given without checkpoint_every"),
+        ({"batchsize": 3}, "has no option 'batchsize', did you mean 'batch_size'"),
+        ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
+        ({"batch_size": 1.5}, "batch_size is 1.5; give a whole number from 1"),
+        ({"num_epochs": True}, "num_epochs is True; give a whole number from 1"),
+        ({"seed": -1}, "seed is -1; give a whole number from 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"eval_fn": 3}, "eval_fn is 3, a int; give a function"),
+        ({"train_fn": None}, "train_fn is None"),
+        ({"dataset": []}, "dataset is empty"),
+        ({"dataset": iter([1])}, "without a length"),
+        ({"dataset": DataLoader([1])}, "dataset is a DataLoader.*give its data set"),
+        ({"policy": "often"}, "policy is 'often'; choose one of sync, cadence, async"),
+        ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, nccl, gloo, cpu"),
+        ({"backend": "nccl", "devices": 2}, "backend is 'nccl' for the devices cpu, cpu; NCCL"),
+        ({"devices": "tpu"}, "devices is 'tpu'"),
+        ({"devices": 0}, "devices is 0"),
+        ({"partition_ratios": [1, 2]}, r"2 numbers for a team of 1"),
+        ({"partition_ratios": [0]}, "not all 0 for each rank"),
+        ({"speed_hint": ["fast"]}, "give a finite number above 0 for each rank"),
+        ({"anchor": 10}, "anchor is 10, but has no effect with policy 'sync'"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1"),
+        ({"policy": "cadence", "anchor": 0}, "anchor is 0"),
+        ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1\] with policy"),
+        ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
+        ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
+    ],
+)
+def test_options_are_checked_before_anything_starts(options, message):
+    with pytest.raises(ConfigError, match=message):
+        describe_job(**options).run()
+
+
+def test_a_rank_of_another_launcher_starts_no_workers(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match=r"is rank 1 of 2 already .*start the script plainly"):
+        describe_job().run()

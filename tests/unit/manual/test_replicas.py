@@ -1,0 +1,540 @@
+"""Replicas averaged by hand: in one process, and in teams of threads that stand for processes."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener import (
+    CollectiveMismatchError,
+    ConfigError,
+    Ddp,
+    DistributedTrainConfig,
+    NonFiniteGradientError,
+    Replicas,
+)
+from evener.comm.base import Communicator
+from evener.manual.models import place as put
+from helpers.models import cnn, mlp, regression_data
+from helpers.teams import run_team
+
+Make = Callable[[int], nn.Module]
+
+
+def wrap(models: Sequence[nn.Module], comm: Communicator | None = None, **options: Any) -> Replicas:
+    return Ddp.wrap(
+        models,
+        "cpu",
+        quiet=True,
+        environment=DistributedTrainConfig(),
+        communicator=comm,
+        **options,
+    )
+
+
+def spread(
+    layout: Sequence[int],
+    make: Make,
+    body: Callable[[Replicas, list[nn.Module]], Any],
+    **options: Any,
+) -> list[Any]:
+    """Runs ``body`` with ``layout[p]`` replicas in process p; ``make`` is given their number."""
+
+    made = [make(number) for number in range(sum(layout))]  # threads would share one seed
+
+    def process(comm: Communicator) -> Any:
+        first = sum(layout[: comm.rank])
+        models = made[first : first + layout[comm.rank]]
+        with wrap(models, comm, **options) as replicas:
+            return body(replicas, models)
+
+    return run_team(len(layout), process)
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+LAYOUTS = [(1,), (3,), (1, 1), (2, 1), (1, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_weighted_gradients_are_those_of_one_process(layout):
+    total = sum(layout)
+    counts = [5, 2, 9, 1, 4][:total]
+    x, y = regression_data(sum(counts))
+    reference = mlp(dtype=torch.float64)
+    mean_loss(reference, x.double(), y.double()).backward()
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        own = counts[replicas.first : replicas.first + len(models)]
+        for number, model in enumerate(models):
+            start = sum(counts[: replicas.first + number])
+            part = slice(start, start + own[number])
+            mean_loss(model, x[part], y[part]).backward()
+        replicas.weighted_all_reduce_gradients(own)
+        assert replicas.world_size == total
+        assert replicas.devices == (torch.device("cpu"),) * len(models)
+        return [gradients(m) for m in models]
+
+    found = [g for process in spread(layout, lambda _: mlp(), body) for g in process]
+    for each in found:
+        for mine, first, true in zip(each, found[0], gradients(reference), strict=True):
+            assert torch.equal(mine, first)
+            assert torch.linalg.vector_norm(mine - true) <= 1e-6 * torch.linalg.vector_norm(true)
+
+
+def test_a_training_run_by_hand_ends_where_one_process_does():
+    x, y = regression_data(24)
+    alone = mlp()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(10):
+        optimizer.zero_grad()
+        mean_loss(alone, x, y).backward()
+        optimizer.step()
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        replicas.sync_params()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+        for _ in range(10):
+            for i, (model, own) in enumerate(zip(models, optimizers, strict=True)):
+                number = replicas.first + i
+                own.zero_grad()
+                mean_loss(
+                    model, x[number * 8 : number * 8 + 8], y[number * 8 : number * 8 + 8]
+                ).backward()
+            replicas.all_reduce_gradients()
+            for own in optimizers:
+                own.step()
+        return [m.state_dict() for m in models]
+
+    # Only replica 0 starts with the seed of the reference.
+    for process in spread((2, 1), lambda number: mlp(seed=number), body):
+        for state in process:
+            for name, value in alone.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 2)], ids=str)
+def test_parameters_and_buffers_are_copied_from_replica_0_only_when_told(layout):
+    def make(number: int) -> nn.Module:
+        model = cnn(seed=number)
+        model[1].running_mean.fill_(number)
+        model[4].weight.requires_grad_(False)
+        model.register_buffer("mask", torch.tensor([True, False, bool(number)]))
+        return model
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        states = []
+        for action in (lambda: None, replicas.sync_buffers, replicas.sync_params):
+            action()
+            states.append([copy.deepcopy(m.state_dict()) for m in models])
+            for model in models:
+                model[1].running_mean.add_(replicas.rank)
+        return states
+
+    processes = spread(layout, make, body)
+    truth = make(0).state_dict()
+    parameters = {n for n, _ in make(0).named_parameters()}
+    number = 0
+    for before, with_buffers, with_params in processes:
+        for a, b, c in zip(before, with_buffers, with_params, strict=True):
+            own = make(number).state_dict()
+            for name in truth:
+                assert torch.equal(a[name], own[name])
+                assert torch.equal(b[name], own[name] if name in parameters else truth[name])
+                assert torch.equal(c[name], truth[name])
+            number += 1
+
+
+def test_without_a_gradient_a_replica_counts_as_zero_with_its_weight():
+    def make(number: int) -> nn.Module:
+        return nn.ModuleDict({"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)})
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        for i, model in enumerate(models):
+            if replicas.first + i == 1:
+                model["a"].weight.grad = torch.tensor([[4.0, 8.0]])
+        replicas.weighted_all_reduce_gradients(
+            [[3], [1]][replicas.first] if len(models) == 1 else [3, 1]
+        )
+        return [(m["a"].weight.grad, m["b"].weight.grad) for m in models]
+
+    for layout in [(2,), (1, 1)]:
+        for process in spread(layout, make, body):
+            for a, b in process:
+                assert a.tolist() == [[1.0, 2.0]]
+                assert b is None
+
+
+def test_a_replica_with_count_0_is_not_looked_at_and_ends_like_the_others():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        for value, model in zip([math.nan, 6.0], models, strict=True):
+            model.weight.grad = torch.full((1, 1), value)
+        models[0].bias.grad = torch.ones(1)
+        replicas.weighted_all_reduce_gradients([0, 2.5])
+        return [(m.weight.grad.item(), m.bias.grad) for m in models]
+
+    assert spread((2,), lambda _: nn.Linear(1, 1), body) == [[(6.0, None), (6.0, None)]]
+
+
+def test_frozen_parameters_and_their_gradients_are_left_alone():
+    def make(number: int) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.weight.grad = torch.full((1, 1), float(number))
+        model.weight.requires_grad_(False)
+        model.bias.grad = torch.full((1,), float(number))
+        return model
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        replicas.all_reduce_gradients()
+        return [(m.weight.grad.item(), m.bias.grad.item()) for m in models]
+
+    assert spread((1, 2), make, body) == [[(0.0, 1.0)], [(1.0, 1.0), (2.0, 1.0)]]
+
+
+def test_dtypes_keep_their_own_and_halves_are_added_up_in_float32():
+    kinds = [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.float32]
+
+    def make(number: int) -> nn.Module:
+        values = [torch.zeros(3, dtype=kind) for kind in kinds]
+        model = nn.ParameterList(values)
+        for p in model:
+            # 257 needs 9 bits, bfloat16 has 8: a running sum in bfloat16 would lose the ones.
+            p.grad = torch.full((3,), 256.0 if number == 0 else 1.0, dtype=p.dtype)
+        model[3].grad = torch.full((3,), complex(number, -number), dtype=torch.complex64)
+        return model
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        replicas.weighted_all_reduce_gradients([[1, 1], [1, 1]][replicas.rank])
+        return [[p.grad for p in m] for m in models]
+
+    for process in spread((2, 2), make, body):
+        for grads in process:
+            assert [g.dtype for g in grads] == kinds
+            # (256 + 3) / 4 = 64.75, to the nearest number of each dtype.
+            for grad in (*grads[:3], grads[4]):
+                assert torch.equal(grad, torch.full((3,), 64.75).to(grad.dtype))
+            assert grads[3].tolist() == [complex(1.5, -1.5)] * 3
+
+
+def test_channels_last_gradients_keep_their_strides():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        for number, model in enumerate(models):
+            model.weight.grad = (
+                torch.arange(36.0)
+                .view(2, 2, 3, 3)
+                .mul(number)
+                .contiguous(memory_format=torch.channels_last)
+            )
+        replicas.all_reduce_gradients()
+        return [m.weight.grad for m in models]
+
+    (found,) = spread((2,), lambda _: nn.Conv2d(2, 2, 3, bias=False), body)
+    for grad in found:
+        assert grad.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(grad, torch.arange(36.0).view(2, 2, 3, 3) / 2)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+
+def test_tied_weights_are_averaged_once():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        replicas.sync_params()
+        for i, model in enumerate(models):
+            model.words.weight.grad = torch.full((4, 2), float(replicas.first + i))
+        replicas.all_reduce_gradients()
+        assert all(m.head.weight is m.words.weight for m in models)
+        return [m.head.weight.grad[0, 0].item() for m in models]
+
+    assert spread((1, 2), lambda _: Tied(tied=True), body) == [[1.0], [1.0, 1.0]]
+
+
+def test_models_may_grow_and_shrink_between_calls():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        seen = []
+        for width in (2, 5, 3, 2):
+            for i, model in enumerate(models):
+                model.add_module("top", nn.Linear(2, width))
+                model.top.weight.data.fill_(replicas.first + i + width)
+                model(torch.ones(1, 2)).sum().mul(replicas.first + i).backward()
+            replicas.sync_params()
+            replicas.all_reduce_gradients()
+            seen.append([(m.top.weight[0, 0].item(), m.top.bias.grad.tolist()) for m in models])
+        return seen
+
+    def make(number: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2))
+
+    expected = [(float(width), [1.0] * width) for width in (2, 5, 3, 2)]
+    for process, size in zip(spread((1, 2), make, body), (1, 2), strict=True):
+        assert process == [[one] * size for one in expected]
+
+
+def test_a_model_that_grows_on_one_replica_alone_is_refused_everywhere_and_nothing_changes():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        for model in models:
+            model[0].bias.grad = torch.full((2,), float(replicas.rank))
+        if replicas.rank == 1:
+            models[0].append(nn.Linear(2, 3))
+        messages = []
+        for action in (replicas.all_reduce_gradients, replicas.sync_params):
+            with pytest.raises(ConfigError) as caught:
+                action()
+            messages.append(str(caught.value))
+        assert models[0][0].bias.grad.tolist() == [replicas.rank] * 2
+        if replicas.rank == 1:
+            del models[0][1]  # mended: goes on
+        replicas.all_reduce_gradients()
+        return messages, models[0][0].bias.grad.tolist()
+
+    found = spread((1, 1), lambda _: nn.Sequential(nn.Linear(2, 2)), body)
+    assert found[0] == found[1]
+    messages, gradient = found[0]
+    assert "replica 1 has '1.bias' and replica 0 has not" in messages[0]
+    assert messages[1].startswith("sync_params: ")
+    assert gradient == [0.5, 0.5]
+
+
+def test_frozen_on_one_replica_only_is_refused():
+    def make(number: int) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.bias.requires_grad_(number != 1)
+        return model
+
+    def body(replicas: Replicas, models: list[nn.Module]) -> str:
+        replicas.sync_params()  # does not ask who is frozen
+        with pytest.raises(ConfigError) as caught:
+            replicas.all_reduce_gradients()
+        return str(caught.value)
+
+    for layout in [(2,), (1, 1), (1, 2)]:
+        for message in spread(layout, make, body):
+            assert "has 'bias' and replica 1 has not, or has it frozen" in message
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 3)), "'0.bias' is [3] float32 on replica 1 and [2] fl"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)).double(), "is [2] float64 on replica 1 and [2] fl"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2, bias=False)),
+            "replica 0 has '0.bias' and replica 1",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+            "replica 1 has '1.bias' and replica 0 has not",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)),
+            "replica 1 has '1.num_batches_tracked' and replica 0 has not",
+        ),
+    ],
+)
+def test_other_architectures_are_refused_by_the_first_difference(layout, other, words):
+    def process(comm: Communicator) -> str:
+        makers = [lambda: nn.Sequential(nn.Linear(2, 2)), other]
+        mine = makers if comm.world_size == 1 else [makers[comm.rank]]
+        with pytest.raises(ConfigError) as caught:
+            wrap([make() for make in mine], comm)
+        return str(caught.value)
+
+    messages = run_team(len(layout), process)
+    assert len(set(messages)) == 1
+    assert words in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ([[1], [1, 2]], "rank 1: batch_counts is [1, 2], which is not one for each of its 1 repl"),
+        ([[1], []], "rank 1: batch_counts is []"),
+        ([[-1], [2]], "rank 0: batch_counts is [-1]; give finite numbers of 0 or more"),
+        ([[math.nan], [2]], "rank 0: batch_counts is [nan]"),
+        ([[0], [0]], "batch_counts are 0 on all 2 replicas"),
+        ([[1], 1], "rank 1: batch_counts is 1; give a list with a number for each of its 1 repl"),
+        ([["1 sample"], [1]], "rank 0: batch_counts is ['1 sample']; give a list"),
+    ],
+)
+def test_bad_counts_are_refused_on_every_process_and_the_next_call_works(counts, words):
+    def body(replicas: Replicas, models: list[nn.Module]) -> str:
+        models[0].bias.grad = torch.tensor([2.0 + replicas.rank])
+        with pytest.raises(ConfigError) as caught:
+            replicas.weighted_all_reduce_gradients(counts[replicas.rank])
+        assert models[0].bias.grad.item() == 2 + replicas.rank
+        replicas.weighted_all_reduce_gradients([1])
+        assert models[0].bias.grad.item() == 2.5
+        return str(caught.value)
+
+    messages = spread((1, 1), lambda _: nn.Linear(1, 1), body)
+    assert len(set(messages)) == 1
+    assert words in messages[0]
+
+
+def test_values_that_are_no_numbers_are_refused_on_every_process():
+    def body(replicas: Replicas, _: list[nn.Module]) -> str:
+        with pytest.raises(ConfigError) as caught:
+            replicas.weighted_mean(1.0 if replicas.rank else [1.0])
+        assert replicas.weighted_mean([3.0]) == 3.0
+        return str(caught.value)
+
+    messages = spread((1, 1), lambda _: nn.Linear(1, 1), body)
+    assert len(set(messages)) == 1
+    assert "rank 1: values is 1.0; give a list" in messages[0]
+
+
+def test_non_finite_gradients_are_refused_by_name_or_let_through():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        for i, model in enumerate(models):
+            bad = replicas.first + i == 2
+            model.weight.grad = torch.full((1, 1), math.inf if bad else 1.0)
+            model.bias.grad = torch.ones(1)
+        before = [gradients(m) for m in models]
+        if replicas._non_finite == "raise":
+            with pytest.raises(
+                NonFiniteGradientError, match=r"'weight' on replica 2 \(rank 1\)"
+            ) as e:
+                replicas.all_reduce_gradients()
+            assert (e.value.rank, e.value.parameter, e.value.window) == (1, "weight", 0)
+            assert before == [gradients(m) for m in models]
+        else:
+            replicas.all_reduce_gradients()
+            assert all(math.isinf(m.weight.grad.item()) for m in models)
+            assert all(m.bias.grad.item() == 1 for m in models)
+
+    spread((1, 2), lambda _: nn.Linear(1, 1), body)
+    spread((1, 2), lambda _: nn.Linear(1, 1), body, non_finite="propagate")
+
+
+def test_sparse_and_outgrown_gradients_are_refused():
+    table = nn.Embedding(4, 2, sparse=True)
+    with wrap([table]) as replicas:
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigError, match=r"'weight' on replica 0 is sparse.*sparse=False"):
+            replicas.all_reduce_gradients()
+        table.weight.grad = torch.ones(4, 2)
+        table.weight.data = torch.zeros(6, 2)
+        with pytest.raises(ConfigError, match=r"shape \[4, 2\], its parameter \[6, 2\]; call zero"):
+            replicas.all_reduce_gradients()
+
+
+def test_numbers_are_averaged_over_replicas():
+    def body(replicas: Replicas, models: list[nn.Module]) -> Any:
+        values = [float(replicas.first + i) for i in range(len(models))]
+        weighted = replicas.weighted_mean(
+            [math.nan, *values[1:]] if replicas.rank == 0 else values,
+            [0.0, *values[1:]] if replicas.rank == 0 else values,
+        )
+        with pytest.raises(ConfigError, match=r"values is .* which is not one for each"):
+            replicas.weighted_mean([1.0] * 7)
+        with pytest.raises(ConfigError, match="weights are 0 on all 3 replicas"):
+            replicas.weighted_mean(values, [0.0] * len(values))
+        return replicas.weighted_mean(values), weighted
+
+    assert spread((2, 1), lambda _: nn.Linear(1, 1), body) == [(1.0, 5 / 3)] * 2
+
+
+def test_processes_in_different_calls_say_so():
+    def body(replicas: Replicas, models: list[nn.Module]) -> None:
+        action = replicas.sync_params if replicas.rank else replicas.sync_buffers
+        with pytest.raises(CollectiveMismatchError, match="sync_buffers"):
+            action()
+
+    spread((1, 1), lambda _: nn.Linear(1, 1), body)
+
+
+def test_what_cannot_be_replicas_is_refused():
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="models is empty"):
+        wrap([])
+    with pytest.raises(ConfigError, match="model 0 is a str"):
+        wrap(["model"])
+    with pytest.raises(ConfigError, match=r"models 0 and 1 share the parameter 'weight'.*deepcopy"):
+        wrap([model, model])
+    with pytest.raises(ConfigError, match="'weight' of model 0 has no values yet"):
+        wrap([nn.Linear(1, 1, device="meta")])
+    with pytest.raises(ConfigError, match="non_finite is 'skip'"):
+        wrap([model], non_finite="skip")
+    with pytest.raises(ConfigError, match=r"1 models, but 2 devices"):
+        Ddp.wrap([model], ["cpu", "cpu"], environment=DistributedTrainConfig())
+    with pytest.raises(ConfigError, match="device 'gpu' is unknown"):
+        Ddp.wrap([model], "gpu", environment=DistributedTrainConfig())
+    with pytest.raises(ConfigError, match="'cuda:99' is not here"):
+        Ddp.wrap([model], ["cuda:99"], environment=DistributedTrainConfig())
+
+
+def devices_of(num_models: int, local_rank: int, **place: Any) -> list[str]:
+    environment = DistributedTrainConfig(
+        world_size=2,
+        rank=local_rank,
+        local_rank=local_rank,
+        role="worker" if local_rank else "coordinator",
+        local_world_size=2,
+        **place,
+    )
+    return [str(d) for d in put([nn.Linear(1, 1)] * num_models, "auto", environment)]
+
+
+def test_auto_gives_processes_gpus_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert devices_of(1, 0) == ["cuda:0"]
+    assert devices_of(2, 0) == ["cuda:0", "cuda:1"]
+    assert devices_of(2, 1) == ["cuda:2", "cpu"]
+    assert devices_of(2, 1, backend="cpu") == ["cpu", "cpu"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert devices_of(1, 1) == ["cpu"]
+    assert devices_of(1, 1, launched_by="slurm") == ["cuda:0"]  # bound to a GPU of its own
+
+
+def test_several_networks_share_one_connection_and_close_it_with_the_last(capsys):
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    place = DistributedTrainConfig()
+    one = Ddp.wrap(generator, environment=place)
+    two = Ddp.wrap([critic], ["cpu"], environment=place)
+    assert one._comm is two._comm
+    with pytest.raises(ConfigError, match="backend is 'gloo', but replicas wrapped before use 'au"):
+        Ddp.wrap(nn.Linear(1, 1), backend="gloo", environment=place)
+    one.close()
+    one.close()
+    two.sync_params()
+    two.close()
+    assert Ddp.wrap(generator, environment=place, quiet=True)._comm is not two._comm
+    assert capsys.readouterr().err.count("replicas of a model: 1 CPU rank | ") == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_the_cpu_average_in_one_process():
+    x, y = regression_data(12)
+    alone = mlp()
+    mean_loss(alone, x, y).backward()
+    with Ddp.wrap(
+        [mlp(), mlp(seed=1)], ["cuda:0", "cpu"], quiet=True, environment=DistributedTrainConfig()
+    ) as replicas:
+        replicas.sync_params()
+        for model, device, part in zip(
+            replicas.models, replicas.devices, (slice(0, 9), slice(9, 12)), strict=True
+        ):
+            mean_loss(model, x[part].to(device), y[part].to(device)).backward()
+        replicas.weighted_all_reduce_gradients([9, 3])
+        for model, device in zip(replicas.models, replicas.devices, strict=True):
+            for mine, true in zip(model.parameters(), alone.parameters(), strict=True):
+                assert mine.grad.device == device
+                error = torch.linalg.vector_norm(mine.grad.cpu() - true.grad)
+                assert error <= 1e-5 * torch.linalg.vector_norm(true.grad)

@@ -1,0 +1,203 @@
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.ddp import Ddp
+from evener.engine.results import Progress, RankRecord, WindowResult
+from evener.loop.reporting import StragglerWatch
+from evener.observe.events import Event, Sink
+from evener.observe.jsonl import read_events
+from evener.tasks.recording.recorder import RunRecorder
+from helpers.teams import run_team, setup
+
+
+class Kept(Sink):
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = 0
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def team_of(comm: Communicator, **config: Any) -> Ddp:
+    model = nn.Linear(2, 1)
+    return setup(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), **config)
+
+
+def result(window: int, samples: tuple[int, ...], **changes: Any) -> WindowResult:
+    size = sum(samples)
+    ranks = tuple(
+        RankRecord(
+            samples=count,
+            weight=count * 10.0,
+            loss_sum=count * 20.0,
+            micro_batches=min(count, 1),
+            compute_s=count * 0.1,
+            wait_s=0.2,
+            sync_s=0.1,
+        )
+        for count in samples
+    )
+    values: dict[str, Any] = {
+        "window": window,
+        "epoch": 0,
+        "start": window * size,
+        "size": size,
+        "loss": 2.0,
+        "weight": size * 10.0,
+        "grad_norm": 0.5,
+        "lr": 0.01,
+        "skipped": False,
+        "progress": Progress(window=window + 1),
+        "applied_t": 100.0 + window,
+        "ranks": ranks,
+    }
+    return WindowResult(**{**values, **changes})
+
+
+def start(recorder: RunRecorder, resumed_from: Path | None = None) -> None:
+    recorder.start(
+        run="x",
+        policy="sync",
+        unit="tokens",
+        num_samples=40,
+        total_windows=8,
+        resumed_from=resumed_from,
+    )
+
+
+def test_a_session_in_events(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> tuple[float, int]:
+        sink = Kept()
+        with team_of(comm, emulate_slow={1: 3.0}) as ddp:
+            recorder = RunRecorder(ddp, tmp_path)
+            recorder.add_sink(sink)
+            start(recorder)
+            recorder.window(result(0, (3, 1)))
+            recorder.window(result(1, (3, 1)))
+            recorder.window(result(2, (4, 0)))
+            recorder.evaluation(3, 1.5, 70.0, 0.5)
+            recorder.finish(3, "stopped", "later")
+            recorder.close()
+            recorder.close()
+            if comm.rank == 0:
+                assert sink.events == read_events(tmp_path / "events.jsonl")
+            return recorder.tally.weight, len(sink.events) * sink.closed
+
+    # The other rank keeps silent.
+    assert run_team(2, body) == [(120.0, 10), (0.0, 0)]
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["type"] for event in events] == [
+        *("run_started", "worker_started", "worker_started"),
+        *("plan", "window", "window", "plan", "window"),  # a plan where shares change
+        *("eval", "run_finished"),
+    ]
+    started = events[0]
+    assert started["emulated"] == {"1": 3.0}
+    assert (started["window"], started["num_samples"], started["total_windows"]) == (0, 40, 8)
+    assert len(set(started["members"])) == 2
+    window = events[4]
+    assert (window["committed"], window["loss"], window["lr"]) == ([[0, 4]], 2.0, 0.01)
+    assert (window["grad_norm"], window["skipped"], window["parked"]) == (0.5, False, [])
+    assert window["t"] == 100.0
+    first, second = window["ranks"]
+    assert first | {"member": ""} == {
+        **{"rank": 0, "member": "", "samples": 3, "weight": 30.0, "loss": 2.0},
+        **{"compute_s": pytest.approx(0.3), "wait_s": 0.2, "sync_s": 0.1},
+    }
+    assert (second["rank"], second["samples"]) == (1, 1)
+    assert events[7]["ranks"][1]["loss"] is None
+    assert (events[-1]["reason"], events[-1]["message"]) == ("stopped", "later")
+
+
+def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
+    with team_of(SingleCommunicator()) as ddp:
+        first = RunRecorder(ddp, tmp_path)
+        start(first)
+        for window in range(4):
+            first.window(result(window, (4,)))
+        first.close()
+        # Resumed after window 1: windows 2 and 3 are void.
+        ddp.assembly.engine.progress = Progress(window=2)
+        second = RunRecorder(ddp, tmp_path)
+        start(second, resumed_from=Path("step-2"))
+        second.window(result(2, (4,)))
+        second.close()
+    assert second.tally.num_windows == 3
+    assert second.tally.weight == 120.0
+    kinds = [event["type"] for event in read_events(tmp_path / "events.jsonl")]
+    resumed = kinds.index("run_resumed")
+    assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
+
+
+def test_a_run_that_never_started_does_not_end(tmp_path: Path) -> None:
+    with team_of(SingleCommunicator()) as ddp:
+        recorder = RunRecorder(ddp, tmp_path)
+        recorder.finish(0, "failed", "no tensorboard")
+        recorder.close()
+    assert read_events(tmp_path / "events.jsonl") == []
+
+
+# ── stragglers ───────────────────────────────────────────────────────────────────────────────────
+
+
+def window_of(*per_sample_s: float, samples: int = 4) -> list[RankRecord]:
+    return [
+        RankRecord(
+            samples=samples,
+            weight=1.0,
+            loss_sum=1.0,
+            micro_batches=1,
+            compute_s=each * samples,
+        )
+        for each in per_sample_s
+    ]
+
+
+def test_a_rank_that_turns_slow_is_named_once_after_three_windows() -> None:
+    watch = StragglerWatch(2)
+    for _ in range(5):
+        assert watch.observe(window_of(0.1, 0.3)) == []
+    assert watch.observe(window_of(0.1, 0.6)) == []
+    assert watch.observe(window_of(0.1, 0.6)) == []
+    (found,) = watch.observe(window_of(0.1, 0.6))
+    assert found == (1, pytest.approx(2.4), pytest.approx(1.2))
+    assert watch.observe(window_of(0.1, 0.6)) == []
+
+
+def test_one_slow_window_or_a_larger_share_makes_no_straggler() -> None:
+    watch = StragglerWatch(1)
+    for _ in range(5):
+        watch.observe(window_of(0.1))
+    for _ in range(4):
+        assert watch.observe(window_of(0.5)) == []
+        assert watch.observe(window_of(0.1)) == []
+    for _ in range(4):
+        assert watch.observe(window_of(0.1, samples=40)) == []
+
+
+def test_the_first_micro_batch_of_a_size_makes_no_straggler() -> None:
+    watch = StragglerWatch(1)
+    for _ in range(5):
+        watch.observe(window_of(0.1))
+    (record,) = window_of(0.1)
+    for _ in range(4):  # it takes 9 s to set something up, each time for another size
+        warm = replace(record, samples=6, compute_s=9.4, warmup_samples=2, warmup_s=9.0)
+        assert watch.observe([warm]) == []
+        alone = replace(record, samples=2, compute_s=9.0, warmup_samples=2, warmup_s=9.0)
+        assert watch.observe([alone]) == []
+
+
+def test_a_rank_without_work_is_not_judged() -> None:
+    watch = StragglerWatch(1)
+    for _ in range(20):
+        assert watch.observe(window_of(0.1, samples=0)) == []

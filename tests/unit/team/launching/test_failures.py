@@ -1,0 +1,116 @@
+import os
+import sys
+from dataclasses import asdict
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
+from evener.team import news
+from evener.team.launching.child import report_failure, run_child
+from evener.team.launching.failures import FailureReport, describe
+
+
+def caught(error):
+    try:
+        raise error
+    except type(error) as same:
+        return same
+
+
+@pytest.mark.parametrize(
+    ("error", "user_error", "follow_up", "code"),
+    [
+        (ValueError("x"), False, False, 1),
+        (ConfigError("x"), True, False, 2),
+        (DataError("x"), True, False, 1),
+        (PeerLostError("x"), False, True, 1),
+        (CollectiveMismatchError("x"), True, False, 1),
+        (RuntimeError("x"), False, False, 1),
+        (RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc] reset"), False, True, 1),
+        (DistNetworkError("x"), False, True, 1),
+    ],
+)
+def test_what_kind_of_failure_it_is(error, user_error, follow_up, code):
+    report = describe(caught(error), rank=1, time=2.0)
+    assert (report.user_error, report.follow_up, report.exit_code) == (user_error, follow_up, code)
+    assert report.kind == type(error).__name__
+    assert report.message == str(error)
+    assert report.traceback.startswith("Traceback")
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """What a launcher hears of this process, as its rank 1."""
+    reader, writer = os.pipe()
+    monkeypatch.setenv(news.NEWS_FD, str(writer))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(news, "_line", [])
+    news.open_line()
+    listener = news.Listener(reader)
+    yield listener
+    listener.close()
+    os.close(writer)
+
+
+def test_news_arrive_whole(launcher):
+    report = describe(caught(ValueError("ünï\ncode \udcff" + "x" * 1000)), rank=1, time=2.5)
+    launcher.hear()
+    assert (launcher.place, launcher.failure) == ("", None)
+    news.tell(place=news.JOINING)
+    news.tell(failure=asdict(report))
+    launcher.hear()
+    assert FailureReport(**launcher.failure) == report
+    assert (launcher.place, launcher.has_ended) == (news.JOINING, False)
+
+
+def test_a_rank_tells_its_launcher_and_not_the_terminal(launcher, capsys):
+
+    def fail():
+        raise ConfigError("lr is -1")
+
+    assert run_child(fail) == 2
+    launcher.hear()
+    assert launcher.failure["message"] == "lr is -1"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_launcher_a_user_error_is_one_line(capsys):
+    assert report_failure(caught(DataError("no text in /data"))) == 1
+    assert capsys.readouterr().err == "error: no text in /data\n"
+
+
+def test_without_a_launcher_other_errors_keep_their_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    assert report_failure(caught(ValueError("boom"))) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert error.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (143, 143)])
+def test_the_exit_code_of_the_work_is_the_exit_code(returned, code):
+    assert run_child(lambda: returned) == code
+
+
+def test_ctrl_c_needs_no_traceback(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert run_child(interrupted) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_system_exit_passes():
+    with pytest.raises(SystemExit, match="7"):
+        run_child(lambda: sys.exit(7))
+
+
+@pytest.mark.parametrize(("given", "code"), [(7, 7), ("no more data", 1), (0, None), (None, None)])
+def test_the_launcher_knows_of_system_exit_before_python_has_ended(launcher, given, code):
+    with pytest.raises(SystemExit):
+        run_child(lambda: sys.exit(given))
+    launcher.hear()
+    report = None if launcher.failure is None else FailureReport(**launcher.failure)
+    assert (report.exit_code if report else None) == code
+    assert report is None or (report.is_exit and not report.follow_up)

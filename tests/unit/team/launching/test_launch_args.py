@@ -1,0 +1,70 @@
+import os
+import socket
+
+import pytest
+
+from evener.errors import ConfigError, LaunchError
+from evener.team.environment import DistributedTrainConfig
+from evener.team.host import threads_per_rank
+from evener.team.launching.launch import launch
+from evener.team.launching.lifeline import watch
+from evener.team.launching.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
+
+
+def environment_of(rank, base=None):
+    base = {} if base is None else base
+    ranks = LocalRanks(count=3, world_size=3, port=1234)
+    return rank_environment(base, ranks, rank)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, MAX_NPROC + 1])
+def test_impossible_numbers_of_ranks(nproc):
+    with pytest.raises(ConfigError, match=f"--nproc is {nproc};.*from 1 to {MAX_NPROC}"):
+        check_nproc(nproc)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65_536])
+def test_impossible_ports(port):
+    with pytest.raises(ConfigError, match=f"--port is {port}"):
+        launch(["true"], nproc=1, port=port)
+
+
+@pytest.mark.parametrize("store_waits", [True, False])
+def test_a_port_in_use_is_named_with_the_remedy(store_waits):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"port {port} .*in use.*--port"):
+            launch(["true"], nproc=1, port=port, store_waits=store_waits)
+
+
+def test_a_rank_reads_its_place_from_what_the_launcher_sets():
+    config = DistributedTrainConfig.from_env(environment_of(2))
+    assert (config.rank, config.local_rank) == (2, 2)
+    assert (config.world_size, config.local_world_size) == (3, 3)
+    assert (config.coordinator_addr, config.coordinator_port) == ("127.0.0.1", 1234)
+    assert config.launched_by == "evener"
+
+
+def test_cores_are_shared_out_unless_the_user_said_otherwise():
+    assert environment_of(0)["OMP_NUM_THREADS"] == str(threads_per_rank(None, 3))
+    assert environment_of(0, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+
+
+def test_traces_of_another_launcher_are_removed_and_the_rest_is_kept():
+    base = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_RANK": "1",
+        "EVENER_STORE_FD": "9",
+        "RANK": "7",
+        "GROUP_NAME": "mine",
+        "HOME": "/home/x",
+    }
+    environ = environment_of(1, base)
+    assert {"TORCHELASTIC_USE_AGENT_STORE", "GROUP_RANK", "EVENER_STORE_FD"}.isdisjoint(environ)
+    assert environ["RANK"] == "1"
+    assert (environ["GROUP_NAME"], environ["HOME"]) == ("mine", "/home/x")
+    assert environ["EVENER_PARENT_PID"] == str(os.getpid())
+
+
+def test_the_lifeline_knows_who_is_left():
+    assert watch(["+11\n", "+12\n", "-11\n", "+13\n"]) == {12, 13}

@@ -1,0 +1,83 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from evener.team.launching.signals import STOPPING, SignalQueue, StopSignals
+
+
+def handlers():
+    return [signal.getsignal(signum) for signum in (*STOPPING, signal.SIGHUP, signal.SIGCHLD)]
+
+
+@pytest.mark.parametrize("signum", STOPPING)
+def test_a_stop_request_is_noted_and_handlers_are_put_back(signum):
+    before = handlers()
+    with StopSignals() as signals:
+        assert signals.requested is None
+        assert signals.exit_code == 0
+        os.kill(os.getpid(), signum)
+        assert signals.requested is signum
+    assert signals.exit_code == 128 + signum
+    assert handlers() == before
+
+
+def test_the_first_request_counts():
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.requested is signal.SIGUSR1
+
+
+def test_who_presses_ctrl_c_thrice_waits_for_nothing():
+    with StopSignals() as signals:
+        for _ in range(2):  # one Ctrl-C, under torchrun
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.requested is signal.SIGINT
+
+
+def test_handlers_are_put_back_after_an_error():
+    before = handlers()
+    with pytest.raises(KeyError), StopSignals():
+        raise KeyError
+    assert handlers() == before
+
+
+def test_ignored_signals_stay_ignored():
+    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals.requested is None
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def test_does_nothing_outside_the_main_thread():
+    before, seen = handlers(), []
+
+    def enter():
+        with StopSignals() as signals:
+            seen.extend([signals.requested, *handlers()])
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(10)
+    assert seen == [None, *before]
+
+
+def test_the_queue_hands_out_signals_in_order_and_puts_handlers_back():
+    before = handlers()
+    with SignalQueue() as queue:
+        assert queue.wait(0) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert queue.wait(10) == [signal.SIGTERM, signal.SIGUSR1]
+        assert queue.wait(0) == []
+    assert handlers() == before
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,153 @@
+import signal
+
+import pytest
+
+from evener.team.launching.failures import FailureReport
+from evener.team.launching.verdict import Outcome, exit_code, explain, first_failure
+
+
+def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):
+    return FailureReport(
+        rank=rank,
+        time=time,
+        kind=kind,
+        message=text or f"message of {kind}",
+        traceback=f"Traceback of rank {rank}\n{kind}\n",
+        user_error=user_error,
+        follow_up=follow_up,
+        exit_code=code,
+    )
+
+
+def outcome(rank, code=0, time=0.0, what=None, signals=()):
+    return Outcome(
+        rank=rank,
+        pid=100 + rank,
+        code=code,
+        time=time,
+        report=what,
+        signals=frozenset(signals),
+    )
+
+
+def left(rank, time, code):
+    return report(rank, time, "SystemExit", code=code)
+
+
+def lost(rank, time):
+    return report(rank, time, "PeerLostError", follow_up=True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "first"),
+    [
+        # by the time in the report, not by when the process was gone
+        ([outcome(0, 1, 5.0, report(0, 2.0)), outcome(1, 1, 4.0, report(1, 3.0))], 0),
+        # an error about other ranks follows from one of theirs, even if it was noticed earlier
+        ([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 1, 3.0, report(1, 2.0))], 1),
+        ([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, -9, 3.0)], 1),
+        ([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 3, 3.0)], 1),
+        ([outcome(0, 1, 2.0, lost(0, 2.0)), outcome(1, 1, 3.0, lost(1, 1.0))], 1),
+        # doing what the launcher said is no failure
+        ([outcome(0, -15, 1.0, signals=[15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
+        ([outcome(0, 143, 1.0, signals=[15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
+        ([outcome(0, 143, 1.0, left(0, 1.0, 143), [15]), outcome(1, 1, 2.0, report(1, 2.0))], 1),
+        # leaving by sys.exit is a failure, and others lose the rank before it is gone
+        ([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))], 1),
+        # but dying of something else is
+        ([outcome(0, -11, 1.0, signals=[15]), outcome(1, 1, 2.0, lost(1, 0.5))], 0),
+        ([outcome(0), outcome(1)], None),
+    ],
+)
+def test_the_failure_that_came_first(outcomes, first):
+    found = first_failure(outcomes)
+    assert (found.rank if found else None) == first
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "stop", "code"),
+    [
+        ([outcome(0), outcome(1)], None, 0),
+        ([outcome(0, 7), outcome(1, -15, signals=[15])], None, 7),
+        ([outcome(0, -9), outcome(1, -15, signals=[15])], None, 1),
+        ([outcome(0, -15, signals=[15]), outcome(1, 2, what=report(1, 1.0, code=2))], None, 2),
+        # a stop by signal
+        ([outcome(0, 130, signals=[2]), outcome(1, 130, signals=[2])], signal.SIGINT, 130),
+        ([outcome(0, -2, signals=[2]), outcome(1, -2, signals=[2])], signal.SIGINT, 130),
+        ([outcome(0, -9, signals=[15, 9]), outcome(1, 143, signals=[15])], signal.SIGTERM, 143),
+        ([outcome(0, 143, signals=[15]), outcome(1, 1, what=lost(1, 1.0))], signal.SIGTERM, 143),
+        # it was over before it had to stop
+        ([outcome(0), outcome(1)], signal.SIGTERM, 0),
+        # it failed while stopping, such as at the checkpoint
+        ([outcome(0, 1, what=report(0, 1.0)), outcome(1, 143, signals=[15])], signal.SIGTERM, 1),
+    ],
+)
+def test_exit_codes(outcomes, stop, code):
+    assert exit_code(outcomes, stop) == code
+
+
+def test_a_traceback_with_its_rank_and_the_others_in_one_line():
+    text = explain([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 1, 3.0, report(1, 2.0))], None)
+    assert text == (
+        "rank 1 (pid 101) failed:\nTraceback of rank 1\nValueError\n"
+        "also ended: rank 0 (PeerLostError)\n"
+    )
+
+
+def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_traceback():
+    ended = [outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))]
+    assert explain(ended, None) == (
+        "error: rank 1 (pid 101) ended with exit code 7; its output above may say why\n"
+        "also ended: rank 0 (PeerLostError)\n"
+    )
+    assert exit_code(ended, None) == 7
+
+
+def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
+    text = explain([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)
+    assert text.startswith(
+        "error: ranks 1, 2 have ended with exit code 0 while others were at work; let every rank"
+    )
+    assert "rank 0 (pid 100) failed:\nTraceback" in text
+
+
+def test_a_rank_alone_needs_no_number():
+    assert (
+        explain([outcome(0, 1, 2.0, report(0, 1.0))], None) == "Traceback of rank 0\nValueError\n"
+    )
+
+
+def test_a_user_error_of_all_ranks_is_said_once():
+    same = [report(r, 1.0 + r, user_error=True, text="batch_size is 0") for r in range(3)]
+    text = explain([outcome(r, 2, 5.0, same[r]) for r in range(3)], None)
+    assert text == "error: batch_size is 0\n"
+
+
+def test_a_user_error_of_one_rank_says_which():
+    bad = report(1, 1.0, user_error=True, text="no such file")
+    text = explain([outcome(0, -15, signals=[15]), outcome(1, 1, 2.0, bad)], None)
+    assert text == "error: no such file\n(on rank 1; the other ranks were stopped)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-signal.SIGKILL, ["was killed by SIGKILL", "memory", "micro-batch"]),
+        (-signal.SIGSEGV, ["was killed by SIGSEGV", "native code"]),
+        (-signal.SIGBUS, ["SIGBUS", "/dev/shm"]),
+        (-signal.SIGRTMAX, ["was killed by SIGRTMAX"]),
+        (-40, ["was killed by signal 40"]),
+        (3, ["ended with exit code 3", "output above"]),
+    ],
+)
+def test_an_end_without_a_report(code, words):
+    text = explain([outcome(0, -15, signals=[15]), outcome(1, code)], None)
+    assert text.startswith("error: rank 1 (pid 101) ")
+    for word in words:
+        assert word in text
+
+
+def test_nothing_to_say():
+    assert explain([outcome(0), outcome(1)], None) == ""
+    stopped = [outcome(0, 130, signals=[2]), outcome(1, 1, what=lost(1, 1.0), signals=[2])]
+    assert explain(stopped, signal.SIGINT) == ""

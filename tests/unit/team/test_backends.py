@@ -1,0 +1,104 @@
+"""How a team exchanges: one decision from what all ranks say, with a reason; the rest by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from evener.comm.threads import ThreadTeam
+from evener.errors import ConfigError
+from evener.team.backends import ExchangeFacts, check_backend, decide_backend
+from evener.team.environment import AverageBackend
+
+ON_CPU = ExchangeFacts(
+    backend="auto",
+    policy="sync",
+    host="alpha",
+    local_world_size=2,
+    num_gpus=0,
+    device="cpu",
+    vendor="",
+    gpu="",
+    nccl="",
+)
+ON_GPU = replace(ON_CPU, num_gpus=2, device="cuda:0", vendor="NVIDIA", gpu="GPU-0000", nccl="2.29")
+OTHER_GPU = replace(ON_GPU, device="cuda:1", gpu="GPU-1111")
+
+
+def asking(backend: str, *team: ExchangeFacts) -> list[ExchangeFacts]:
+    return [replace(facts, backend=backend) for facts in team]
+
+
+@pytest.mark.parametrize("backend", list(AverageBackend))
+def test_one_rank_exchanges_nothing_whatever_is_asked(backend):
+    assert decide_backend(asking(backend, ON_CPU))[0] == "none"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu"])
+@pytest.mark.parametrize("team", [(ON_CPU, ON_CPU), (ON_GPU, OTHER_GPU), (ON_GPU, ON_CPU)])
+def test_on_the_host_any_devices_exchange_under_two_names(backend, team):
+    assert decide_backend(asking(backend, *team)) == (
+        "gloo",
+        f"asked for ('{backend}'); ranks exchange on their hosts",
+    )
+
+
+@pytest.mark.parametrize("backend", ["nccl", "auto"])
+def test_gpus_of_one_vendor_one_for_each_rank_use_nccl(backend):
+    chosen, reason = decide_backend(asking(backend, ON_GPU, OTHER_GPU))
+    assert chosen == "nccl"
+    assert reason.startswith("asked for" if backend == "nccl" else "chosen because every rank has")
+
+
+OBSTACLES = {
+    "without CUDA": ([ON_CPU, ON_CPU], "ranks 0 and 1 compute on the CPU, and NCCL joins GPUs"),
+    "one rank on the CPU": ([ON_GPU, ON_CPU], "rank 1 computes on the CPU, and NCCL joins GPUs"),
+    "more ranks than GPUs": (
+        [replace(ON_GPU, num_gpus=1), replace(ON_CPU, num_gpus=1)],
+        r"rank 1 \(host alpha: 2 ranks, GPUs: 1\) computes on the CPU",
+    ),
+    "two ranks on one GPU": (
+        [ON_GPU, ON_GPU],
+        r"ranks 0 and 1 share one GPU \(cuda:0 of host alpha\), and NCCL needs one for each rank",
+    ),
+    "mixed vendors": (
+        [ON_GPU, replace(OTHER_GPU, vendor="AMD", nccl="2.26")],
+        "rank 0 has a GPU of NVIDIA and rank 1 one of AMD, which share no collective library",
+    ),
+    "no NCCL": ([ON_GPU, replace(OTHER_GPU, nccl="")], "torch of rank 1 was built without NCCL"),
+    "unlike NCCL": (
+        [ON_GPU, replace(OTHER_GPU, nccl="2.27")],
+        "NCCL 2.29 and rank 1 has NCCL 2.27",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_nccl_is_refused_with_the_reason_for_which_auto_avoids_it(case):
+    team, words = OBSTACLES[case]
+    with pytest.raises(
+        ConfigError, match=f"backend is 'nccl', but .*{words}.*: use backend='gloo'"
+    ):
+        decide_backend(asking("nccl", *team))
+    chosen, reason = decide_backend(asking("auto", *team))
+    assert chosen == "gloo"
+    with pytest.raises(ConfigError, match=words):  # the same words
+        raise ConfigError(reason)
+
+
+@pytest.mark.parametrize("name", ["backend", "policy"])
+def test_ranks_that_ask_for_different_things_are_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} is '.*' on rank 0 and 'gloo' on rank 1"):
+        decide_backend([ON_CPU, replace(ON_CPU, **{name: "gloo"})])
+
+
+def test_unknown_backends_are_refused():
+    with pytest.raises(ConfigError, match="backend is 'mpi'; choose one of auto, nccl, gloo, cpu"):
+        check_backend("mpi")
+
+
+def test_ranks_that_are_no_processes_have_no_nccl():
+    with (
+        ThreadTeam(2).communicator(0) as comm,
+        pytest.raises(ConfigError, match=r"backend is 'nccl', but .* exchange over 'threads'"),
+    ):
+        comm.add_nccl()

@@ -1,0 +1,203 @@
+"""Devices by name, number and list; commands that can be given again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener.errors import ConfigError
+from evener.team.environment import DistributedTrainConfig
+from evener.team.launching.starting import how_started, program_of, starting_folder
+from evener.team.placement import choose_device, devices_of_host
+
+CUDA, MIXED = {"cuda": 2}, {"cuda": 2, "npu": 1}
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts", "expected"),
+    [
+        ("auto", {}, ("cpu",)),
+        ("auto", CUDA, ("cuda:0", "cuda:1")),
+        ("auto", {"mps": 1}, ("mps:0",)),
+        ("cuda", CUDA, ("cuda:0", "cuda:1")),
+        ("xpu", {"xpu": 3}, ("xpu:0", "xpu:1", "xpu:2")),
+        ("accelerator", {"npu": 2}, ("npu:0", "npu:1")),
+        ("accelerator", MIXED, ("cuda:0", "cuda:1")),
+        ("npu", MIXED, ("npu:0",)),
+        ("cpu", CUDA, ("cpu",)),
+        ("cuda:1", CUDA, ("cuda:1",)),
+        (torch.device("xpu", 1), {"xpu": 2}, ("xpu:1",)),
+        (torch.device("cpu"), {}, ("cpu",)),
+        (3, {}, ("cpu", "cpu", "cpu")),
+        (2, {"cuda": 4}, ("cuda:0", "cuda:1")),
+        (1, {"mps": 1}, ("mps:0",)),
+        (["cuda:0", "cpu"], {"cuda": 1}, ("cuda:0", "cpu")),
+        (["mps:0", "cpu"], {"mps": 1}, ("mps:0", "cpu")),
+        (["cpu", torch.device("cpu")], {}, ("cpu", "cpu")),
+    ],
+)
+def test_a_device_for_each_rank(devices, counts, expected):
+    assert devices_of_host(devices, counts) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "counts", "named"),
+    [
+        ("cuda", {}, "devices is 'cuda', but torch finds no accelerator here"),
+        ("xpu", {"cuda": 1}, "devices is 'xpu', but torch finds 1 cuda device here"),
+        ("mps", CUDA, "devices is 'mps', but torch finds 2 cuda devices here"),
+        ("accelerator", {}, "devices is 'accelerator', but torch finds no accelerator here"),
+        ("npu", {}, "devices is 'npu'; choose"),
+        ("gpu", CUDA, r"devices is 'gpu'; choose 'auto', 'cpu', 'accelerator', .*cuda, xpu, mps"),
+        (0, {}, "devices is 0; give 1 or more"),
+        (True, {}, "devices is True"),
+        (2.5, {}, "devices is 2.5; give 'auto', a number of ranks or a list"),
+        (None, {}, "devices is None; give"),
+        ({"cpu"}, {}, r"devices is \{'cpu'\}; give"),
+        (3, CUDA, r"this host has 2 cuda devices.*'cuda:0', 'cuda:1', 'cpu'"),
+        ([], {}, "empty list"),
+        (["cuda"], {"cuda": 1}, "choose 'auto'"),
+        (["cuda:0", "cuda:2"], CUDA, "finds 2 cuda devices here; devices are numbered from 0"),
+        (["cuda:0", "cuda:x"], CUDA, "choose 'auto'"),
+        ("mps:1", {"mps": 1}, "finds 1 mps device here; devices are numbered from 0"),
+    ],
+)
+def test_devices_that_are_not_there(devices, counts, named):
+    with pytest.raises(ConfigError, match=named):
+        devices_of_host(devices, counts)
+
+
+def rank_of(local_rank, local_world_size, launched_by="torchrun", **more):
+    return DistributedTrainConfig(
+        world_size=local_world_size,
+        rank=local_rank,
+        local_rank=local_rank,
+        role="worker" if local_rank else "coordinator",
+        local_world_size=local_world_size,
+        launched_by=launched_by,
+        **more,
+    )
+
+
+@pytest.fixture
+def two_cards(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "place", "expected"),
+    [
+        ("auto", rank_of(1, 3), "cuda:1"),
+        ("auto", rank_of(2, 3), "cpu"),
+        ("cpu", rank_of(1, 2), "cpu"),
+        (["cuda:1", "cpu"], rank_of(0, 2), "cuda:1"),
+        (["cuda:1", "cpu"], rank_of(1, 2), "cpu"),
+        (2, rank_of(1, 2), "cuda:1"),
+        ("cuda:1", DistributedTrainConfig(), "cuda:1"),
+        ("auto", DistributedTrainConfig(backend="cpu"), "cpu"),
+        ("auto", rank_of(1, 2, backend="cuda"), "cuda:1"),
+        ("auto", rank_of(1, 2, backend="accelerator"), "cuda:1"),
+        ("accelerator", rank_of(0, 2), "cuda:0"),
+        # SLURM shows a task the devices that it was bound to, numbered from 0.
+        ("auto", rank_of(3, 4, "slurm"), "cuda:1"),
+    ],
+)
+def test_the_device_of_a_rank(two_cards, devices, place, expected):
+    assert choose_device(devices, place) == torch.device(expected)
+
+
+@pytest.fixture
+def an_apple(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize("backend", ["auto", "mps", "accelerator"])
+def test_the_device_of_a_rank_on_an_apple(an_apple, backend):
+    assert choose_device("auto", rank_of(0, 1, backend=backend)) == torch.device("mps:0")
+    assert choose_device(["mps:0", "cpu"], rank_of(0, 2)) == torch.device("mps:0")
+    assert choose_device("auto", rank_of(1, 2)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "xpu", "mps", "accelerator"])
+def test_a_compute_backend_that_is_not_there(monkeypatch, backend):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    place = rank_of(0, 1, backend=backend)
+    # It is the place that asks for it: `devices` is 'auto' already.
+    said = f"^backend is '{backend}', but local rank 0 finds no accelerator where it needs "
+    with pytest.raises(ConfigError, match=said):
+        choose_device("auto", place)
+
+
+def test_more_ranks_than_devices_of_the_kind_asked_for(an_apple):
+    with pytest.raises(ConfigError, match=r"^devices is 'mps', but local rank 1 finds 1 mps dev"):
+        choose_device("mps", rank_of(1, 2))
+
+
+def test_a_list_that_does_not_fit_the_ranks_that_were_started(two_cards):
+    with pytest.raises(ConfigError, match="for 2 ranks, but torchrun has started 3 on this host"):
+        choose_device(["cpu", "cpu"], rank_of(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["-u", "-W", "error", "-Xdev", "train.py", "-m", "x"], ["train.py", "-m", "x"]),
+        (["-m", "pkg.mod", "-c", "1"], ["-m", "pkg.mod", "-c", "1"]),
+        (["-Oum", "pkg.mod"], ["-m", "pkg.mod"]),
+        (["-mpkg.mod"], ["-m", "pkg.mod"]),
+        (["--check-hash-based-pycs", "never", "a.py"], ["a.py"]),
+        (["-c", "import x", "a.py"], []),
+        (["-"], []),
+        (["-i"], []),
+        ([], []),
+    ],
+)
+def test_script_or_module_out_of_the_command_line(words, program):
+    assert program_of(words) == program
+
+
+@pytest.mark.parametrize(
+    ("script", "main_file", "folder"),
+    [
+        ("train.py", "/a/b/train.py", "/a/b"),
+        ("src/train.py", "/a/b/src/train.py", "/a/b"),
+        ("./train.py", "/a/train.py", "/a"),
+        ("/a/train.py", "/a/train.py", "/now"),
+        ("train.py", "/a/other.py", "/now"),
+        ("../train.py", "/a/train.py", "/now"),
+    ],
+)
+def test_the_folder_that_a_script_was_started_in(script, main_file, folder):
+    assert starting_folder([script], "/now", main_file) == folder
+
+
+def test_without_a_script_one_device_is_used_and_the_way_to_all_is_told(monkeypatch, capsys):
+    from evener.team.launching.starting import start_all_ranks
+
+    monkeypatch.setattr("sys.orig_argv", ["python", "-c", "pass"])
+    start_all_ranks(("cuda:0", "cuda:1"), optional=True, quiet=False)
+    said = capsys.readouterr().err
+    assert "using cuda:0 of cuda:0, cuda:1" in said
+    assert "evener launch SCRIPT" in said
+    with pytest.raises(ConfigError, match=r"devices names 2 devices .*cpu, cpu.*evener launch"):
+        start_all_ranks(("cpu", "cpu"), optional=False, quiet=False)
+
+
+def test_a_notebook_is_not_started_again(monkeypatch):
+    class Notebook:
+        @staticmethod
+        def get_ipython():
+            return object()
+
+    monkeypatch.setitem(__import__("sys").modules, "IPython", Notebook)
+    with pytest.raises(ConfigError, match="a notebook is one process"):
+        how_started()
+
+
+def test_what_is_no_file_is_not_started_again(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.orig_argv", ["python", str(Path(tmp_path))])
+    with pytest.raises(ConfigError, match="is no Python file"):
+        how_started()
