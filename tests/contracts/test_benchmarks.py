@@ -116,6 +116,14 @@ def test_scale(tmp_path):
     assert all(0 < row["seconds"] <= row["median_s"] for row in rows)
 
 
+def test_size(tmp_path, load):
+    now = run(tmp_path, "size.py")["rows"][-1]
+    assert now["lines"] == sum(lines for lines, _ in now["packages"].values()) > 0
+    assert now["tokens"] == sum(tokens for _, tokens in now["packages"].values()) > now["lines"]
+    text = '"""Said."""\n\nx = [1,  # why\n     2]\n"""Of x."""\ndef f():\n    """Said."""\n'
+    assert load("size").measure(text) == (3, 12)
+
+
 def test_startup(tmp_path):
     document = run(tmp_path, "startup.py", "--only", "help", "--rounds", "1")
     [row] = document["rows"]
