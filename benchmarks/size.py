@@ -106,11 +106,12 @@ def main() -> None:
     parser.add_argument("--against", metavar="COMMIT", help="count that commit first")
     parser.add_argument("--json", help="write the report here")
     arguments = parser.parse_args()
+    before = load_average()
     commits = [None] if arguments.against is None else [arguments.against, None]
     found = [count(commit) for commit in commits]
     for one in found:
         show(one, found[0])
-    write_report(arguments.json, load_average=load_average(), rows=found)
+    write_report(arguments.json, load_average=[before, load_average()], rows=found)
 
 
 if __name__ == "__main__":
