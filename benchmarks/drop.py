@@ -20,7 +20,7 @@ from machine import load_average, write_report
 from models import GPT, Tokens, mean_loss
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.team.launching.launch import launch
+from evener.team.launch import launch
 
 STARTED = "DROP_STARTED"
 TIMEOUT_S = 120.0

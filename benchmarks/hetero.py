@@ -49,7 +49,7 @@ from evener import Ddp, DdpConfig
 from evener.engine.emulate import Slowdown
 from evener.engine.results import WindowResult
 from evener.team.environment import STORE_FD, DistributedTrainConfig
-from evener.team.launching.launch import launch
+from evener.team.launch import launch
 
 SEQ_LEN = 128
 TIMEOUT_S = 120.0

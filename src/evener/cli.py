@@ -18,15 +18,15 @@ import evener
 from evener.config.options import ClassifyOptions, PretrainOptions
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
-from evener.team.environment import DistributedTrainConfig
-from evener.team.host import check_kind, local_devices
-from evener.team.launching.child import (
+from evener.team.child import (
     apply_threads,
     end_in_silence,
     loading_libraries,
     run_child,
 )
-from evener.team.launching.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
+from evener.team.environment import DistributedTrainConfig
+from evener.team.host import check_kind, local_devices
+from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 
 app = typer.Typer(
     name="evener",
@@ -251,7 +251,7 @@ def launch_script(
     port: _Port = None,
 ) -> None:
     """Run a training script as one rank per device of this host, or of several."""
-    command = (*_PYTHON, "evener.team.launching.script", str(script), *(arguments or ()))
+    command = (*_PYTHON, "evener.team.script", str(script), *(arguments or ()))
     slow = tuple(emulate_slow or ())
     nodes = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
     raise typer.Exit(run_child(lambda: _launch(script, command, nproc, nodes, port, slow)))
@@ -276,7 +276,7 @@ def _pretrain(options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[
 def _bench(**values: Any) -> int:
     from evener.config.pretrain_presets import resolve_config
     from evener.tasks.bench import BenchOptions, run_bench
-    from evener.team.launching.ranks import check_nproc
+    from evener.team.ranks import check_nproc
 
     options = BenchOptions(**values)
     place = DistributedTrainConfig.from_env()
@@ -317,8 +317,8 @@ def _launch_classification(
     options: ClassifyOptions, nodes: NodeOptions, arguments: Sequence[str]
 ) -> int:
     from evener.config import classify_presets as presets
-    from evener.team.launching.launch import launch
-    from evener.team.launching.ranks import check_nproc
+    from evener.team.launch import launch
+    from evener.team.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
@@ -352,8 +352,8 @@ def _launch_pretraining(
     options: PretrainOptions, nodes: NodeOptions, arguments: Sequence[str]
 ) -> int:
     from evener.config.pretrain_presets import DEMO_NPROC, resolve_config
-    from evener.team.launching.launch import launch
-    from evener.team.launching.ranks import check_nproc
+    from evener.team.launch import launch
+    from evener.team.ranks import check_nproc
 
     nproc = options.nproc
     if nproc is None:
@@ -385,7 +385,7 @@ def _launch(
     port: int | None,
     emulate_slow: Sequence[str],
 ) -> int:
-    from evener.team.launching.launch import launch
+    from evener.team.launch import launch
 
     parse_emulation(emulate_slow)
     if emulate_slow:

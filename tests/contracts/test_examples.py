@@ -8,7 +8,7 @@ import pytest
 from evener import cli
 from evener.config.classify import ClassifyRunConfig
 from evener.config.pretrain import RunConfig, load_config
-from evener.team.launching import launch
+from evener.team import launch
 from helpers.source import ROOT, tracked_files
 
 EXAMPLES = [path for path in tracked_files() if path.parent == ROOT / "examples"]

@@ -144,7 +144,7 @@ def tasks_of(commands: Mapping[int, Sequence[str]], layout: Layout) -> list[_Tas
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a step to its end; the examples ask that a task which fails ends no others."""
-    from evener.team.launching.child import die_with
+    from evener.team.child import die_with
 
     die_with(os.getppid())
     parent = os.getpid()

@@ -170,7 +170,7 @@ def test_ctrl_c_while_the_command_line_is_imported_prints_nothing(sandbox):
 
 PLAIN = """\
 if "RANK" not in os.environ:
-    from evener.team.launching.starting import start_all_ranks
+    from evener.team.starting import start_all_ranks
     start_all_ranks(["cpu", "cpu"], optional=False, quiet=False)
 import argparse, ctypes, decimal, email, http.client, unittest
 with open(os.environ["TEST_MAILBOX"], "w") as mailbox:

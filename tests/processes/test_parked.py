@@ -13,7 +13,7 @@ import torch
 
 from evener import Ddp, DdpConfig, EvenerError
 from evener.engine import parking
-from evener.team.launching.signals import StopSignals
+from evener.team.signals import StopSignals
 from helpers.launched import Sandbox
 from helpers.machines import ADDRESSES, TwoMachines
 from helpers.ranks import Rank, RankTeam

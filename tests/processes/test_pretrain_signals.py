@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from evener.observe.lineage import check_exactly_once
-from evener.team.launching.launch import GRACE_S
+from evener.team.launch import GRACE_S
 from helpers.pretraining import RUN_TIMEOUT_S, Lab
 
 # Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do not,
@@ -27,7 +27,7 @@ if "RANK" in os.environ:
         return 0.0
     Slowdown.after = after
 else:  # the launcher: on a busy machine ranks may need longer to save and to end
-    from evener.team.launching import launch
+    from evener.team import launch
     launch.launch.__kwdefaults__["grace_s"] = launch._SETTLE_S = 1800.0
 def at_update(number):
     pass

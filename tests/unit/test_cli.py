@@ -8,8 +8,8 @@ import pytest
 from evener import cli
 from evener.config.options import PretrainOptions
 from evener.config.pretrain_presets import DEMO_EMULATE_SLOW, DEMO_NPROC
-from evener.team.launching import launch
-from evener.team.launching.nodes import Node
+from evener.team import launch
+from evener.team.nodes import Node
 from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {
@@ -98,7 +98,7 @@ def test_a_rank_of_our_launcher_keeps_the_launchers_options(trained, monkeypatch
         monkeypatch.setenv(name, value)
     # without the rest of what the launcher sets: this process shall not die with anybody
     monkeypatch.setenv("EVENER_LAUNCHED", "1")
-    monkeypatch.setattr("evener.team.launching.child.prepare_rank", lambda: None)
+    monkeypatch.setattr("evener.team.child.prepare_rank", lambda: None)
     assert cli.main(["pretrain", "--nproc", "2", "--port", "1234"]) == 0
     assert (trained[0].nproc, trained[0].port) == (2, 1234)
 
@@ -130,7 +130,7 @@ def test_a_classifier_asks_for_its_device_before_it_trains_a_base(launched, caps
 def test_launch_hands_all_arguments_after_the_script_to_it(launched):
     Path("train.py").touch()
     assert cli.main(["launch", "--nproc", "2", "train.py", "--port", "1", "-x", "y"]) == 42
-    program = [sys.executable, "-P", "-m", "evener.team.launching.script"]
+    program = [sys.executable, "-P", "-m", "evener.team.script"]
     command = [*program, "train.py", "--port", "1", "-x"]
     assert launched == [{"command": [*command, "y"], "nproc": 2, "port": None, "node": None}]
 

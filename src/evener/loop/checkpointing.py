@@ -15,7 +15,7 @@ from evener.errors import CheckpointError
 from evener.loop.loop import Loop
 from evener.loop.reporting import EventStream
 from evener.loop.state import capture
-from evener.team.launching.terminal import warn
+from evener.team.terminal import warn
 
 WRITE_TIMEOUT_S = 600.0
 

@@ -28,7 +28,7 @@ from evener.observe.events import (
     window_event,
     worker_started_event,
 )
-from evener.team.launching.terminal import warn
+from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
 

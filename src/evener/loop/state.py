@@ -32,7 +32,7 @@ from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
 from evener.loop.saved import check_alike, check_model, check_optimizer, check_weights
 from evener.parsing import Fields
-from evener.team.launching.terminal import warn
+from evener.team.terminal import warn
 
 STATE: Final = "state.json"
 """Document with progress, data position, planner and schedule; no rank count."""

@@ -18,8 +18,8 @@ from evener.managed.trained import TrainedState
 from evener.managed.travel import pack
 from evener.managed.workers import WorkerTeam
 from evener.team.environment import DistributedTrainConfig
-from evener.team.launching.signals import OneInterrupt
-from evener.team.launching.terminal import say
+from evener.team.signals import OneInterrupt
+from evener.team.terminal import say
 
 # An interrupted run gets so long to stop and hand over its state; a second Ctrl-C ends it at once.
 _INTERRUPTED_S = 30.0

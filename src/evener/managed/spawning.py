@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from evener.errors import LaunchError
 from evener.managed.channel import Channel
 from evener.team.environment import STORE_FD
-from evener.team.launching.failures import FailureReport
-from evener.team.launching.launch import kill_group
-from evener.team.launching.verdict import Outcome
+from evener.team.failures import FailureReport
+from evener.team.launch import kill_group
+from evener.team.verdict import Outcome
 
 
 @dataclass(slots=True)

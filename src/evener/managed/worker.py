@@ -22,9 +22,9 @@ from evener.managed.rank import ManagedRank
 from evener.managed.trained import pack_trained
 from evener.managed.travel import unpack
 from evener.observe.events import Event, Sink
+from evener.team.child import prepare_rank
 from evener.team.environment import DistributedTrainConfig
-from evener.team.launching.child import prepare_rank
-from evener.team.launching.failures import describe, exit_code_of
+from evener.team.failures import describe, exit_code_of
 
 #: After a failure, wait this long for a word from the process that started this one.
 ORDERS_TIMEOUT_S = 300.0

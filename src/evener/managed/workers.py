@@ -19,17 +19,17 @@ from evener.managed.metrics import EpochMetrics
 from evener.managed.spawning import Worker, start_worker
 from evener.managed.trained import TrainedState, unpack_trained
 from evener.observe.events import Sink
-from evener.team.launching.failures import FailureReport
-from evener.team.launching.launch import (
+from evener.team.failures import FailureReport
+from evener.team.launch import (
     ANOTHER_PROGRAM,
     kill_group,
     start_lifeline,
     still_runs,
     tell_lifeline,
 )
-from evener.team.launching.output import OutputPump
-from evener.team.launching.ranks import LocalRanks, bind_store, rank_environment
-from evener.team.launching.verdict import Outcome, first_failure, silent_end
+from evener.team.output import OutputPump
+from evener.team.ranks import LocalRanks, bind_store, rank_environment
+from evener.team.verdict import Outcome, first_failure, silent_end
 
 #: Workers that were asked to stop finish their micro-batch, at most this long.
 STOP_S = 60.0

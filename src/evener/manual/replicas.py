@@ -27,11 +27,11 @@ from evener.manual.models import (
     read_layout,
     trainable,
 )
+from evener.team.child import apply_threads
 from evener.team.environment import DistributedTrainConfig
 from evener.team.hardware import hardware_summary
-from evener.team.launching.child import apply_threads
-from evener.team.launching.terminal import say
 from evener.team.members import Member, describe_self
+from evener.team.terminal import say
 
 _Named = Mapping[str, Tensor]
 

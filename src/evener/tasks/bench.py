@@ -18,8 +18,8 @@ from evener.observe.comparison import Comparison, Trial, compare, read_trial, ta
 from evener.observe.jsonl import read_events, strict_json
 from evener.observe.wording import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
+from evener.team.child import die_with
 from evener.team.environment import AverageBackend
-from evener.team.launching.child import die_with
 
 #: A trial has this long to load models, tokenise text and start; the first one does all of it.
 START_TIMEOUT_S = 3600.0

@@ -38,7 +38,7 @@ from evener.tasks.resuming import (
 from evener.tasks.text_data import collate, prepare_text
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 from evener.tasks.trainers.transformer import TransformerTrainer
-from evener.team.launching.terminal import say
+from evener.team.terminal import say
 
 REHEARSAL_ROUNDS = 3
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from evener.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.errors import ConfigError
 from evener.planning.policies import LOCAL_OPTIONS
-from evener.team.launching.child import loading_libraries
-from evener.team.launching.signals import StopSignals
-from evener.team.launching.terminal import warn
+from evener.team.child import loading_libraries
+from evener.team.signals import StopSignals
+from evener.team.terminal import warn
 
 if TYPE_CHECKING:
     import torch

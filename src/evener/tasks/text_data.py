@@ -19,7 +19,7 @@ from evener.errors import DataError
 from evener.tasks.bpe import EOS_ID, trained_tokenizer
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
-from evener.team.launching.terminal import say
+from evener.team.terminal import say
 
 #: Tokenising a large corpus takes long; the other ranks wait this long for the one that does it.
 PREPARE_TIMEOUT_S = 6 * 3600.0

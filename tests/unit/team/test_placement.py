@@ -7,8 +7,8 @@ import torch
 
 from evener.errors import ConfigError
 from evener.team.environment import DistributedTrainConfig
-from evener.team.launching.starting import how_started, program_of, starting_folder
 from evener.team.placement import choose_device, devices_of_host
+from evener.team.starting import how_started, program_of, starting_folder
 
 CUDA, MIXED = {"cuda": 2}, {"cuda": 2, "npu": 1}
 
@@ -175,7 +175,7 @@ def test_the_folder_that_a_script_was_started_in(script, main_file, folder):
 
 
 def test_without_a_script_one_device_is_used_and_the_way_to_all_is_told(monkeypatch, capsys):
-    from evener.team.launching.starting import start_all_ranks
+    from evener.team.starting import start_all_ranks
 
     monkeypatch.setattr("sys.orig_argv", ["python", "-c", "pass"])
     start_all_ranks(("cuda:0", "cuda:1"), optional=True, quiet=False)

@@ -19,8 +19,8 @@ from evener.config.classify_presets import (
 from evener.config.folders import runs_of
 from evener.config.options import ClassifyOptions, Keys, file_or_keys
 from evener.errors import ConfigError
-from evener.team.launching.signals import StopSignals
-from evener.team.launching.terminal import say
+from evener.team.signals import StopSignals
+from evener.team.terminal import say
 
 if TYPE_CHECKING:
     from evener.tasks.classification.job import ClassifyResult

@@ -36,7 +36,7 @@ from evener.tasks.optimization import SampleSchedule
 from evener.tasks.recording.closing import show, summarise
 from evener.tasks.recording.recorder import RunRecorder
 from evener.tasks.resuming import RUN, choose_checkpoint, is_finished
-from evener.team.launching.terminal import say
+from evener.team.terminal import say
 
 HISTORY = "evaluations.json"
 """Document of a checkpoint: the evaluations until then."""

@@ -35,7 +35,7 @@ from evener.tasks.classification.given import (
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
-from evener.team.launching.terminal import warn
+from evener.team.terminal import warn
 
 _EVAL_BATCH = 64
 

@@ -9,7 +9,7 @@ from evener.observe.summary import RankSummary, RunSummary, closing_table, verdi
 from evener.observe.tally import EventTally
 from evener.tasks.recording.recorder import RunRecorder
 from evener.tasks.recording.rehearsal import Speeds
-from evener.team.launching.terminal import say
+from evener.team.terminal import say
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,7 +16,7 @@ from evener.observe.lineage import effective_events
 from evener.observe.progress import ProgressSink
 from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink
-from evener.team.launching.terminal import warn
+from evener.team.terminal import warn
 
 
 class RunRecorder(EventStream):

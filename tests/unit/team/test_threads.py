@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
+from evener.team.child import apply_threads
 from evener.team.environment import DistributedTrainConfig
-from evener.team.launching.child import apply_threads
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.errors import CollectiveMismatchError
-from evener.team.launching.failures import FailureReport
+from evener.team.failures import FailureReport
 
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: (

@@ -2,8 +2,8 @@ import signal
 
 import pytest
 
-from evener.team.launching.failures import FailureReport
-from evener.team.launching.verdict import Outcome, exit_code, explain, first_failure
+from evener.team.failures import FailureReport
+from evener.team.verdict import Outcome, exit_code, explain, first_failure
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):

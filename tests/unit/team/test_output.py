@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from evener.team.launching.output import OutputPump
+from evener.team.output import OutputPump
 
 
 @pytest.fixture

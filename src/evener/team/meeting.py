@@ -19,10 +19,10 @@ from typing import Any
 
 from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
 from evener.errors import LaunchError
-from evener.team.launching.nodes import Node
-from evener.team.launching.peers import Peers
-from evener.team.launching.ranks import MAX_NPROC, LocalRanks
-from evener.team.launching.terminal import say
+from evener.team.nodes import Node
+from evener.team.peers import Peers
+from evener.team.ranks import MAX_NPROC, LocalRanks
+from evener.team.terminal import say
 from evener.version import __version__
 
 _LONGEST_LINE_BYTES = 4096

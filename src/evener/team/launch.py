@@ -16,19 +16,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evener.errors import LaunchError
+from evener.team import lifeline
+from evener.team.child import start_in_silence
 from evener.team.environment import STORE_FD
-from evener.team.launching import lifeline
-from evener.team.launching.child import start_in_silence
-from evener.team.launching.failures import FailureReport
-from evener.team.launching.nodes import Node
-from evener.team.launching.numbering import meet
-from evener.team.launching.output import OutputPump
-from evener.team.launching.peers import Peers
-from evener.team.launching.ranks import LocalRanks, bind_store, check_nproc, rank_environment
-from evener.team.launching.signals import STOPPING, SignalQueue
-from evener.team.launching.terminal import say
-from evener.team.launching.verdict import Outcome, exit_code, explain
+from evener.team.failures import FailureReport
+from evener.team.meeting import meet
 from evener.team.news import JOINED, JOINING, NEWS_FD, Listener
+from evener.team.nodes import Node
+from evener.team.output import OutputPump
+from evener.team.peers import Peers
+from evener.team.ranks import LocalRanks, bind_store, check_nproc, rank_environment
+from evener.team.signals import STOPPING, SignalQueue
+from evener.team.terminal import say
+from evener.team.verdict import Outcome, exit_code, explain
 
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0

@@ -9,9 +9,9 @@ import pytest
 
 from evener.errors import ConfigError, LaunchError
 from evener.team.environment import DistributedTrainConfig
-from evener.team.launching.nodes import DEFAULT_PORT, Node, NodeOptions, choose_node
-from evener.team.launching.numbering import meet
-from evener.team.launching.ranks import LocalRanks, rank_environment
+from evener.team.meeting import meet
+from evener.team.nodes import DEFAULT_PORT, Node, NodeOptions, choose_node
+from evener.team.ranks import LocalRanks, rank_environment
 from evener.version import __version__
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port

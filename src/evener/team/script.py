@@ -1,6 +1,6 @@
 """Runs a user's script as a rank: as ``python SCRIPT ARGS`` would, plus what ``run_child`` adds.
 
-Used as ``python -P -m evener.team.launching.script SCRIPT ARGS``, or with ``-m MODULE ARGS``;
+Used as ``python -P -m evener.team.script SCRIPT ARGS``, or with ``-m MODULE ARGS``;
 ``-P`` keeps the current folder from shadowing modules, as it does when Python runs a script.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from evener.errors import LaunchError
-from evener.team.launching.child import end_in_silence, run_child, write_lines_at_once
+from evener.team.child import end_in_silence, run_child, write_lines_at_once
 
 
 def run_program(argv: Sequence[str]) -> None:

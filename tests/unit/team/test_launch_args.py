@@ -6,9 +6,9 @@ import pytest
 from evener.errors import ConfigError, LaunchError
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import threads_per_rank
-from evener.team.launching.launch import launch
-from evener.team.launching.lifeline import watch
-from evener.team.launching.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
+from evener.team.launch import launch
+from evener.team.lifeline import watch
+from evener.team.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
 
 
 def environment_of(rank, base=None):

@@ -15,9 +15,9 @@ from typing import Any
 from evener.errors import UserError
 from evener.team import news
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
+from evener.team.failures import describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
-from evener.team.launching.failures import describe, exit_code_of
-from evener.team.launching.uncaught import explain
+from evener.team.uncaught import explain
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"

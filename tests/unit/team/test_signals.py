@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from evener.team.launching.signals import STOPPING, SignalQueue, StopSignals
+from evener.team.signals import STOPPING, SignalQueue, StopSignals
 
 
 def handlers():

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from evener.team.launching.terminal import say
+from evener.team.terminal import say
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@
 
 The process turns into the launcher (``exec``), so nothing of what the script has loaded so far
 stays in memory, and every rank, rank 0 among them, runs the script from its beginning. It never
-imports torch: ``python -P -m evener.team.launching.starting NPROC COMMAND`` is the launcher's own
+imports torch: ``python -P -m evener.team.starting NPROC COMMAND`` is the launcher's own
 program.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from evener.errors import ConfigError
-from evener.team.launching.child import end_in_silence, run_child, start_in_silence
-from evener.team.launching.launch import launch
+from evener.team.child import end_in_silence, run_child, start_in_silence
+from evener.team.launch import launch
 
 # Options of the interpreter that are followed by an argument, in the same word or in the next.
 _WITH_ARGUMENT = "cmWX"
@@ -126,7 +126,7 @@ def _runner(files: Sequence[str]) -> str | None:
     Returns:
         Its file; ``None`` where there is none.
     """
-    scripts, own = sysconfig.get_path("scripts"), Path(__file__).parents[2]
+    scripts, own = sysconfig.get_path("scripts"), Path(__file__).parents[1]
     libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
 
     def is_installed(file: str) -> bool:
@@ -200,7 +200,7 @@ def _become_launcher(
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(started.folder)
-    command = [*_python(), "evener.team.launching.starting", str(nproc), *started.program]
+    command = [*_python(), "evener.team.starting", str(nproc), *started.program]
     os.execve(sys.executable, command, dict(environ))
 
 
@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: Number of ranks, then the script (or ``-m`` and the module) and its arguments.
     """
-    command = [*_python(), "evener.team.launching.script", *argv[1:]]
+    command = [*_python(), "evener.team.script", *argv[1:]]
     return run_child(lambda: launch(command, nproc=int(argv[0])))
 
 

@@ -7,8 +7,8 @@ from torch.distributed import DistNetworkError
 
 from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
 from evener.team import news
-from evener.team.launching.child import report_failure, run_child
-from evener.team.launching.failures import FailureReport, describe
+from evener.team.child import report_failure, run_child
+from evener.team.failures import FailureReport, describe
 
 
 def caught(error):

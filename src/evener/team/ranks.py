@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evener.errors import ConfigError, LaunchError
+from evener.team.child import PARENT_PID
 from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.host import threads_per_rank
-from evener.team.launching.child import PARENT_PID
 from evener.team.news import NEWS_FD
 
 #: More ranks than this on one host are taken for a typing error.

@@ -1,1 +1,0 @@
-"""Starts the ranks of a host, watches over them, and ends them together."""
