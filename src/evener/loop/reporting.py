@@ -20,6 +20,7 @@ from evener.observe.events import (
     Sink,
     checkpoint_event,
     checkpoint_missed_event,
+    eval_event,
     plan_event,
     run_finished_event,
     run_resumed_event,
@@ -71,7 +72,7 @@ class EventStream:
         self._members = assembly.members
         self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
-        self._has_started = False
+        self._has_started = self._has_finished = False
         self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: tuple[int, ...] = ()
         self.parked: tuple[int, ...] = ()
@@ -211,6 +212,12 @@ class EventStream:
             sync_s=record.sync_s,
         )
 
+    def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
+        """Record the held-out loss after so many windows."""
+        self.emit(
+            eval_event(t=time.time(), window=window, loss=loss, weight=weight, elapsed_s=elapsed_s)
+        )
+
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
         self.emit(
@@ -228,9 +235,9 @@ class EventStream:
         self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
-        """Tell the end of a run that has started."""
-        if self._has_started:
-            t = time.time()
+        """Tell the end of a run that has started, once; what ends later adds nothing."""
+        if self._has_started and not self._has_finished:
+            self._has_finished, t = True, time.time()
             self.emit(run_finished_event(t=t, window=window, reason=reason, message=message))
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:

@@ -115,7 +115,7 @@ class InlineRun(Run):
                 stop_when=self._stop.is_set,
                 sinks=self._job.sinks,
             )
-            self._epochs = self._rank.epochs()
+            self._epochs = self._rank.train()
         with OneInterrupt(self._stop.set) as interrupt:
             metrics = next(self._epochs, None)
             while interrupt.came and next(self._epochs, None) is not None:

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 from evener.comm.base import Communicator
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.results import WindowResult
-from evener.engine.training import train_epoch
 from evener.errors import ConfigError, UsageError
 from evener.loop.checkpointing import Checkpointer
+from evener.loop.epochs import EpochLoop
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
 from evener.managed.job import Job
@@ -32,7 +32,7 @@ EVAL_TIMEOUT_S = 24 * 3600.0
 KEPT_CHECKPOINTS = 3
 
 
-class ManagedRank:
+class ManagedRank(EpochLoop):
     """Trains this rank's part of a job; every rank of the team makes one.
 
     Args:
@@ -65,7 +65,7 @@ class ManagedRank:
         if job.scheduler is not None:
             scheduler = job.scheduler(optimizer)
             _check_scheduler(scheduler)
-        self.ddp = Loop.setup(
+        ddp = Loop.setup(
             self.model,
             optimizer,
             scheduler,
@@ -78,48 +78,54 @@ class ManagedRank:
             communicator=communicator,
             sinks=sinks,
         )
+        super().__init__(
+            ddp,
+            num_epochs=job.num_epochs,
+            max_steps=job.num_steps,
+            checkpoint_every=job.checkpoint_every,
+        )
         try:
             self.loader = self._make_loader()
             if job.resume is not None:
-                self.ddp.load(job.resume)
-            self._checkpointer = self._make_checkpointer()
+                ddp.load(job.resume)
+            if job.checkpoint_dir is not None:
+                self.checkpointer = Checkpointer(
+                    ddp, job.checkpoint_dir, keep_last=KEPT_CHECKPOINTS
+                )
         except BaseException:
-            self.ddp.close()
+            ddp.close()
             raise
+        self._engine = ddp.assembly.engine
         self._scalars = ScalarRecorder()
-        self._share = self.ddp.assembly.engine.share
-        self._tally = EpochTally(self.ddp.world_size)
-        self.ddp.on_commit(self._on_commit)
-        self.ddp.assembly.engine.call_on_left_out(self._scalars.leave_out)
+        self._share = self._engine.share
+        self._tally = EpochTally(ddp.world_size)
+        self._engine.call_on_left_out(self._scalars.leave_out)
 
-    def epochs(self) -> Iterator[EpochMetrics]:
+    def train(self) -> Iterator[EpochMetrics]:
         """Trains; all ranks iterate together.
 
         Yields:
             The metrics of each epoch, the same on every rank.
         """
-        job, ddp = self.job, self.ddp
-        while not ddp.stopping and not self._has_ended:
-            epoch = self.loader.cursor.epoch
-            if job.epoch_fn is not None:
-                job.epoch_fn(epoch, self.model)
-            self._tally.start(time.perf_counter())
-            train_epoch(
-                self.loader.epoch(epoch),
-                self._train_micro_batch,
-                self.ddp.step,
-                on_redo=lambda: self._scalars.drop(self._share.micro_batches),
-            )
+        for epoch in self.epochs():
             metrics = self._finish_epoch(epoch)
             if metrics is not None:
                 yield metrics
-        if self._checkpointer is not None:
-            self._checkpointer.save(self.loader.cursor.state_dict())
-            self._checkpointer.finish()
+        self.finish()
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Call ``epoch_fn``, and start the epoch's figures."""
+        if self.job.epoch_fn is not None:
+            self.job.epoch_fn(epoch, self.model)
+        self._tally.start(time.perf_counter())
+
+    def begin_again(self) -> None:
+        """Forget what the share has recorded."""
+        self._scalars.drop(self._share.micro_batches)
 
     def state(self) -> TrainedState:
         """The model as the team last agreed on it, on the CPU."""
-        with self.ddp.assembly.engine.consensus():
+        with self._engine.consensus():
             return capture_trained(self.model, self.ddp.progress)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -131,8 +137,8 @@ class ManagedRank:
         try:
             self.ddp.__exit__(None if error is None else type(error), error, None)
         finally:
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            if self.checkpointer is not None:
+                self.checkpointer.close()
 
     def _make_loader(self) -> TeamLoader:
         job = self.job
@@ -151,40 +157,26 @@ class ManagedRank:
         )
         return loader
 
-    def _make_checkpointer(self) -> Checkpointer | None:
-        if self.job.checkpoint_dir is None:
-            return None
-        return Checkpointer(self.ddp, self.job.checkpoint_dir, keep_last=KEPT_CHECKPOINTS)
-
-    @property
-    def _has_ended(self) -> bool:
-        if self.job.num_steps is not None:
-            return self.ddp.assembly.engine.turns >= self.job.num_steps
-        return self.loader.cursor.epoch >= (self.job.num_epochs or 0)
-
-    def _train_micro_batch(self, batch: Any) -> None:
+    def train_micro_batch(self, batch: Any) -> None:
+        """Call ``train_fn``, and carry its loss back."""
         ddp = self.ddp
-        share = self._share = ddp.assembly.engine.share
+        share = self._share = self._engine.share
         with self._scalars.recording():
             answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
         self._scalars.end_micro_batch(share.micro_batch_weight)
 
-    def _on_commit(self, result: WindowResult) -> None:
+    def on_commit(self, result: WindowResult) -> None:
+        """Add the window to the epoch's figures; save where it is due, then call the user."""
         self._tally.add(result)
         own = result.ranks[self.ddp.rank]
         self._scalars.commit(own.micro_batches, applied=not result.skipped)
-        job, window = self.job, result.progress.window
-        if job.checkpoint_every is None or window % job.checkpoint_every:
-            if self._checkpointer is not None:
-                self._checkpointer.report()
-            return
-        if self._checkpointer is not None:
-            self._checkpointer.save(self.loader.cursor.state_dict())
-        if job.checkpoint_fn is not None and self.ddp.is_main_process:
+        super().on_commit(result)
+        window, checkpoint_fn = result.progress.window, self.job.checkpoint_fn
+        if checkpoint_fn is not None and self.is_due(window) and self.ddp.is_main_process:
             with torch.no_grad():
-                job.checkpoint_fn(window, self.model)
+                checkpoint_fn(window, self.model)
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agrees on the epoch's metrics; all ranks call it together."""
@@ -195,7 +187,7 @@ class ManagedRank:
             "scalars": self._scalars.end_epoch(),
         }
         # Rank 0 is never parked, so its totals are whole.
-        answers = self.ddp.assembly.team.introduce(own)
+        answers = self._engine.team.introduce(own)
         if not answers[0]["windows"]:
             return None
         scalars, per_rank = average_scalars([answer["scalars"] for answer in answers])
@@ -221,7 +213,7 @@ class ManagedRank:
         if self.ddp.is_main_process:
             with self.ddp.evaluating():
                 values = _numbers(eval_fn(self.model))
-        answers = self.ddp.assembly.team.introduce({"eval": values}, timeout_s=EVAL_TIMEOUT_S)
+        answers = self._engine.team.introduce({"eval": values}, timeout_s=EVAL_TIMEOUT_S)
         agreed: Mapping[str, float] = answers[0]["eval"]
         return agreed
 

@@ -91,7 +91,7 @@ class Worker:
         )
         self._channel.send("ready")
         first = self._rank.ddp.is_main_process
-        for metrics in self._rank.epochs():
+        for metrics in self._rank.train():
             if first:
                 self._channel.send("metrics", metrics.document())
         if first:

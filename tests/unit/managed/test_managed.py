@@ -43,7 +43,7 @@ def run_job(world_size: int, **options: Any) -> list[tuple[list[EpochMetrics], T
             communicator=communicator,
         )
         try:
-            return list(rank.epochs()), rank.state()
+            return list(rank.train()), rank.state()
         finally:
             rank.close()
 

@@ -1,0 +1,118 @@
+"""The loop over epochs where evener owns it: training, checkpoints when they are due, the end."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evener.engine.loaders.planned import TeamLoader
+from evener.engine.results import WindowResult
+from evener.engine.training import train_epoch
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.loop import Loop
+
+
+class EpochLoop(ABC):
+    """A job of the whole team, trained until its last epoch or step; every rank makes one.
+
+    A job says in ``train_micro_batch`` what it computes. It extends ``on_commit`` by what else it
+    does when a window has been committed, such as evaluating. It gives the loop a loader, and what
+    it is to resume from, before it asks for ``epochs``::
+
+        for epoch in self.epochs():
+            ...                        # the epoch has been trained, as far as the team got
+        path = self.finish()
+
+    Args:
+        ddp: The team.
+        num_epochs: Epochs of the run; not looked at with ``max_steps``.
+        max_steps: Optimizer steps of the run, those left out included.
+        checkpoint_every: Windows between checkpoints; 0 or ``None`` for one at the end alone.
+
+    Attributes:
+        loader: What is trained on; set by the job.
+        checkpointer: Writes the checkpoints; set by the job, which also closes it.
+    """
+
+    loader: TeamLoader
+    checkpointer: Checkpointer | None = None
+
+    def __init__(
+        self,
+        ddp: Loop,
+        *,
+        num_epochs: int | None,
+        max_steps: int | None,
+        checkpoint_every: int | None,
+    ) -> None:
+        self.ddp = ddp
+        self._num_epochs = num_epochs or 0
+        self._max_steps = max_steps
+        self._checkpoint_every = checkpoint_every
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last epoch or step has been committed; a checkpoint may say so, too."""
+        if self._max_steps is not None:
+            return self.ddp.assembly.engine.turns >= self._max_steps
+        return self.loader.cursor.epoch >= self._num_epochs
+
+    def epochs(self) -> Iterator[int]:
+        """Train until the run ends or the team stops; all ranks iterate together.
+
+        Micro-batches that do not fit into the memory of a rank are halved there.
+
+        Yields:
+            The number of each epoch when this rank has left it.
+        """
+        self.ddp.on_commit(self.on_commit)
+        while not self.ddp.stopping and not self.has_ended:
+            epoch = self.loader.cursor.epoch
+            self.begin_epoch(epoch)
+            train_epoch(
+                self.loader.epoch(epoch),
+                self.train_micro_batch,
+                self.ddp.step,
+                on_redo=self.begin_again,
+            )
+            yield epoch
+
+    def finish(self) -> Path | None:
+        """Save the state at the end, and wait until it is on disk; all ranks call it together.
+
+        Returns:
+            The newest complete checkpoint, on rank 0.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self.save()
+        return self.checkpointer.finish() if self.checkpointer is not None else None
+
+    def save(self) -> None:
+        """Save the state, at a commit or between epochs; all ranks call it together."""
+        if self.checkpointer is not None:
+            self.checkpointer.save(self.loader.cursor.state_dict())
+
+    def is_due(self, window: int) -> bool:
+        """Return whether a checkpoint is due after so many windows."""
+        return bool(self._checkpoint_every) and window % (self._checkpoint_every or 1) == 0
+
+    @abstractmethod
+    def train_micro_batch(self, batch: Any) -> object:
+        """Compute forward and backward (``ddp.backward``) of a micro-batch of the loader."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Prepare an epoch, which may have been begun by an earlier process."""
+        return
+
+    def begin_again(self) -> None:
+        """Forget what was noted of this rank's share, which is computed again in smaller parts."""
+        return
+
+    def on_commit(self, result: WindowResult) -> None:
+        """Save a checkpoint where it is due; called on every rank after each committed window."""
+        if self.is_due(result.progress.window):
+            self.save()
+        elif self.checkpointer is not None:
+            self.checkpointer.report()
