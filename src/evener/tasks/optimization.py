@@ -1,29 +1,33 @@
-"""The optimizer of a language model run, and the learning rate by committed tokens."""
+"""The optimizer of a run, and the learning rate by what the team has committed."""
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW
 
+from evener.config.classify import AdapterOptimizerConfig
 from evener.config.pretrain import OptimizerConfig
 from evener.engine.results import Progress
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:
-    """AdamW with weight decay on matrices and none on vectors (norms, biases).
+    """AdamW over what is trainable, in two groups.
+
+    With ``AdapterOptimizerConfig`` they are the adapter and the head, which has a learning rate of
+    its own. Otherwise they are matrices and vectors (norms, biases), which have no weight decay.
 
     Args:
         model: Its trainable parameters are optimized.
         settings: The hyper-parameters.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2]},
-        {"params": [p for p in trainable if p.dim() < 2]},
-    ]
-    optimizer = AdamW(groups, lr=settings.lr, fused=True)
+    of_adapter = isinstance(settings, AdapterOptimizerConfig)
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_first = ".lora_" in name if of_adapter else parameter.dim() >= 2
+            groups[0 if is_first else 1].append(parameter)
+    optimizer = AdamW([{"params": group} for group in groups], lr=settings.lr, fused=True)
     apply_settings(optimizer, settings)
     return optimizer
 
@@ -33,16 +37,13 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) 
 
     A checkpoint brings back those that it was written with; what the user says now goes before.
     """
-    decays = (settings.weight_decay, 0.0)
-    for group, weight_decay in zip(optimizer.param_groups, decays, strict=True):
-        changes: dict[str, Any] = {
-            "lr": settings.lr,
-            "initial_lr": settings.lr,
-            "betas": settings.betas,
-            "eps": settings.eps,
-            "weight_decay": weight_decay,
-        }
-        group.update(changes)
+    lr_ratios, decays = (1.0, 1.0), (settings.weight_decay, 0.0)
+    if isinstance(settings, AdapterOptimizerConfig):
+        lr_ratios, decays = (1.0, settings.head_lr_ratio), (settings.weight_decay,) * 2
+    for group, ratio, weight_decay in zip(optimizer.param_groups, lr_ratios, decays, strict=True):
+        lr = settings.lr * ratio
+        group.update(lr=lr, initial_lr=lr, betas=settings.betas, eps=settings.eps)
+        group["weight_decay"] = weight_decay
 
 
 class TokenSchedule:

@@ -130,9 +130,8 @@ def _run(
     from evener.engine.emulate import parse_emulation
     from evener.tasks.classification.job import ClassificationRun
     from evener.tasks.classification.pipeline import ClassifyPipeline
-    from evener.tasks.classification.replica import make_adapter_optimizer
     from evener.tasks.classification.run_data import agree_on_data, load_data
-    from evener.tasks.optimization import SampleSchedule
+    from evener.tasks.optimization import SampleSchedule, make_optimizer
     from evener.team.environment import DistributedTrainConfig
 
     environment = DistributedTrainConfig.from_env()
@@ -159,7 +158,7 @@ def _run(
     schedule = SampleSchedule(config.optimizer)
     ddp = Ddp.setup(
         pipeline.model,
-        make_adapter_optimizer(pipeline.model, config.optimizer),
+        make_optimizer(pipeline.model, config.optimizer),
         schedule,
         backend=config.backend,
         devices=config.devices,

@@ -28,11 +28,10 @@ from evener.tasks.classification.head import fit_head
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.progress import EvaluationHistory
-from evener.tasks.classification.replica import apply_adapter_settings
 from evener.tasks.classification.report import write_report
 from evener.tasks.classification.run_data import LabelledData
 from evener.tasks.classification.team_evaluation import evaluate_team
-from evener.tasks.optimization import SampleSchedule
+from evener.tasks.optimization import SampleSchedule, apply_settings
 from evener.tasks.recording.closing import show, summarise
 from evener.tasks.recording.recorder import RunRecorder
 from evener.tasks.resuming import RUN, choose_checkpoint, is_finished
@@ -461,7 +460,7 @@ class ClassificationRun:
             raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
         self.ddp.load(checkpoint.path)
         for optimizer in self.ddp.assembly.optimizers:
-            apply_adapter_settings(optimizer, self.config.optimizer)
+            apply_settings(optimizer, self.config.optimizer)
         self.history.load_state_dict(checkpoint.document(HISTORY))
         if BEST in checkpoint.manifest.files:
             self.assets[BEST] = checkpoint.asset(BEST)

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
-from torch.optim import AdamW
 
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.config.classify import AdapterOptimizerConfig
 from evener.data.cursor import derive_seed
 from evener.engine.emulate import Slowdown, compute_clock
 from evener.engine.loaders.planned import split
@@ -21,37 +18,7 @@ from evener.loop.precision import HALF, AutocastForward, choose_precision
 from evener.planning.report import Report
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.pipeline import ClassifyPipeline
-
-
-def make_adapter_optimizer(model: nn.Module, settings: AdapterOptimizerConfig) -> AdamW:
-    """AdamW over what is trainable: first the adapter, then the head.
-
-    Args:
-        model: Its trainable parameters are optimized.
-        settings: The hyper-parameters.
-    """
-    adapter: list[nn.Parameter] = []
-    head: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            (adapter if ".lora_" in name else head).append(parameter)
-    optimizer = AdamW([{"params": adapter}, {"params": head}], lr=settings.lr, fused=True)
-    apply_adapter_settings(optimizer, settings)
-    return optimizer
-
-
-def apply_adapter_settings(
-    optimizer: torch.optim.Optimizer, settings: AdapterOptimizerConfig
-) -> None:
-    """Puts the hyper-parameters into an optimizer of ``make_adapter_optimizer``."""
-    for group, ratio in zip(optimizer.param_groups, (1.0, settings.head_lr_ratio), strict=True):
-        group.update(
-            lr=settings.lr * ratio,
-            initial_lr=settings.lr * ratio,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+from evener.tasks.optimization import make_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +60,7 @@ class Replica:
         self.pipeline = pipeline
         self.comm = comm
         self.flat = FlatBuffers(list(pipeline.model.named_parameters()), comm.world_size)
-        self.optimizer = make_adapter_optimizer(pipeline.model, config.optimizer)
+        self.optimizer = make_optimizer(pipeline.model, config.optimizer)
         self._averager = GradientAverager(self.flat, comm)
         self._slowdown = Slowdown(slow, clock=compute_clock(str(pipeline.device)))
         self._micro_batch_size = micro_batch_size
