@@ -161,9 +161,14 @@ class OptimizerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out loss, over all ranks."""
+    """When the held-out samples are evaluated, over all ranks."""
 
     every: NotNegative = Field(default=100, description="windows; 0: only at the end")
+
+
+class HeldoutLossConfig(EvalConfig):
+    """Held-out loss, over all ranks."""
+
     max_sequences: Positive | None = Field(default=None, description="of the held-out split; all")
 
 
@@ -185,16 +190,12 @@ class SampleConfig(Section):
     temperature: Annotated[Number, Field(ge=0)] = 0.6
 
 
-class RunConfig(Section):
-    """Everything about one pretraining run."""
+class JobConfig(Section):
+    """What every job of the driver (``tasks/job.py``) can be told."""
 
     name: str | None = Field(default=None, description="run folder; the YAML's name")
-    data: DataConfig = DataConfig()
-    model: ModelConfig = ModelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    sample: SampleConfig = SampleConfig()
     batch_size: Positive = Field(
         default=32,
         description="samples of one optimizer step: of the whole team in sync, else of a rank",
@@ -244,6 +245,16 @@ class RunConfig(Section):
         default_factory=list,
         description="import paths of functions that make a Sink, such as tracking:make_sink",
     )
+
+
+class RunConfig(JobConfig):
+    """Everything about one pretraining run."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: HeldoutLossConfig = HeldoutLossConfig()
+    sample: SampleConfig = SampleConfig()
 
     @model_validator(mode="after")
     def _one_model(self) -> "RunConfig":

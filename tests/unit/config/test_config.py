@@ -9,11 +9,11 @@ from evener.config.pretrain_presets import DEMO, resolve_config
 from evener.errors import CheckpointError, ConfigError, DataError
 
 KEYS = (
-    "name, data, model, optimizer, eval, checkpoint, sample, batch_size, micro_batch_size, "
+    "name, eval, checkpoint, batch_size, micro_batch_size, "
     "max_steps, epochs, seed, policy, speed_hint, anchor, overhead_target, max_anchor, "
     "max_batch_diff, divergence_guard, divergence_threshold, lr_scale_ratio, backend, devices, "
     "precision, non_finite, verify_every, timeout_s, measure, "
-    "tensorboard, sinks"
+    "tensorboard, sinks, data, model, optimizer, sample"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio, max_grad_norm"
 
