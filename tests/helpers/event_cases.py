@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from evener.observe.events import RankRow, run_started_event, window_event
+from evener.observe.events import RankRow, make_event
 
 
 def started(t: float = 0.0, **changes: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def started(t: float = 0.0, **changes: Any) -> dict[str, Any]:
         "num_samples": 100,
         "total_windows": None,
     }
-    return run_started_event(t=t, **{**options, **changes})
+    return make_event("run_started", t=t, **{**options, **changes})
 
 
 def committed_window(
@@ -47,11 +47,13 @@ def committed_window(
             zip(samples, losses, times_s, strict=True)
         )
     ]
-    return window_event(
+    parts = [(window * size, (window + 1) * size)] if committed is None else committed
+    return make_event(
+        "window",
         t=float(window) if t is None else t,
         window=window,
         generation=0,
         epoch=epoch,
-        committed=[(window * size, (window + 1) * size)] if committed is None else committed,
+        committed=[list(part) for part in parts],
         ranks=rows,
     )

@@ -14,21 +14,7 @@ from evener.checkpoint import WrittenCheckpoint
 from evener.engine.results import RankRecord, WindowResult
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
-from evener.observe.events import (
-    Fanout,
-    RankRow,
-    Sink,
-    checkpoint_event,
-    checkpoint_missed_event,
-    eval_event,
-    plan_event,
-    run_finished_event,
-    run_resumed_event,
-    run_started_event,
-    straggler_event,
-    window_event,
-    worker_started_event,
-)
+from evener.observe.events import Fanout, RankRow, Sink, make_event
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
@@ -74,7 +60,7 @@ class EventStream:
         self._sinks = Fanout(warn)
         self._has_started = self._has_finished = False
         self._watch = StragglerWatch(assembly.comm.world_size)
-        self._shares: tuple[int, ...] = ()
+        self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
         self._facts: dict[str, Any] = {
             "t": time.time(),
@@ -126,17 +112,19 @@ class EventStream:
         place = {"t": facts["t"], "window": facts["window"]}
         path, new_data = facts.pop("resumed_from", None), facts.pop("new_data", False)
         if path is not None:
-            self.emit(run_resumed_event(path=str(path), new_data=new_data, **place))
+            self.emit(make_event("run_resumed", path=str(path), new_data=new_data, **place))
         self.emit(
-            run_started_event(
-                members=self._names,
+            make_event(
+                "run_started",
+                members=list(self._names),
                 emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
                 **facts,
             )
         )
         for m in members:
             self.emit(
-                worker_started_event(
+                make_event(
+                    "worker_started",
                     t=place["t"],
                     rank=m.rank,
                     member=m.member,
@@ -157,26 +145,26 @@ class EventStream:
             "generation": state.generation,
             "epoch": result.epoch,
         }
-        shares, cadence = tuple(record.samples for record in result.ranks), result.cadence
+        shares, cadence = [record.samples for record in result.ranks], result.cadence
         # Windows that are closed by time differ by a step or two: a new anchor is a new plan.
-        planned = shares if cadence is None else (cadence.anchor,)
+        planned = shares if cadence is None else [cadence.anchor]
         if planned != self._shares:
             self._shares = planned
-            self.emit(plan_event(start=result.start, size=result.size, shares=shares, **place))
+            plan: dict[str, Any] = {"start": result.start, "size": result.size, "shares": shares}
+            self.emit(make_event("plan", **plan, **place))
         team = self._engine.team
         self.parked = tuple(sorted(team.parked))
-        event = window_event(
-            committed=result.ranges or [result.committed],
-            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
+        event = make_event(
+            "window",
             **place,
+            committed=[list(part) for part in result.ranges or [result.committed]],
+            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            parked=list(self.parked),
         )
-        event |= {
-            "loss": result.loss,
-            "lr": result.lr,
-            "grad_norm": result.grad_norm,
-            "skipped": result.skipped,
-            "parked": list(self.parked),
-        }
         if cadence is not None:  # local steps
             for row, record in zip(event["ranks"], result.ranks, strict=True):
                 row |= {"steps": record.steps, "stale_steps": record.stale_steps}
@@ -190,7 +178,8 @@ class EventStream:
         self.emit(event)
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
             self.emit(
-                straggler_event(
+                make_event(
+                    "straggler",
                     t=time.time(),
                     rank=rank,
                     member=self._names[rank],
@@ -214,14 +203,14 @@ class EventStream:
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Record the held-out loss after so many windows."""
-        self.emit(
-            eval_event(t=time.time(), window=window, loss=loss, weight=weight, elapsed_s=elapsed_s)
-        )
+        event = {"window": window, "name": "heldout", "loss": loss, "weight": weight}
+        self.emit(make_event("eval", t=time.time(), elapsed_s=elapsed_s, **event))
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
         self.emit(
-            checkpoint_event(
+            make_event(
+                "checkpoint",
                 t=time.time(),
                 window=written.step,
                 path=str(written.path),
@@ -232,13 +221,14 @@ class EventStream:
 
     def missed_checkpoint(self, step: int, reason: str) -> None:
         """Record a checkpoint that was not written."""
-        self.emit(checkpoint_missed_event(t=time.time(), window=step, reason=reason))
+        self.emit(make_event("checkpoint_missed", t=time.time(), window=step, reason=reason))
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started, once; what ends later adds nothing."""
         if self._has_started and not self._has_finished:
-            self._has_finished, t = True, time.time()
-            self.emit(run_finished_event(t=t, window=window, reason=reason, message=message))
+            self._has_finished = True
+            end = {"window": window, "reason": reason, "message": message}
+            self.emit(make_event("run_finished", t=time.time(), **end))
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Tell the end of a user's loop, and close all sinks; idempotent."""

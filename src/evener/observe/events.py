@@ -5,14 +5,50 @@ it has them ``rank`` and ``member``. New fields may be added; none changes its m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, final
+from typing import Any, Final, Self, TypedDict, final
 
 from evener.parsing import Fields, short, whole
 
 Event = Mapping[str, Any]
+
+#: The fields of each type of event besides ``t`` and ``type``.
+FIELDS: Final = {
+    # A run begins, also one that resumes. ``members`` are in rank order, ``policy`` is such as
+    # ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such as
+    # ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null.
+    "run_started": "run members policy backend unit num_samples total_windows",
+    # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
+    "worker_started": "rank member pid host device",
+    # A window is planned: ``shares`` are whole samples per rank and sum to ``size``.
+    "plan": "window generation epoch start size shares",
+    # It is known that every rank applied a window. ``window`` is its number over the whole run,
+    # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
+    # ``ranks`` has a ``RankRow`` for each rank.
+    "window": "window generation epoch committed ranks",
+    # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
+    "eval": "window name loss weight elapsed_s",
+    # A checkpoint of the state after ``window`` windows is whole on disk.
+    "checkpoint": "window path num_bytes write_s",
+    # The state after ``window`` windows was not written: the attempt failed, or was left out.
+    "checkpoint_missed": "window reason",
+    # A member is gone; ``window`` is the one that was under way.
+    "worker_lost": "rank member window reason",
+    # A member contributes from ``window`` on, in a new generation.
+    "worker_joined": "rank member window generation",
+    # A member took the live state of member ``donor``, as it was before ``window``.
+    "healed": "rank member window donor num_bytes elapsed_s",
+    # The run goes on with ``window`` from the checkpoint ``path``; earlier events of it and of
+    # later windows are void. With ``new_data`` it goes on with other data, from its epoch 0 on.
+    "run_resumed": "window path new_data",
+    # The team formed anew and goes on with ``window``; earlier events from there on are void.
+    "reformed": "window generation members",
+    # A rank needed ``compute_s`` for a share for which ``expected_s`` were planned.
+    "straggler": "rank member window compute_s expected_s",
+    # The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``.
+    "run_finished": "window reason message",
+}
 
 
 class Sink(ABC):
@@ -29,16 +65,27 @@ class Sink(ABC):
     def close(self) -> None:
         """Write out what is held back and let go of the output; may be called again."""
 
-    def __enter__(self) -> "Sink":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
+    """Return an event of a type of ``FIELDS``, with its fields and any others that describe it.
+
+    Args:
+        kind: The type of event.
+        t: Unix seconds.
+        **fields: Its fields (JSON).
+
+    Raises:
+        ValueError: A field of its type is missing.
+    """
+    if missing := [name for name in FIELDS[kind].split() if name not in fields]:
+        raise ValueError(f"the event {kind} lacks {', '.join(missing)}")
+    return {"t": t, "type": kind, **fields}
 
 
 def check_fields(value: Any) -> None:
@@ -125,9 +172,8 @@ class Fanout(Sink):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRow:
-    """One rank's part of a committed window.
+class RankRow(TypedDict):
+    """One rank's part of a committed window, as it stands in a ``window`` event.
 
     Attributes:
         rank: Its rank in that window's generation.
@@ -149,125 +195,43 @@ class RankRow:
     wait_s: float
     sync_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row as it stands in a ``window`` event."""
-        return {
-            "rank": self.rank,
-            "member": self.member,
-            "samples": self.samples,
-            "weight": self.weight,
-            "loss": self.loss,
-            "compute_s": self.compute_s,
-            "wait_s": self.wait_s,
-            "sync_s": self.sync_s,
-        }
 
+@dataclass(slots=True)
+class Totals:
+    """What rows of committed windows add up to.
 
-def run_started_event(
-    *,
-    t: float,
-    run: str,
-    members: Sequence[str],
-    policy: str,
-    backend: str,
-    unit: str,
-    num_samples: int,
-    total_windows: int | None,
-    **details: Any,
-) -> dict[str, Any]:
-    """A run begins, also one that resumes.
-
-    Args:
-        t: Unix seconds.
-        run: Name of the run.
-        members: Member ids in rank order.
-        policy: Apply policy, such as ``sync``.
-        backend: What carries the exchange, such as ``gloo``.
-        unit: What a weight counts, such as ``tokens``.
-        num_samples: Samples of one epoch.
-        total_windows: Windows until the planned end, if that is known.
-        **details: Anything else that describes the run (JSON).
+    Attributes:
+        windows: Windows.
+        samples: Samples done.
+        weight: Their weight (tokens, or samples).
+        compute_s: Seconds of compute.
+        wait_s: Seconds of waiting for other ranks.
+        sync_s: Seconds of exchange.
     """
-    return {
-        "t": t,
-        "type": "run_started",
-        "run": run,
-        "members": list(members),
-        "policy": policy,
-        "backend": backend,
-        "unit": unit,
-        "num_samples": num_samples,
-        "total_windows": total_windows,
-        **details,
-    }
 
+    windows: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    sync_s: float = 0.0
 
-def worker_started_event(
-    *, t: float, rank: int, member: str, pid: int, host: str, device: str
-) -> dict[str, Any]:
-    """A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``."""
-    return {
-        "t": t,
-        "type": "worker_started",
-        "rank": rank,
-        "member": member,
-        "pid": pid,
-        "host": host,
-        "device": device,
-    }
+    def add(self, rows: Iterable[RankRow]) -> Self:
+        """Add rows of one window."""
+        self.windows += 1
+        for row in rows:
+            self.samples += row["samples"]
+            self.weight += row["weight"]
+            self.compute_s += row["compute_s"]
+            self.wait_s += row["wait_s"]
+            self.sync_s += row["sync_s"]
+        return self
 
-
-def plan_event(
-    *,
-    t: float,
-    window: int,
-    generation: int,
-    epoch: int,
-    start: int,
-    size: int,
-    shares: Sequence[int],
-) -> dict[str, Any]:
-    """A window is planned: ``shares`` are whole samples per rank and sum to ``size``."""
-    return {
-        "t": t,
-        "type": "plan",
-        "window": window,
-        "generation": generation,
-        "epoch": epoch,
-        "start": start,
-        "size": size,
-        "shares": list(shares),
-    }
-
-
-def window_event(
-    *,
-    t: float,
-    window: int,
-    generation: int,
-    epoch: int,
-    committed: Sequence[tuple[int, int]],
-    ranks: Sequence[RankRow],
-) -> dict[str, Any]:
-    """A window is committed: it is known that every rank applied it.
-
-    Args:
-        t: Unix seconds at which that was known.
-        window: Its number over the whole run.
-        generation: Period in which membership did not change.
-        epoch: The epoch its samples are of.
-        committed: Ranges ``(start, stop)`` of the epoch's permutation that it holds.
-        ranks: One row per rank.
-    """
-    return {
-        "t": t,
-        "type": "window",
-        "window": window,
-        "generation": generation,
-        "epoch": epoch,
-        "committed": [list(part) for part in committed],
-        "ranks": [row.to_json() for row in ranks],
-    }
+    @property
+    def wait_fraction(self) -> float:
+        """Return the part of the time that was spent waiting, from 0 to 1."""
+        total_s = self.compute_s + self.wait_s + self.sync_s
+        return self.wait_s / total_s if total_s > 0 else 0.0
 
 
 def mean_loss(event: Event) -> float | None:
@@ -284,136 +248,3 @@ def mean_loss(event: Event) -> float | None:
             total += row["loss"] * row["weight"]
             weight += row["weight"]
     return total / weight if weight > 0 else None
-
-
-def eval_event(
-    *, t: float, window: int, loss: float, weight: float, elapsed_s: float, name: str = "heldout"
-) -> dict[str, Any]:
-    """An evaluation after ``window`` windows: mean loss over ``weight`` units of set ``name``."""
-    return {
-        "t": t,
-        "type": "eval",
-        "window": window,
-        "name": name,
-        "loss": loss,
-        "weight": weight,
-        "elapsed_s": elapsed_s,
-    }
-
-
-def checkpoint_event(
-    *, t: float, window: int, path: str, num_bytes: int, write_s: float
-) -> dict[str, Any]:
-    """A checkpoint of the state after ``window`` windows is whole on disk."""
-    return {
-        "t": t,
-        "type": "checkpoint",
-        "window": window,
-        "path": path,
-        "num_bytes": num_bytes,
-        "write_s": write_s,
-    }
-
-
-def checkpoint_missed_event(*, t: float, window: int, reason: str) -> dict[str, Any]:
-    """The state after ``window`` windows was not written: the attempt failed, or was left out."""
-    return {"t": t, "type": "checkpoint_missed", "window": window, "reason": reason}
-
-
-def worker_lost_event(
-    *, t: float, rank: int, member: str, window: int, reason: str
-) -> dict[str, Any]:
-    """A member is gone; ``window`` is the one that was under way."""
-    return {
-        "t": t,
-        "type": "worker_lost",
-        "rank": rank,
-        "member": member,
-        "window": window,
-        "reason": reason,
-    }
-
-
-def worker_joined_event(
-    *, t: float, rank: int, member: str, window: int, generation: int
-) -> dict[str, Any]:
-    """A member contributes from ``window`` on, in a new generation."""
-    return {
-        "t": t,
-        "type": "worker_joined",
-        "rank": rank,
-        "member": member,
-        "window": window,
-        "generation": generation,
-    }
-
-
-def healed_event(
-    *, t: float, rank: int, member: str, window: int, donor: str, num_bytes: int, elapsed_s: float
-) -> dict[str, Any]:
-    """A member took the live state of member ``donor``, as it was before ``window``."""
-    return {
-        "t": t,
-        "type": "healed",
-        "rank": rank,
-        "member": member,
-        "window": window,
-        "donor": donor,
-        "num_bytes": num_bytes,
-        "elapsed_s": elapsed_s,
-    }
-
-
-def run_resumed_event(
-    *, t: float, window: int, path: str | None, new_data: bool = False
-) -> dict[str, Any]:
-    """The run goes on with ``window``; earlier events of it and of later windows are void.
-
-    Args:
-        t: Unix seconds.
-        window: The first window of this session.
-        path: The checkpoint.
-        new_data: It goes on with other data, from its epoch 0 on.
-    """
-    return {"t": t, "type": "run_resumed", "window": window, "path": path, "new_data": new_data}
-
-
-def reformed_event(
-    *, t: float, window: int, generation: int, members: Sequence[str]
-) -> dict[str, Any]:
-    """The team formed anew and goes on with ``window``; earlier events from there on are void."""
-    return {
-        "t": t,
-        "type": "reformed",
-        "window": window,
-        "generation": generation,
-        "members": list(members),
-    }
-
-
-def straggler_event(
-    *, t: float, rank: int, member: str, window: int, compute_s: float, expected_s: float
-) -> dict[str, Any]:
-    """A rank needed ``compute_s`` for a share for which ``expected_s`` were planned."""
-    return {
-        "t": t,
-        "type": "straggler",
-        "rank": rank,
-        "member": member,
-        "window": window,
-        "compute_s": compute_s,
-        "expected_s": expected_s,
-    }
-
-
-def run_finished_event(
-    *, t: float, window: int, reason: str, message: str | None = None
-) -> dict[str, Any]:
-    """The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``."""
-    return {
-        "t": t,
-        "type": "run_finished",
-        "window": window,
-        "reason": reason,
-        "message": message,
-    }

@@ -4,9 +4,9 @@ import math
 import os
 import shutil
 from collections import deque
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from evener.observe.events import Event, Sink, mean_loss
+from evener.observe.events import Event, Sink, Totals, mean_loss
 from evener.observe.wording import human_bytes, human_count, human_duration
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
@@ -25,26 +25,12 @@ class ProgressSink(Sink):
     run leaves the terminal usable. A stream that breaks is left alone from then on.
     """
 
-    def __init__(
-        self,
-        stream: TextIO,
-        *,
-        total_windows: int | None = None,
-        unit: str | None = None,
-        live: bool | None = None,
-    ) -> None:
-        """Write to ``stream``, which stays open.
-
-        Args:
-            stream: Usually standard error.
-            total_windows: Windows until the planned end; else taken from ``run_started``.
-            unit: What a weight counts; else taken from ``run_started``.
-            live: Whether to keep one line up to date; by default, if the stream is a terminal.
-        """
+    def __init__(self, stream: TextIO) -> None:
+        """Write to ``stream``, which stays open; usually standard error."""
         self._stream = stream
-        self._total = total_windows
-        self._unit = unit
-        self._live = stream.isatty() if live is None else live
+        self._total: int | None = None
+        self._unit = "samples"
+        self._live = stream.isatty()
         self._unicode = (stream.encoding or "").lower().startswith("utf")
         self._state = _Progress()
         self._num_lines = 0
@@ -75,8 +61,7 @@ class ProgressSink(Sink):
     def _take(self, event: Event) -> None:
         kind = event["type"]
         if kind == "run_started":
-            self._total = event["total_windows"] if self._total is None else self._total
-            self._unit = event["unit"] if self._unit is None else self._unit
+            self._total, self._unit = event["total_windows"], event["unit"]
         elif kind == "window":
             self._state.add(event)
             self._show_window(event["t"])
@@ -136,12 +121,21 @@ class ProgressSink(Sink):
         self._live = self._shown = False
 
     def _line(self, bar: str = "", *, brief: bool = False) -> str:
-        return self._state.line(self._total, self._unit or "samples", bar=bar, brief=brief)
+        return self._state.line(self._total, self._unit, bar=bar, brief=brief)
 
     def _clear_live(self) -> None:
         if self._shown:
             self._stream.write("\r\x1b[2K")
             self._shown = False
+
+
+class _Window(NamedTuple):
+    """A window that was seen not long ago."""
+
+    t: float
+    step: int
+    rows: list[Any]
+    done: Totals
 
 
 class _Progress:
@@ -151,18 +145,14 @@ class _Progress:
         self.step = 0
         self.windows = 0  # that were seen here
         self._loss: float | None = None
-        self._recent: deque[tuple[float, int, float, list[Any]]] = deque(maxlen=_SPEED_WINDOWS)
-        self._recent_steps: deque[int] = deque(maxlen=_SPEED_WINDOWS)
+        self._recent: deque[_Window] = deque(maxlen=_SPEED_WINDOWS)
 
     def add(self, event: Event) -> None:
         rows = event["ranks"]
         # A window of local steps says how many optimizer steps there have been.
         self.step = event.get("turns", event["window"] + 1)
         self.windows += 1
-        weight = sum(row["weight"] for row in rows)
-        samples = sum(row["samples"] for row in rows)
-        self._recent.append((event["t"], samples, weight, rows))
-        self._recent_steps.append(self.step)
+        self._recent.append(_Window(event["t"], self.step, rows, Totals().add(rows)))
         loss = mean_loss(event)
         if loss is not None:
             # One loss that is not finite is shown, and does not stay for ever.
@@ -172,7 +162,6 @@ class _Progress:
     def restart(self) -> None:
         """Forget speeds: the time until the next window is not that of a window."""
         self._recent.clear()
-        self._recent_steps.clear()
 
     def line(self, total: int | None, unit: str, *, bar: str, brief: bool) -> str:
         parts = [f"step {self.step:,}" + (f"/{total:,}" if total is not None else "")]
@@ -180,61 +169,47 @@ class _Progress:
             parts.append(bar)
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
-        seconds, samples, weight = self._span()
+        # Speed is measured from the oldest remembered commit to the newest.
+        recent = list(self._recent)
+        seconds, later = recent[-1].t - recent[0].t if recent else 0.0, recent[1:]
         if seconds > 0:
             if unit != "samples":
+                weight = sum(window.done.weight for window in later)
                 parts.append(f"{human_count(weight / seconds)} {unit}/s")
             if unit == "samples" or not brief:
+                samples = sum(window.done.samples for window in later)
                 parts.append(f"{human_count(samples / seconds)} samples/s")
             if total is not None and total > self.step:
-                num_steps = max(1, self._recent_steps[-1] - self._recent_steps[0])
+                num_steps = max(1, self.step - recent[0].step)
                 left_s = (total - self.step) * seconds / num_steps
                 parts.append(f"ETA {human_duration(left_s)}")
         return "  ".join(parts) + self._ranks(brief=brief)
 
-    def _span(self) -> tuple[float, int, float]:
-        """Seconds, samples and weight from the oldest remembered commit to the newest."""
-        if len(self._recent) < 2:
-            return 0.0, 0, 0.0
-        after_first = list(self._recent)[1:]
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        return seconds, sum(r[1] for r in after_first), sum(r[2] for r in after_first)
-
     def _ranks(self, *, brief: bool) -> str:
         """Share of the newest window and part of recent time spent waiting, for each rank."""
-        rows = self._recent[-1][3] if self._recent else []
-        if len(rows) < 2:
+        newest = self._recent[-1] if self._recent else None
+        if newest is None or len(newest.rows) < 2:
             return ""
-        waits = self._waits()
-        if len(rows) > _MAX_RANKS_IN_LINE:
-            worst = max(rows, key=lambda row: waits[row["member"]])
-            wait = waits[worst["member"]]
-            return f"  | {len(rows)} ranks, rank {worst['rank']} waits most: {wait:.0%}"
-        size = sum(row["samples"] for row in rows) or 1
-        shares = [100 * row["samples"] / size for row in rows]
-        waited = [100 * waits[row["member"]] for row in rows]
+        by_member: dict[str, Totals] = {}
+        for window in self._recent:
+            for row in window.rows:
+                by_member.setdefault(row["member"], Totals()).add([row])
+        size = newest.done.samples or 1
+        shares = [100 * row["samples"] / size for row in newest.rows]
+        waits = [100 * by_member[row["member"]].wait_fraction for row in newest.rows]
+        ranks = [row["rank"] for row in newest.rows]
+        if len(ranks) > _MAX_RANKS_IN_LINE:
+            wait = max(waits)
+            return (
+                f"  | {len(ranks)} ranks, rank {ranks[waits.index(wait)]} waits most: {wait:.0f}%"
+            )
         if brief:
-            one, other = ("/".join(f"{part:.0f}" for part in parts) for parts in (shares, waited))
+            one, other = ("/".join(f"{part:.0f}" for part in parts) for parts in (shares, waits))
             return f"  | share {one}% wait {other}%"
         return "".join(
-            f"  | rank {row['rank']}: {share:.0f}% wait {wait:.0f}%"
-            for row, share, wait in zip(rows, shares, waited, strict=True)
+            f"  | rank {rank}: {share:.0f}% wait {wait:.0f}%"
+            for rank, share, wait in zip(ranks, shares, waits, strict=True)
         )
-
-    def _waits(self) -> dict[str, float]:
-        """Part of recent time that each member waited."""
-        wait_s: dict[str, float] = {}
-        total_s: dict[str, float] = {}
-        for _, _, _, rows in self._recent:
-            for row in rows:
-                member, waited_s = row["member"], row["wait_s"]
-                spent_s = row["compute_s"] + waited_s + row["sync_s"]
-                wait_s[member] = wait_s.get(member, 0.0) + waited_s
-                total_s[member] = total_s.get(member, 0.0) + spent_s
-        return {
-            member: wait_s[member] / spent_s if spent_s > 0 else 0.0
-            for member, spent_s in total_s.items()
-        }
 
 
 def describe(event: Event) -> str | None:

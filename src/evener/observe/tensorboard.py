@@ -5,18 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from evener.errors import ConfigError
-from evener.observe.events import Event, Sink, mean_loss
+from evener.observe.events import Event, Sink, Totals, mean_loss
 
 
 class TensorBoardSink(Sink):
     """Writes scalars by window: loss, speed, and per rank its share, wait and compute time."""
 
-    def __init__(self, folder: Path, *, unit: str = "tokens") -> None:
-        """Open an event file in ``folder``.
-
-        Args:
-            folder: Receives the file; made if needed.
-            unit: What a weight counts; until ``run_started`` says so.
+    def __init__(self, folder: Path) -> None:
+        """Open an event file in ``folder``, which is made if needed.
 
         Raises:
             ConfigError: TensorBoard is not installed.
@@ -29,7 +25,7 @@ class TensorBoardSink(Sink):
                 "pip install 'evener[tensorboard]', or switch TensorBoard off"
             ) from error
         self._writer: Any = SummaryWriter(str(folder))
-        self._unit = unit
+        self._unit = "tokens"
         self._last_t: float | None = None
 
     def emit(self, event: Event) -> None:
@@ -60,22 +56,18 @@ class TensorBoardSink(Sink):
             self._scalar(f"eval/{event['name']}_loss", event["loss"], event["window"], event["t"])
 
     def _write_window(self, event: Event) -> None:
-        t, rows = event["t"], event["ranks"]
-        step = event["window"] + 1
-        weight = sum(row["weight"] for row in rows)
-        samples = sum(row["samples"] for row in rows)
-        loss = mean_loss(event)
-        if loss is not None:
+        t, rows, step = event["t"], event["ranks"], event["window"] + 1
+        done = Totals().add(rows)
+        if (loss := mean_loss(event)) is not None:
             self._scalar("train/loss", loss, step, t)
         if self._last_t is not None and t > self._last_t:
-            self._scalar(f"train/{self._unit}_per_s", weight / (t - self._last_t), step, t)
+            self._scalar(f"train/{self._unit}_per_s", done.weight / (t - self._last_t), step, t)
         self._last_t = t
         for row in rows:
-            total_s = row["compute_s"] + row["wait_s"] + row["sync_s"]
             name = f"rank_{row['rank']}"
-            self._scalar(f"share/{name}", row["samples"] / samples if samples else 0.0, step, t)
+            self._scalar(f"share/{name}", row["samples"] / (done.samples or 1), step, t)
             self._scalar(f"compute_s/{name}", row["compute_s"], step, t)
-            self._scalar(f"wait/{name}", row["wait_s"] / total_s if total_s > 0 else 0.0, step, t)
+            self._scalar(f"wait/{name}", Totals().add([row]).wait_fraction, step, t)
 
     def _scalar(self, tag: str, value: float, step: int, t: float) -> None:
         self._writer.add_scalar(tag, value, step, walltime=t)

@@ -1,6 +1,6 @@
 import pytest
 
-from evener.observe.events import reformed_event, run_resumed_event
+from evener.observe.events import make_event
 from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from helpers.event_cases import committed_window, started
 
@@ -21,8 +21,8 @@ def test_ranges_are_merged_by_epoch() -> None:
 @pytest.mark.parametrize(
     "void",
     [
-        run_resumed_event(t=9.0, window=1, path="step-1"),
-        reformed_event(t=9.0, window=1, generation=2, members=["a"]),
+        make_event("run_resumed", t=9.0, window=1, path="step-1", new_data=False),
+        make_event("reformed", t=9.0, window=1, generation=2, members=["a"]),
     ],
 )
 def test_windows_that_were_lost_are_void(void: dict[str, object]) -> None:
@@ -43,9 +43,9 @@ def test_two_resumes_void_in_any_order() -> None:
     events = [
         committed_window(0, committed=[(0, 10)]),
         committed_window(1, committed=[(10, 20)]),
-        run_resumed_event(t=3.0, window=1, path=None),
+        make_event("run_resumed", t=3.0, window=1, path=None, new_data=False),
         committed_window(1, committed=[(10, 20)]),
-        run_resumed_event(t=5.0, window=0, path=None),
+        make_event("run_resumed", t=5.0, window=0, path=None, new_data=False),
         committed_window(0, committed=[(0, 10)]),
     ]
     assert lineage(events) == {0: [(0, 10)]}

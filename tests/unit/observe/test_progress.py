@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.observe.events import (
-    checkpoint_event,
-    eval_event,
-    run_finished_event,
-    run_resumed_event,
-    straggler_event,
-    worker_joined_event,
-    worker_lost_event,
-)
+from evener.observe.events import make_event
 from evener.observe.progress import ProgressSink
 from helpers.event_cases import committed_window, started
 
@@ -28,8 +20,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def show(events: Iterable[dict[str, Any]], stream: io.StringIO, **options: Any) -> str:
-    with ProgressSink(stream, **options) as sink:
+def show(events: Iterable[dict[str, Any]], stream: io.StringIO) -> str:
+    with ProgressSink(stream) as sink:
         for event in events:
             sink.emit(event)
     return stream.getvalue()
@@ -87,7 +79,9 @@ def test_loss_is_smoothed_a_little_and_survives_one_that_is_not_finite() -> None
 
 def test_evaluation_brings_a_line_of_its_own_and_the_state() -> None:
     events = [committed_window(window) for window in range(5)]
-    result = eval_event(t=5.0, window=5, loss=1.25, weight=10.0, elapsed_s=1.0)
+    result = make_event(
+        "eval", t=5.0, window=5, loss=1.25, weight=10.0, elapsed_s=1.0, name="heldout"
+    )
     lines = show([*events, result], io.StringIO()).splitlines()
     assert lines[3] == "eval after step 5: heldout loss 1.25"
     assert lines[4].startswith("step 5 ")
@@ -97,16 +91,28 @@ def test_other_events_have_lines() -> None:
     path = "runs/x/checkpoints/step-5"
     lines = show(
         [
-            run_resumed_event(t=0.0, window=5, path=path),
-            run_resumed_event(t=0.0, window=5, path=None),
-            checkpoint_event(t=1.0, window=5, path=path, num_bytes=2_500_000, write_s=0.4),
-            straggler_event(t=1.0, rank=1, member="b", window=5, compute_s=3.0, expected_s=1.0),
-            worker_lost_event(t=1.0, rank=1, member="b", window=5, reason="it died"),
-            worker_joined_event(t=1.0, rank=1, member="b", window=6, generation=2),
-            eval_event(t=1.0, window=6, loss=float("nan"), weight=1.0, elapsed_s=1.0),
-            run_finished_event(t=1.0, window=6, reason="failed", message="disk gone"),
-            run_finished_event(t=1.0, window=6, reason="stopped", message="go on with --resume"),
-            run_finished_event(t=1.0, window=6, reason="completed"),
+            make_event("run_resumed", t=0.0, window=5, path=path, new_data=False),
+            make_event("run_resumed", t=0.0, window=5, path=None, new_data=False),
+            make_event("checkpoint", t=1.0, window=5, path=path, num_bytes=2_500_000, write_s=0.4),
+            make_event(
+                "straggler", t=1.0, rank=1, member="b", window=5, compute_s=3.0, expected_s=1.0
+            ),
+            make_event("worker_lost", t=1.0, rank=1, member="b", window=5, reason="it died"),
+            make_event("worker_joined", t=1.0, rank=1, member="b", window=6, generation=2),
+            make_event(
+                "eval",
+                t=1.0,
+                window=6,
+                loss=float("nan"),
+                weight=1.0,
+                elapsed_s=1.0,
+                name="heldout",
+            ),
+            make_event("run_finished", t=1.0, window=6, reason="failed", message="disk gone"),
+            make_event(
+                "run_finished", t=1.0, window=6, reason="stopped", message="go on with --resume"
+            ),
+            make_event("run_finished", t=1.0, window=6, reason="completed", message=None),
         ],
         io.StringIO(),
     ).splitlines()
@@ -142,14 +148,16 @@ def test_live_line_is_updated_four_times_a_second_at_most() -> None:
 
 
 def test_other_lines_come_above_the_live_line() -> None:
-    result = eval_event(t=1.0, window=1, loss=1.25, weight=1.0, elapsed_s=1.0)
+    result = make_event(
+        "eval", t=1.0, window=1, loss=1.25, weight=1.0, elapsed_s=1.0, name="heldout"
+    )
     text = show([committed_window(0), result], Terminal())
     _, above, _ = text.split(CLEAR)
     assert above.startswith("eval after step 1: heldout loss 1.25\nstep 1 ")
 
 
 def test_after_the_end_nothing_stands_below_what_is_said() -> None:
-    finished = run_finished_event(t=3.0, window=2, reason="completed")
+    finished = make_event("run_finished", t=3.0, window=2, reason="completed", message=None)
     stream = Terminal()
     with ProgressSink(stream) as sink:
         for event in (committed_window(0), committed_window(1), finished):
@@ -162,7 +170,9 @@ def test_after_the_end_nothing_stands_below_what_is_said() -> None:
 
 def test_live_line_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    text = show([committed_window(window) for window in range(3)], Terminal(), total_windows=9)
+    text = show(
+        [started(total_windows=9), *(committed_window(window) for window in range(3))], Terminal()
+    )
     for line in text.replace("\n", "").split(CLEAR):
         assert 0 < len(line) < 30
 
@@ -195,7 +205,7 @@ def test_live_line_in_a_terminal_without_unicode() -> None:
     class Old(Terminal):
         encoding = "ascii"
 
-    text = show([committed_window(0)], Old(), total_windows=2)
+    text = show([started(total_windows=2), committed_window(0)], Old())
     assert "==========---------- 50%" in text
     text.encode("ascii")
 
@@ -232,8 +242,8 @@ def test_stream_that_breaks_does_not_stop_training(kind: type[io.StringIO]) -> N
 
 
 def test_speed_after_a_resume_ignores_the_gap() -> None:
-    events = [committed_window(window) for window in range(3)]
-    events.append(run_resumed_event(t=1000.0, window=1, path=None))
+    events = [started(total_windows=3), *(committed_window(window) for window in range(3))]
+    events.append(make_event("run_resumed", t=1000.0, window=1, path=None, new_data=False))
     events += [committed_window(window, t=1000.0 + window) for window in range(1, 3)]
-    text = show(events, Terminal(), total_windows=3)
+    text = show(events, Terminal())
     assert "10 samples/s" in text.split(CLEAR)[-1]

@@ -216,14 +216,14 @@ def test_summary_from_a_tally() -> None:
         speed.weight_per_s,
         ranks=tuple(
             RankSummary(
-                rank=totals.rank,
-                member=totals.member,
+                rank=rank,
+                member=member,
                 device="cpu",
                 samples=totals.samples,
                 weight=totals.weight,
                 wait_fraction=totals.wait_fraction,
             )
-            for totals in tally.members
+            for rank, (member, totals) in enumerate(tally.members.items())
         ),
     )
     assert "60%" in table_text(summary)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evener.errors import ConfigError
-from evener.observe.events import eval_event
+from evener.observe.events import make_event
 from evener.observe.tensorboard import TensorBoardSink
 from helpers.event_cases import committed_window, started
 
@@ -19,7 +19,9 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
     sink.emit(started(unit="tokens"))
     for window in range(3):
         sink.emit(committed_window(window, losses=(1.0, 2.0)))
-    sink.emit(eval_event(t=3.0, window=3, loss=1.5, weight=1.0, elapsed_s=0.1))
+    sink.emit(
+        make_event("eval", t=3.0, window=3, loss=1.5, weight=1.0, elapsed_s=0.1, name="heldout")
+    )
     sink.close()
     sink.close()
     sink.emit(committed_window(3))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.ddp import Ddp
+from evener.observe.events import Totals
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
 from evener.tasks.recording.recorder import RunRecorder
@@ -49,18 +50,17 @@ def summarise(
     tally = recorder.tally
     solo, source = _solo_speeds(ddp, tally, batch_size, speeds)
     team = tally.speed()
-    by_member = {totals.member: totals for totals in tally.members}
     ranks = []
     for m in ddp.members:
-        totals = by_member.get(m.member)
+        totals = tally.members.get(m.member, Totals())
         ranks.append(
             RankSummary(
                 rank=m.rank,
                 member=m.member,
                 device=f"{m.device} ({m.device_name})",
-                samples=totals.samples if totals else 0,
-                weight=totals.weight if totals else 0.0,
-                wait_fraction=totals.wait_fraction if totals else 0.0,
+                samples=totals.samples,
+                weight=totals.weight,
+                wait_fraction=totals.wait_fraction,
             )
         )
     return RunSummary(
@@ -128,7 +128,7 @@ def _solo_speeds(
 ) -> tuple[tuple[float | None, ...], Literal["measured", "speed model"]]:
     if speeds is not None:
         return speeds.solo, "measured"
-    samples = sum(totals.samples for totals in tally.members)
-    per_sample = sum(t.weight for t in tally.members) / samples if samples else 1.0
+    done = tally.total
+    per_sample = done.weight / done.samples if done.samples else 1.0
     modelled = ddp.assembly.policy.solo_speeds(batch_size)
     return tuple(s * per_sample if s else None for s in modelled), "speed model"

@@ -10,9 +10,8 @@ from typing import Any, Self
 from evener.config.folders import EVENTS
 from evener.ddp import Ddp
 from evener.loop.reporting import EventStream, SinkMaker, open_sinks
-from evener.observe.events import eval_event
+from evener.observe.events import make_event
 from evener.observe.jsonl import JsonlSink, read_events
-from evener.observe.lineage import effective_events
 from evener.observe.progress import ProgressSink
 from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink
@@ -57,15 +56,15 @@ class RunRecorder(EventStream):
         if self._active:
             if event["type"] == "run_resumed":
                 earlier = read_events(self._path, self._skip)
-                self.tally = EventTally.of(effective_events([*earlier, event])[:-1])
-            self.tally.add(event)
+                self.tally = EventTally.of([*earlier, event])
+            else:
+                self.tally.add(event)
         super().emit(event)
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Records a held-out loss."""
-        self.emit(
-            eval_event(t=time.time(), window=window, loss=loss, weight=weight, elapsed_s=elapsed_s)
-        )
+        event = {"window": window, "name": "heldout", "loss": loss, "weight": weight}
+        self.emit(make_event("eval", t=time.time(), elapsed_s=elapsed_s, **event))
 
     def __enter__(self) -> Self:
         return self

@@ -91,7 +91,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             recorder.close()
             if comm.rank == 0:
                 assert sink.events == read_events(tmp_path / "events.jsonl")
-            return recorder.tally.weight, len(sink.events) * sink.closed
+            return recorder.tally.total.weight, len(sink.events) * sink.closed
 
     # The other rank keeps silent.
     assert run_team(2, body) == [(120.0, 10), (0.0, 0)]
@@ -132,8 +132,8 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
         start(second, resumed_from=Path("step-2"))
         second.window(result(2, (4,)))
         second.close()
-    assert second.tally.num_windows == 3
-    assert second.tally.weight == 120.0
+    assert second.tally.total.windows == 3
+    assert second.tally.total.weight == 120.0
     kinds = [event["type"] for event in read_events(tmp_path / "events.jsonl")]
     resumed = kinds.index("run_resumed")
     assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
