@@ -115,7 +115,7 @@ def test_an_exception_before_the_team_has_formed_ends_it_soon():
     assert caught.value.state is None
     assert handle.state is None
     # The other one, which would wait for it for minutes, was ended.
-    assert signal.SIGKILL in handle._run._team._workers[0].outcome.signals
+    assert signal.SIGKILL in handle._run._workers[0].outcome.signals
 
 
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
@@ -154,7 +154,7 @@ def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):
             with pytest.raises(TimeoutError, match="has not ended within"):
                 handle.join(timeout_s=0.01)
             # A Ctrl-C while it waits.
-            monkeypatch.setattr(handle._run._team, "wait", interrupt)
+            monkeypatch.setattr(handle._run, "finish", interrupt)
             handle.join()
 
     handle = describe_job(**TWO, num_epochs=10**6).run()

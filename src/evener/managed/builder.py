@@ -69,10 +69,11 @@ class DdpBuilder:
             CheckpointError: There is nothing to resume from.
             LaunchError: A worker could not be started.
         """
-        from evener.managed.handle import DdpHandle, InlineRun, WorkersRun  # which stand on Ddp
+        from evener.managed.handle import DdpHandle, InlineRun  # which stand on Ddp
+        from evener.managed.workers import WorkerTeam
 
         job = make_job(*self._functions, cast("ManagedOptions", self._options))
-        return DdpHandle(InlineRun(job) if len(job.devices) == 1 else WorkersRun(job))
+        return DdpHandle(InlineRun(job) if len(job.devices) == 1 else WorkerTeam(job))
 
     # ── data ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,22 +1,17 @@
 """A managed run as its user holds it: metrics as they land, the trained model, stop."""
 
-import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import suppress
 from types import TracebackType
 from typing import Self, final
 
-from evener.errors import UsageError, WorkerError
-from evener.loop.reporting import open_sinks
+from evener.errors import WorkerError
 from evener.managed.job import Job
 from evener.managed.metrics import EpochMetrics
 from evener.managed.rank import ManagedRank
 from evener.managed.trained import TrainedState
-from evener.managed.travel import pack
-from evener.managed.workers import WorkerTeam
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import OneInterrupt
 from evener.team.terminal import say
@@ -26,48 +21,45 @@ _INTERRUPTED_S = 30.0
 
 
 class Run(ABC):
-    """Where a managed run happens: in this thread, or in processes of its own."""
+    """Where a managed run happens: in this thread, or in processes of its own.
+
+    Attributes:
+        state: The model at the end.
+        error: What ended the run early.
+    """
+
+    state: TrainedState | None = None
+    error: BaseException | None = None
 
     @abstractmethod
-    def next_metrics(self, *, wait: bool) -> EpochMetrics | None:
-        """The next epoch; ``None`` at the end, or when there is none yet and it shall not wait."""
+    def next_metrics(self) -> EpochMetrics | None:
+        """Wait for the next epoch; return ``None`` at the end."""
+
+    @abstractmethod
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Return the epochs that have landed since the last call."""
 
     @abstractmethod
     def finish(self, timeout_s: float | None) -> bool:
-        """Waits for the end; returns whether it has come."""
+        """Wait for the end; return whether it has come."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Asks the run to stop after the micro-batches that are being computed."""
+        """Ask the run to stop after the micro-batches that are being computed."""
 
     @abstractmethod
     def abandon(self) -> bool:
-        """Ends the run at once, its result unheard; returns whether it was still going on."""
-
-    #: Whether it goes on only while somebody asks for its results.
-    is_inline: bool
+        """End the run at once, its result unheard; return whether it was still going on."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
         """Whether it has ended."""
 
-    @property
-    @abstractmethod
-    def state(self) -> TrainedState | None:
-        """The model at the end."""
-
-    @property
-    @abstractmethod
-    def error(self) -> BaseException | None:
-        """What ended the run early."""
-
 
 @final
 class InlineRun(Run):
     """A run on one device, in the thread that asks for its results."""
-
-    is_inline = True
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -75,36 +67,35 @@ class InlineRun(Run):
         self._epochs: Iterator[EpochMetrics] | None = None
         self._stop = threading.Event()
         self._done = False
-        self._state: TrainedState | None = None
-        self._error: BaseException | None = None
 
-    def next_metrics(self, *, wait: bool) -> EpochMetrics | None:
-        """Trains the next epoch, whether or not it shall wait: nobody else would."""
+    def next_metrics(self) -> EpochMetrics | None:
+        """Train the next epoch: nobody else would."""
         if self._done:
             return None
         try:
             metrics = self._train()
         except Exception as error:
             self._end(error)
-            self._error = WorkerError(
+            self.error = WorkerError(
                 f"rank 0 ({self._job.devices[0]}) failed: {type(error).__name__}: {error}",
                 rank=0,
                 kind=type(error).__name__,
-                state=self._state,
+                state=self.state,
             )
-            self._error.__cause__ = error
+            self.error.__cause__ = error
             return None
         except BaseException:
             self._end()
             raise
         if metrics is None:
             self._end()
-        elif self._job.metrics_fn is not None:
-            try:
+            return None
+        try:
+            if self._job.metrics_fn is not None:
                 self._job.metrics_fn(metrics)
-            except BaseException as error:
-                self._end()
-                self._error = error
+        except BaseException as error:
+            self._end()
+            self.error = error
         return metrics
 
     def _train(self) -> EpochMetrics | None:
@@ -128,111 +119,34 @@ class InlineRun(Run):
         self._done = True
         if self._rank is not None:
             self._rank.close(error)
-            self._state = self._rank.state()
+            self.state = self._rank.state()
         self._rank = self._epochs = None
 
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Train one epoch."""
+        metrics = self.next_metrics()
+        return [] if metrics is None else [metrics]
+
     def finish(self, timeout_s: float | None) -> bool:
-        """Trains to the end."""
+        """Train to the end."""
         while not self._done:
-            self.next_metrics(wait=True)
+            self.next_metrics()
         return True
 
     def stop(self) -> None:
-        """Heard after each micro-batch."""
+        """Stop after the micro-batch that is being computed."""
         self._stop.set()
 
     def abandon(self) -> bool:
-        """Leaves the model as it is."""
+        """Leave the model as it is."""
         unheard = not self._done
-        self._done = True
-        if self._rank is not None:
-            self._rank.close()
-        self._rank = self._epochs = None
+        self._end()
         return unheard
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended."""
         return self._done
-
-    @property
-    def state(self) -> TrainedState | None:
-        """The model at the end."""
-        return self._state
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the run early."""
-        return self._error
-
-
-@final
-class WorkersRun(Run):
-    """A run on several devices, each with a process of its own."""
-
-    is_inline = False
-
-    def __init__(self, job: Job) -> None:
-        parts, sink = pack(job.parts()), open_sinks(job.sinks)
-        self._team = WorkerTeam(parts, job.devices, job.metrics_fn, sink)
-        try:
-            self._team.start()
-        except BaseException:  # a Ctrl-C: nobody would know of the workers
-            self._team.kill()
-            raise
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Process of each rank."""
-        return self._team.pids
-
-    def next_metrics(self, *, wait: bool) -> EpochMetrics | None:
-        """Takes what the workers have sent."""
-        self._check_thread()
-        metrics = None
-        with suppress(queue.Empty):
-            metrics = self._team.metrics.get(block=wait)
-            if metrics is None:
-                self._team.metrics.put(None)  # for whoever asks next
-        return metrics
-
-    def finish(self, timeout_s: float | None) -> bool:
-        """Waits for all workers."""
-        self._check_thread()
-        return self._team.wait(timeout_s)
-
-    def _check_thread(self) -> None:
-        if self._team.is_own_thread:
-            raise UsageError(
-                "metrics_fn waits for the run that it is called by; call handle.stop() there, and "
-                "join(), metrics() and poll_metrics() elsewhere"
-            )
-
-    def stop(self) -> None:
-        """Tells every worker."""
-        self._team.stop()
-
-    def abandon(self) -> bool:
-        """Kills the workers."""
-        unheard = not self.is_done
-        self._team.kill()
-        self._team.wait(None)
-        return unheard
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all workers have ended."""
-        return self._team.wait(0) if not self._team.is_own_thread else False
-
-    @property
-    def state(self) -> TrainedState | None:
-        """The model at the end."""
-        return self._team.state
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the run early."""
-        return self._team.error
 
 
 @final
@@ -262,7 +176,7 @@ class DdpHandle:
         """
         while True:
             try:
-                metrics = self._run.next_metrics(wait=True)
+                metrics = self._run.next_metrics()
             except KeyboardInterrupt:
                 self._interrupted()
                 raise
@@ -276,12 +190,7 @@ class DdpHandle:
 
         With one device, where nothing happens in the background, it trains one epoch.
         """
-        landed = []
-        while (metrics := self._run.next_metrics(wait=False)) is not None:
-            landed.append(metrics)
-            if self._run.is_inline:
-                break
-        return landed
+        return self._run.poll_metrics()
 
     def join(self, timeout_s: float | None = None) -> TrainedState:
         """Waits for the end of the run; a Ctrl-C stops it.

@@ -1,18 +1,16 @@
 """What a managed run leaves: the model's parameters and buffers, on the CPU."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from evener.checkpoint import copy_to_cpu
+from evener.checkpoint import alias_table, copy_to_cpu
 from evener.checkpoint.codec import decode, encode
 from evener.engine.results import Progress
-
-# Of each tensor in a payload, so that it can be read in place.
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,53 +53,35 @@ def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
 
 def pack_trained(state: TrainedState) -> tuple[dict[str, Any], list[memoryview]]:
     """The state as JSON and bytes, for ``Channel.send``."""
-    parts: list[memoryview] = []
-    places: dict[int, int] = {}
-    index = []
-    offset = 0
     tensors = {**state.params, **state.buffers}
-    for name, tensor in tensors.items():
-        # Tied weights are one tensor under several names, and travel once.
-        if id(tensor) not in places:
-            places[id(tensor)] = offset
-            raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            padding = -raw.nbytes % _ALIGNMENT_BYTES
-            parts += [raw, memoryview(bytes(padding))]
-            offset += raw.nbytes + padding
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        index.append([name, dtype, list(tensor.shape), places[id(tensor)]])
+    aliases = alias_table(tensors)  # tied weights travel once
+    kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     document = {
-        "tensors": index,
-        "params": len(state.params),
+        "tensors": [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in kept.items()
+        ],
+        "params": {name: aliases.get(name, name) for name in state.params},
+        "buffers": {name: aliases.get(name, name) for name in state.buffers},
         "extra": encode(dict(state.extra), path="extra state"),
         "progress": asdict(state.progress),
     }
-    return document, parts
+    return document, [t.reshape(-1).view(torch.uint8).numpy().data for t in kept.values()]
 
 
 def unpack_trained(document: Mapping[str, Any], payload: bytearray) -> TrainedState:
     """Reads back ``pack_trained``; the tensors own their memory."""
-    made: dict[tuple[int, str], Tensor] = {}
-    tensors: list[tuple[str, Tensor]] = []
-    for name, dtype, shape, offset in document["tensors"]:
-        key = offset, f"{dtype}{shape}"  # an empty tensor takes no room of its own
-        if key not in made:
-            made[key] = _tensor(payload, getattr(torch, dtype), shape, offset)
-        tensors.append((name, made[key]))
-    count: int = document["params"]
+    tensors: dict[str, Tensor] = {}
+    raw, start = torch.frombuffer(payload or bytearray(1), dtype=torch.uint8), 0
+    for name, dtype_name, shape in document["tensors"]:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = start + math.prod(shape) * dtype.itemsize
+        # Copied before it is viewed: in the payload, it may start at an odd address.
+        tensors[name] = raw[start:end].clone().view(dtype).view(shape)
+        start = end
     return TrainedState(
-        params=dict(tensors[:count]),
-        buffers=dict(tensors[count:]),
+        params={name: tensors[kept] for name, kept in document["params"].items()},
+        buffers={name: tensors[kept] for name, kept in document["buffers"].items()},
         extra=decode(document["extra"]),
         progress=Progress(**document["progress"]),
     )
-
-
-def _tensor(payload: bytearray, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    if not count:
-        return torch.empty(list(shape), dtype=dtype)
-    flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset)
-    return flat.view(list(shape)).clone()

@@ -7,18 +7,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import final
 
 from evener.data.workers import RemoteTraceback
-from evener.errors import LaunchError, WorkerError
+from evener.errors import LaunchError, UsageError, WorkerError
+from evener.loop.reporting import open_sinks
 from evener.managed.channel import Message
+from evener.managed.handle import Run
+from evener.managed.job import Job
 from evener.managed.metrics import EpochMetrics
 from evener.managed.spawning import Worker, start_worker
-from evener.managed.trained import TrainedState, unpack_trained
-from evener.observe.events import Sink
+from evener.managed.trained import unpack_trained
+from evener.managed.travel import pack
 from evener.team.failures import FailureReport
 from evener.team.launch import (
     ANOTHER_PROGRAM,
@@ -46,37 +49,26 @@ _SETTLE_S = 2.0
 _LOOK_S = 0.1
 
 
-class WorkerTeam:
-    """The processes of a managed run, and the thread that looks after them.
+@final
+class WorkerTeam(Run):
+    """A run on several devices, each with a process of its own, and a thread that looks after them.
 
     The thread also starts them: the kernel ends a worker together with the thread that started it.
 
     Args:
-        job: File with the pickled job.
-        devices: One for each worker.
-        on_metrics: Told of each epoch, on the thread; what it raises stops the run.
-        sink: Takes the run's events, on the thread; closed with the run.
+        job: What to do; its ``metrics_fn`` and its sinks are called on the thread.
 
-    Attributes:
-        metrics: Epochs in order; ``None`` after the last one.
-        state: The model: the trained one, or after a failure that of a surviving rank.
-        error: What ended the run early.
+    Raises:
+        ConfigError: A function or the data cannot travel, or a function made no sink.
+        LaunchError: A worker could not be started.
     """
 
-    def __init__(
-        self,
-        job: IO[bytes],
-        devices: Sequence[str],
-        on_metrics: Callable[[EpochMetrics], object] | None,
-        sink: Sink,
-    ) -> None:
-        self._sink = sink
-        self.metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
-        self.state: TrainedState | None = None
-        self.error: BaseException | None = None
-        self._job = job
-        self._devices = devices
-        self._on_metrics = on_metrics
+    def __init__(self, job: Job) -> None:
+        self._job = pack(job.parts())
+        self._sink = open_sinks(job.sinks)
+        self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
+        self._devices = job.devices
+        self._on_metrics = job.metrics_fn
         self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._lifeline: subprocess.Popen[bytes] | None = None
@@ -91,6 +83,15 @@ class WorkerTeam:
         self._asked: Worker | None = None  # for its state
         self._failing = self._leaving = self._killed = False
         self._thread = threading.Thread(target=self._run, name="evener-workers", daemon=True)
+        try:
+            self._thread.start()
+            self._started.wait()
+        except BaseException:  # a Ctrl-C: nobody would know of the workers
+            self._kill.set()
+            raise
+        if isinstance(self.error, LaunchError):
+            self._ended.wait()
+            raise self.error
 
     # ── for the handle ───────────────────────────────────────────────────────────────────────
 
@@ -99,33 +100,54 @@ class WorkerTeam:
         """Process of each rank."""
         return tuple(worker.process.pid for worker in self._workers)
 
-    @property
-    def is_own_thread(self) -> bool:
-        """Whether the caller is the thread that looks after the workers."""
-        return threading.current_thread() is self._thread
+    def next_metrics(self) -> EpochMetrics | None:
+        """Wait for the next epoch; return ``None`` at the end."""
+        self._check_thread()
+        metrics = self._metrics.get()
+        if metrics is None:
+            self._metrics.put(None)  # for whoever asks next
+        return metrics
 
-    def start(self) -> None:
-        """Starts the workers; raises LaunchError if one cannot be started."""
-        self._thread.start()
-        self._started.wait()
-        if isinstance(self.error, LaunchError):
-            self._ended.wait()
-            raise self.error
+    def poll_metrics(self) -> list[EpochMetrics]:
+        """Return the epochs that the workers have sent."""
+        self._check_thread()
+        landed = []
+        with suppress(queue.Empty):
+            while (metrics := self._metrics.get_nowait()) is not None:
+                landed.append(metrics)
+            self._metrics.put(None)
+        return landed
 
-    def stop(self) -> None:
-        """Asks all workers to stop after their micro-batch."""
-        self._stop.set()
-
-    def kill(self) -> None:
-        """Ends all workers at once."""
-        self._kill.set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Waits until all workers have ended; returns whether they have."""
+    def finish(self, timeout_s: float | None) -> bool:
+        """Wait until all workers have ended; return whether they have."""
+        self._check_thread()
         if not self._ended.wait(timeout_s):
             return False
         self._thread.join()
         return True
+
+    def stop(self) -> None:
+        """Ask all workers to stop after their micro-batch."""
+        self._stop.set()
+
+    def abandon(self) -> bool:
+        """Kill the workers; return whether they were still at work."""
+        unheard = not self.is_done
+        self._kill.set()
+        self.finish(None)
+        return unheard
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all workers have ended."""
+        return self._ended.is_set()
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "metrics_fn waits for the run that it is called by; call handle.stop() there, and "
+                "join(), metrics() and poll_metrics() elsewhere"
+            )
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +163,7 @@ class WorkerTeam:
             self._end_all()
             self._sink.close()
             self._started.set()
-            self.metrics.put(None)
+            self._metrics.put(None)
             self._ended.set()
 
     def _start_all(self) -> None:
@@ -224,7 +246,7 @@ class WorkerTeam:
             worker.steps = message.document["steps"]
 
     def _publish(self, metrics: EpochMetrics) -> None:
-        self.metrics.put(metrics)
+        self._metrics.put(metrics)
         if self._on_metrics is None or self.error is not None:
             return
         try:
