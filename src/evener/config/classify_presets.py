@@ -117,7 +117,7 @@ def _places(config: ClassifyRunConfig) -> dict[str, str | None]:
 
 
 def _check_packages() -> None:
-    for package in ("transformers", "peft"):
+    for package in ("transformers", "peft", "sklearn"):
         if find_spec(package) is None:
             raise ConfigError(
                 f"classification needs {package}, which is missing: pip install 'evener[hf]'"

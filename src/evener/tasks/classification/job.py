@@ -344,7 +344,6 @@ class ClassificationRun:
                 self.data.train.indices,
                 self.data.heldout.texts,
                 self.data.heldout.indices,
-                len(self.data.labels),
             )
         counts = [p.numel() for p in self.pipeline.model.parameters() if p.requires_grad]
         return {
