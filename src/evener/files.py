@@ -1,7 +1,13 @@
-"""Files read from a disk on which anything may stand in the place of what was written."""
+"""Files read from a disk where anything may be in their place, and written whole or not at all."""
 
 import errno
+import hashlib
 import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -76,3 +82,86 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
         ValueError: As ``parse_json``.
     """
     return parse_json(read_file(path, most_bytes=most_bytes))
+
+
+def blake2b() -> "hashlib.blake2b":
+    """Return a new hash object for contents (BLAKE2b, 128 bits)."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def hash_file(path: Path, kind: str | Callable[[], Any], *, follow: bool = True) -> str:
+    """Return the hash of a regular file as hexadecimal digits; releases the interpreter lock.
+
+    Args:
+        path: The file.
+        kind: As for ``hashlib.file_digest``, such as ``"sha256"`` or ``blake2b``.
+        follow: Whether ``path`` may be a symbolic link.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    with open_for_reading(path, follow=follow) as stream:
+        return hashlib.file_digest(stream, kind).hexdigest()
+
+
+def unique_suffix() -> str:
+    """Return ``<pid>-<token>`` for the name of something unfinished."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def flush(path: Path) -> None:
+    """Force a file, or the entries of a folder, onto the disk."""
+    if sys.platform == "win32" and path.is_dir():
+        return  # Windows cannot open folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole: a reader sees what was there before, or all of ``data``.
+
+    Raises:
+        OSError: It cannot be written; what was there is untouched.
+    """
+    scratch = path.with_name(f"{path.name}.tmp-{unique_suffix()}")
+    try:
+        scratch.write_bytes(data)
+        flush(scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def publish_folder(scratch: Path, final: Path) -> None:
+    """Rename a finished folder to its final name, also when there is something of that name.
+
+    What is there is moved aside first, as ``<name>.replaced-<pid>-<token>``, and deleted last: at
+    any moment one of the two is there.
+
+    Raises:
+        OSError: It cannot be renamed, or another process has published at the same time.
+    """
+    replaced: Path | None = None
+    if os.path.lexists(final):  # a link that leads nowhere is in the way, too
+        replaced = final.with_name(f"{final.name}.replaced-{unique_suffix()}")
+        final.rename(replaced)
+    scratch.rename(final)
+    flush(final.parent)
+    if replaced is not None:
+        with suppress(OSError):  # whoever tidies later removes what is left
+            remove(replaced)

@@ -5,11 +5,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from evener.errors import CheckpointError
-from evener.files import open_for_reading
 from evener.parsing import Fields, parse_json, short
 
 FORMAT = "evener-checkpoint"
@@ -17,9 +15,7 @@ VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TENSORS_SUFFIX = ".safetensors"
 
-_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-_UNFINISHED_NAME = re.compile(r"step-(?:0|[1-9][0-9]*)\.tmp-[0-9]+-[0-9a-f]{8}")
-_REPLACED_NAME = re.compile(r"step-(0|[1-9][0-9]*)\.replaced-[0-9]+-[0-9a-f]{8}")
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)(?:\.(tmp|replaced)-[0-9]+-[0-9a-f]{8})?")
 
 
 def step_name(step: int) -> str:
@@ -27,21 +23,14 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
-def parse_step_name(name: str) -> int | None:
-    """Return the step of a finished checkpoint's folder name, else ``None``."""
-    match = _STEP_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+def parse_name(name: str) -> tuple[int, str] | None:
+    """Return step and kind of a checkpoint folder's name; ``None`` for any other name.
 
-
-def is_unfinished_name(name: str) -> bool:
-    """Return whether a name is that of a folder which a writer was still filling."""
-    return _UNFINISHED_NAME.fullmatch(name) is not None
-
-
-def parse_replaced_name(name: str) -> int | None:
-    """Return the step of a checkpoint that was moved aside for a newer one of the same step."""
-    match = _REPLACED_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
+    The kind is empty for a finished checkpoint, ``tmp`` for one that a writer was still filling,
+    and ``replaced`` for one that was moved aside for a newer one of the same step.
+    """
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), match[2] or "") if match else None
 
 
 def check_file_name(name: str) -> None:
@@ -56,16 +45,6 @@ def check_file_name(name: str) -> None:
         )
     if name == MANIFEST_NAME:
         raise CheckpointError(f"{name!r} is reserved for evener: give the file another name")
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits; releases the interpreter lock.
-
-    Raises:
-        OSError: It cannot be read, is a link, or is not a regular file.
-    """
-    with open_for_reading(path, follow=False) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,24 +109,18 @@ class Manifest:
         if checksum != _checksum(content):
             raise CheckpointError(f"{MANIFEST_NAME} is damaged: its checksum differs")
         try:
-            return _from_fields(Fields(content))
+            fields = Fields(content)
+            records, tables = fields.fields("files"), fields.fields("aliases")
+            files = {}
+            for name in records.values:
+                check_file_name(name)
+                record = records.fields(name)
+                files[name] = FileRecord(record.whole("bytes"), record.text("sha256"))
+            aliases = {stem: tables.fields(stem) for stem in tables.values}
+            names = {s: {alias: t.text(alias) for alias in t.values} for s, t in aliases.items()}
+            return cls(fields.whole("step"), files, names)
         except ValueError as error:
             raise CheckpointError(f"{MANIFEST_NAME} is damaged: {error}") from error
-
-
-def _from_fields(content: Fields) -> Manifest:
-    files = {}
-    records = content.fields("files")
-    for name in records.values:
-        check_file_name(name)
-        record = records.fields(name)
-        files[name] = FileRecord(record.whole("bytes"), record.text("sha256"))
-    aliases = {}
-    tables = content.fields("aliases")
-    for stem in tables.values:
-        table = tables.fields(stem)
-        aliases[stem] = {alias: table.text(alias) for alias in table.values}
-    return Manifest(content.whole("step"), files, aliases)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

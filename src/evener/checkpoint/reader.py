@@ -11,16 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from evener.checkpoint.codec import decode
-from evener.checkpoint.layout import (
-    MANIFEST_NAME,
-    TENSORS_SUFFIX,
-    Manifest,
-    hash_file,
-    parse_replaced_name,
-    parse_step_name,
-)
+from evener.checkpoint.layout import MANIFEST_NAME, TENSORS_SUFFIX, Manifest, parse_name
 from evener.errors import CheckpointError
-from evener.files import read_file
+from evener.files import hash_file, read_file
 from evener.parsing import parse_json, short
 
 MOST_MANIFEST_BYTES: Final = 16 * 1024 * 1024
@@ -150,21 +143,18 @@ def find_newest(
 
 def _newest_first(folder: Path) -> Iterator[Path]:
     """Yield candidates; one that was moved aside comes after the one which replaces it."""
-    ranked: list[tuple[int, bool, str]] = []
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(
             f"checkpoint folder {folder} cannot be read: {error}; give one that is readable"
         ) from error
+    ranked = []
     for path in paths:
-        step = parse_step_name(path.name)
-        replaced_step = parse_replaced_name(path.name)
-        if step is not None:
-            ranked.append((step, True, path.name))
-        elif replaced_step is not None:
-            ranked.append((replaced_step, False, path.name))
-    return (folder / name for _, _, name in sorted(ranked, reverse=True))
+        step, kind = parse_name(path.name) or (0, "other")
+        if kind in {"", "replaced"}:
+            ranked.append((step, not kind, path))
+    return (path for _, _, path in sorted(ranked, reverse=True))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -177,10 +167,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest.from_bytes(
             read_file(path / MANIFEST_NAME, most_bytes=MOST_MANIFEST_BYTES, follow=False)
         )
-        step = parse_step_name(path.name)
-        if step is None:
-            step = parse_replaced_name(path.name)
-        if step is not None and step != manifest.step:
+        step, kind = parse_name(path.name) or (manifest.step, "")
+        if kind != "tmp" and step != manifest.step:
             raise CheckpointError(f"{MANIFEST_NAME} is of step {manifest.step}, not of {step}")
         for name, record in manifest.files.items():
             found = (path / name).lstat()
@@ -201,7 +189,7 @@ def _verify(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         try:
-            digest = hash_file(path / name)
+            digest = hash_file(path / name, "sha256", follow=False)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
         if digest != record.sha256:

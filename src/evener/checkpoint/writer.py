@@ -7,29 +7,27 @@ folder is renamed to ``step-N``. A rename is atomic, so a reader sees the old st
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import save_file
 
 from evener.checkpoint.codec import encode
 from evener.checkpoint.copies import alias_table
-from evener.checkpoint.folders import UnfinishedFolder, flush, publish, remove_old, tidy
+from evener.checkpoint.folders import remove_old, tidy, unfinished_folder
 from evener.checkpoint.layout import (
     MANIFEST_NAME,
     TENSORS_SUFFIX,
     FileRecord,
     Manifest,
     check_file_name,
-    hash_file,
     step_name,
 )
 from evener.errors import CheckpointError, ConfigError, UsageError
+from evener.files import flush, hash_file, publish_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,7 @@ class SkippedCheckpoint:
     newer: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     snapshot: Snapshot
     small_files: Mapping[str, bytes]  # documents and assets
 
@@ -108,6 +105,9 @@ class CheckpointWriter:
     ``poll_error``. A folder that has gone is made anew, with a warning there. The thread lives only
     while there is something to write and is no daemon, so a write that has begun ends even if the
     interpreter exits without ``close``.
+
+    Attributes:
+        last_path: The newest checkpoint that this writer has finished; ``None`` before the first.
     """
 
     def __init__(
@@ -138,10 +138,9 @@ class CheckpointWriter:
         self._queued: _Job | None = None
         self._running: int | None = None  # the step that is being written
         self._closed = False
-        self._last_path: Path | None = None
-        self._errors: deque[CheckpointError] = deque()
-        self._skipped: list[SkippedCheckpoint] = []
-        self._written: list[WrittenCheckpoint] = []
+        self.last_path: Path | None = None
+        self._errors: list[CheckpointError] = []
+        self._outcomes: list[WrittenCheckpoint | SkippedCheckpoint] = []
         self._finished: Snapshot | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +154,7 @@ class CheckpointWriter:
         """Hand over a snapshot and return at once.
 
         While an earlier one is being written the new one waits; one that still waits is dropped:
-        the newest state is the one that loses least. ``poll_skipped`` tells which were dropped.
+        the newest state is the one that loses least. ``poll`` tells which were dropped.
 
         Raises:
             CheckpointError: A file name or a document is not fit for a checkpoint.
@@ -171,7 +170,7 @@ class CheckpointWriter:
             dropped = self._queued.snapshot if self._queued is not None else None
             if dropped is not None and self._running is not None:
                 skipped = SkippedCheckpoint(dropped.step, self._running, snapshot.step)
-                self._skipped.append(skipped)
+                self._outcomes.append(skipped)
             self._finished, self._queued = dropped, job
             if self._running is None:
                 thread = threading.Thread(target=self._write_queued, name="evener-checkpoint")
@@ -183,18 +182,6 @@ class CheckpointWriter:
                 else:
                     self._running = snapshot.step
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is being written or waiting."""
-        with self._changed:
-            return self._running is None
-
-    @property
-    def last_path(self) -> Path | None:
-        """The newest checkpoint that this writer has finished; ``None`` before the first."""
-        with self._changed:
-            return self._last_path
-
     def take_finished(self) -> Snapshot | None:
         """Hand out a snapshot that is no longer read, so that its memory can be used again."""
         with self._changed:
@@ -204,21 +191,13 @@ class CheckpointWriter:
     def poll_error(self) -> CheckpointError | None:
         """Return the oldest failure that has not been returned yet, and forget it."""
         with self._changed:
-            return self._errors.popleft() if self._errors else None
+            return self._errors.pop(0) if self._errors else None
 
-    def poll_skipped(self) -> tuple[SkippedCheckpoint, ...]:
-        """Return the checkpoints skipped since the last call, oldest first."""
+    def poll(self) -> list[WrittenCheckpoint | SkippedCheckpoint]:
+        """Return the checkpoints finished or skipped since the last call, oldest first."""
         with self._changed:
-            skipped = tuple(self._skipped)
-            self._skipped.clear()
-            return skipped
-
-    def poll_written(self) -> tuple[WrittenCheckpoint, ...]:
-        """Return the checkpoints finished since the last call, oldest first."""
-        with self._changed:
-            written = tuple(self._written)
-            self._written.clear()
-            return written
+            outcomes, self._outcomes = self._outcomes, []
+            return outcomes
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being written or waiting.
@@ -239,15 +218,10 @@ class CheckpointWriter:
             self._closed = True
         return self.wait(timeout_s)
 
-    def __enter__(self) -> "CheckpointWriter":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ── in the background thread ─────────────────────────────────────────────────────────────────
@@ -278,11 +252,10 @@ class CheckpointWriter:
             return self._failure(job.snapshot, error)
         num_bytes = sum(record.num_bytes for record in manifest.files.values())
         path = self._folder / step_name(step)
+        write_s = time.perf_counter() - start_s
         with self._changed:
-            self._last_path = path
-            self._written.append(
-                WrittenCheckpoint(step, path, num_bytes, time.perf_counter() - start_s)
-            )
+            self.last_path = path
+            self._outcomes.append(WrittenCheckpoint(step, path, num_bytes, write_s))
         if was_lost:
             return CheckpointError(
                 f"{self._folder} had gone, and earlier checkpoints with it: made it anew for "
@@ -303,21 +276,20 @@ class CheckpointWriter:
 
     def _write(self, job: _Job) -> Manifest:
         snapshot = job.snapshot
-        with UnfinishedFolder(self._folder, snapshot.step) as unfinished:
+        with unfinished_folder(self._folder, snapshot.step) as unfinished:
             self._reach("files")
-            manifest = _write_files(unfinished.path, job)
+            manifest = _write_files(unfinished, job)
             self._reach("manifest")
-            manifest_path = unfinished.path / MANIFEST_NAME
+            manifest_path = unfinished / MANIFEST_NAME
             manifest_path.write_bytes(manifest.to_bytes())
             flush(manifest_path)
-            flush(unfinished.path)
+            flush(unfinished)
             self._reach("rename")
-            publish(unfinished.path, self._folder / step_name(snapshot.step))
+            publish_folder(unfinished, self._folder / step_name(snapshot.step))
         return manifest
 
     def _failure(self, snapshot: Snapshot, cause: Exception) -> CheckpointError:
-        # Read without the lock: only the writing thread sets it, and it may be the one that asks.
-        in_use = self._last_path
+        in_use = self.last_path
         failure = UnwrittenError(
             f"checkpoint step-{snapshot.step} could not be written to {self._folder}: {cause}; "
             + (f"{in_use.name} stays in use" if in_use is not None else "nothing was replaced")
@@ -365,4 +337,4 @@ def _write_files(folder: Path, job: _Job) -> Manifest:
 
 def _flushed_record(path: Path) -> FileRecord:
     flush(path)
-    return FileRecord(path.stat().st_size, hash_file(path))
+    return FileRecord(path.stat().st_size, hash_file(path, "sha256"))

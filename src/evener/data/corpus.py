@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.data.corpus_cache import (
+    COUNTS,
     FORMAT,
     Build,
     TextTokenizer,
@@ -172,18 +173,9 @@ def _corpus(
     folder: Path, signature: str, manifest: Mapping[str, Any], heldout_fraction: float, seed: int
 ) -> Corpus:
     mark_used(folder)
+    known = {name: manifest[name] for name in (*COUNTS, "first_rejected", "dtype", "eos_id")}
     return Corpus(
-        folder=folder,
-        signature=signature,
-        num_documents=manifest["num_documents"],
-        num_bytes=manifest["num_bytes"],
-        num_tokens=manifest["num_tokens"],
-        num_rejected=manifest["num_rejected"],
-        first_rejected=manifest["first_rejected"],
-        dtype=manifest["dtype"],
-        eos_id=manifest["eos_id"],
-        heldout_fraction=heldout_fraction,
-        seed=seed,
+        folder=folder, signature=signature, heldout_fraction=heldout_fraction, seed=seed, **known
     )
 
 

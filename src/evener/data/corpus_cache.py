@@ -17,20 +17,28 @@ which it was last modified.
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects
+from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
 from evener.errors import DataError
-from evener.files import open_for_reading, read_json
+from evener.files import (
+    blake2b,
+    flush,
+    hash_file,
+    publish_folder,
+    read_json,
+    remove,
+    unique_suffix,
+    write_file,
+)
 from evener.parsing import Fields, short
 
 FORMAT: Final = 2
@@ -38,6 +46,11 @@ FORMAT: Final = 2
 
 _MAX_UINT16_VOCABULARY: Final = 65536
 _DTYPES: Final = ("<u2", "<u4")
+_TOKENS: Final = "tokens.bin"
+_DOCUMENTS: Final = "documents.bin"
+
+COUNTS: Final = ("num_documents", "num_bytes", "num_tokens", "num_rejected")
+"""Whole numbers of a manifest that describe a corpus."""
 
 UNUSED_DAYS: Final = 30
 """What has not been used for so long is removed when something new is made."""
@@ -74,7 +87,9 @@ class TextTokenizer(Protocol):
 
 def digest(value: Any) -> str:
     """Hashes what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+    hasher = blake2b()
+    hasher.update(json.dumps(value).encode())
+    return hasher.hexdigest()
 
 
 def corpus_folder(cache_dir: Path, signature: str) -> Path:
@@ -89,28 +104,32 @@ def mark_used(folder: Path) -> None:
 
 
 def remove_unused(cache_dir: Path, patterns: Sequence[str], note: Note) -> None:
-    """Removes what nobody has marked as used for ``UNUSED_DAYS``.
+    """Remove what nobody has marked as used for ``UNUSED_DAYS``.
 
     Args:
         cache_dir: The cache.
         patterns: Globs of what is looked at; links never are.
         note: Told what was removed.
     """
-    removed = []
-    for path in [path for pattern in patterns for path in cache_dir.glob(pattern)]:
-        with suppress(OSError):  # another process may be removing it
-            if path.is_symlink() or time.time() - path.stat().st_mtime < UNUSED_DAYS * 86_400:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-            removed.append(path.name)
+    removed = _remove_older(cache_dir, patterns, UNUSED_DAYS * 86_400)
     if removed:
         note(
             f"removed from {cache_dir}, where nobody has used it for {UNUSED_DAYS} days: "
             f"{', '.join(sorted(removed))}"
         )
+
+
+def _remove_older(cache_dir: Path, patterns: Sequence[str], seconds: float) -> list[str]:
+    """Remove what has not been touched for so long, and return the names."""
+    removed = []
+    for path in [path for pattern in patterns for path in cache_dir.glob(pattern)]:
+        with suppress(OSError):  # another process may be removing it
+            parts = [path, *(path.iterdir() if path.is_dir() else ())]
+            newest = max(part.stat().st_mtime for part in parts)
+            if not path.is_symlink() and time.time() - newest > seconds:
+                remove(path)
+                removed.append(path.name)
+    return removed
 
 
 def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
@@ -129,11 +148,9 @@ def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
             if stat.st_size != expected["bytes"]:
                 raise ValueError(f"{name} has {stat.st_size} bytes instead of {expected['bytes']}")
             # Untouched since it was written and hashed; else, as after a copy, it is read.
-            if stat.st_mtime_ns != expected["mtime_ns"]:
-                with open_for_reading(folder / name) as stream:
-                    hashed = hashlib.file_digest(stream, _hasher).hexdigest()
-                if hashed != expected["blake2b"]:
-                    raise ValueError(f"{name} has another hash than when it was written")
+            untouched = stat.st_mtime_ns == expected["mtime_ns"]
+            if not untouched and hash_file(folder / name, blake2b) != expected["blake2b"]:
+                raise ValueError(f"{name} has another hash than when it was written")
     except (OSError, ValueError) as error:
         note(f"the prepared corpus {folder} is damaged ({error}); it is built again")
         return None
@@ -142,16 +159,15 @@ def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
 
 def _check_counts(manifest: Fields) -> None:
     """Check what the corpus is opened by: numbers that do not belong together would read beyond."""
-    for key in ("num_bytes", "num_rejected", "eos_id"):
-        manifest.whole(key)
+    counts = {key: manifest.whole(key) for key in (*COUNTS, "eos_id")}
     manifest.text("first_rejected")
     if manifest["dtype"] not in _DTYPES:
         raise ValueError(f"dtype is {short(manifest['dtype'])}, not one of {', '.join(_DTYPES)}")
     files = manifest.fields("files")
     row, token = 24, np.dtype(manifest["dtype"]).itemsize
     for name, size in (
-        ("documents.bin", row * manifest.whole("num_documents")),
-        ("tokens.bin", token * manifest.whole("num_tokens")),
+        (_DOCUMENTS, row * counts["num_documents"]),
+        (_TOKENS, token * counts["num_tokens"]),
     ):
         if files.fields(name).whole("bytes") != size:
             raise ValueError(f"{name} does not have the {size} bytes that its counts make")
@@ -174,19 +190,19 @@ class Build:
         self._dtype = _DTYPES[tokenizer.vocab_size > _MAX_UINT16_VOCABULARY]
 
     def run(self, source: DocumentSource, rejects: Rejects, folder: Path) -> dict[str, Any]:
-        """Tokenises ``source`` into ``folder`` and returns the manifest.
+        """Tokenise ``source`` into ``folder`` and return the manifest.
 
         Raises:
             DataError: The source is unreadable, it holds no text, or the cache cannot be written.
         """
-        scratch = self._cache_dir / f"building-{os.getpid()}-{secrets.token_hex(8)}"
+        scratch = self._cache_dir / f"building-{unique_suffix()}"
         try:
             self._cache_dir.mkdir(parents=True, exist_ok=True)
-            self._remove_abandoned()
+            _remove_older(self._cache_dir, ("building-*",), _ABANDONED_S)
             remove_unused(self._cache_dir, ("corpus-*", "stamps-*.json"), self._note)
             scratch.mkdir()
             manifest = self._write(source, rejects, scratch)
-            self._install(scratch, folder)
+            _install(scratch, folder)
         except OSError as error:
             raise DataError(
                 f"the tokenised text cannot be written to {self._cache_dir}: {error.strerror}. "
@@ -198,22 +214,18 @@ class Build:
 
     def _write(self, source: DocumentSource, rejects: Rejects, scratch: Path) -> dict[str, Any]:
         counts = {"num_documents": 0, "num_bytes": 0, "num_tokens": 0}
-        with (
-            _HashedFile(scratch / "tokens.bin") as tokens,
-            _HashedFile(scratch / "documents.bin") as documents,
-            _HashedFile(scratch / "sources.json") as sources,
-        ):
+        with (scratch / _TOKENS).open("xb") as tokens, (scratch / _DOCUMENTS).open("xb") as rows:
             for document, ids in self._encoded(source, rejects):
                 tokens.write(ids.tobytes())
                 start, counts["num_tokens"] = counts["num_tokens"], counts["num_tokens"] + len(ids)
                 row = np.array([start, counts["num_tokens"], _label_hash(document)], "<u8")
-                documents.write(row.tobytes())
+                rows.write(row.tobytes())
                 counts["num_documents"] += 1
                 counts["num_bytes"] += document.text_bytes
-            if not counts["num_documents"]:
-                what = f" (the first of {rejects.count}: {rejects.first})" if rejects.count else ""
-                raise DataError(f"{source.name}: there is no text in it{what}. Give some text")
-            sources.write(json.dumps(source.identity).encode())
+        if not counts["num_documents"]:
+            what = f" (the first of {rejects.count}: {rejects.first})" if rejects.count else ""
+            raise DataError(f"{source.name}: there is no text in it{what}. Give some text")
+        (scratch / "sources.json").write_text(json.dumps(source.identity))
         manifest = {
             "format": FORMAT,
             "tokenizer": self._tokenizer.fingerprint,
@@ -223,115 +235,67 @@ class Build:
             **counts,
             "num_rejected": rejects.count,
             "first_rejected": rejects.first,
-            "files": {file.path.name: file.description for file in (tokens, documents, sources)},
+            "files": {path.name: _flushed_record(path) for path in scratch.iterdir()},
         }
-        with _HashedFile(scratch / "manifest.json") as last:
-            last.write(json.dumps(manifest, indent=1).encode())
+        write_file(scratch / "manifest.json", json.dumps(manifest, indent=1).encode())
         return manifest
 
     def _encoded(
         self, source: DocumentSource, rejects: Rejects
     ) -> Iterator[tuple[Document, NDArray[Any]]]:
-        """Yields the documents in their order; ``BATCH_BYTES`` of them go to the tokenizer."""
-        batch: list[Document] = []
-        num_bytes = 0
-        for document in source.documents(rejects, note=self._note, progress=self._progress):
-            batch.append(document)
-            num_bytes += document.text_bytes
-            if num_bytes >= BATCH_BYTES:
-                yield from self._encode(batch)
-                batch, num_bytes = [], 0
-        yield from self._encode(batch)
+        """Yield the documents in their order, with their ids and end-of-text as written."""
+        documents = source.documents(rejects, note=self._note, progress=self._progress)
+        while batch := _next_batch(documents):
+            texts = [document.text for document in batch]
+            for document, ids in zip(batch, self._tokenizer.encode_batch(texts), strict=True):
+                if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._tokenizer.vocab_size:
+                    raise DataError(
+                        f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its "
+                        f"vocab_size is {self._tokenizer.vocab_size}: use the tokenizer files that "
+                        "belong together"
+                    )
+                closed = np.empty(len(ids) + 1, self._dtype)
+                closed[:-1], closed[-1] = ids, self._tokenizer.eos_id
+                yield document, closed
 
-    def _encode(self, batch: Sequence[Document]) -> Iterator[tuple[Document, NDArray[Any]]]:
-        texts = [document.text for document in batch]
-        for document, ids in zip(batch, self._tokenizer.encode_batch(texts), strict=True):
-            yield document, self._closed(ids)
 
-    def _closed(self, ids: NDArray[Any]) -> NDArray[Any]:
-        """The ids with end-of-text, as they are written."""
-        if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._tokenizer.vocab_size:
-            raise DataError(
-                f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its vocab_size is "
-                f"{self._tokenizer.vocab_size}: use the tokenizer files that belong together"
-            )
-        document = np.empty(len(ids) + 1, self._dtype)
-        document[:-1] = ids
-        document[-1] = self._tokenizer.eos_id
-        return document
+def _next_batch(documents: Iterator[Document]) -> list[Document]:
+    """Take documents until they have ``BATCH_BYTES``; none are left when it is empty."""
+    batch: list[Document] = []
+    num_bytes = 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += document.text_bytes
+        if num_bytes >= BATCH_BYTES:
+            break
+    return batch
 
-    def _install(self, scratch: Path, folder: Path) -> None:
-        _sync_folder(scratch)
-        for _ in range(3):
-            try:
-                scratch.rename(folder)
-            except OSError as error:
-                if not folder.exists():
-                    raise
-                # Another process was first, or what is there is damaged.
-                if read_manifest(folder, lambda _: None) is not None:
-                    return
-                failure = error
-                aside = scratch.with_name(f"{scratch.name}-replaced")
-                with suppress(FileNotFoundError):
-                    folder.rename(aside)
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                _sync_folder(folder.parent)
-                return
-        raise failure
 
-    def _remove_abandoned(self) -> None:
-        for path in self._cache_dir.glob("building-*"):
-            with suppress(OSError):  # its owner may be removing it
-                newest = max(part.stat().st_mtime for part in (path, *path.iterdir()))
-                if time.time() - newest > _ABANDONED_S:
-                    shutil.rmtree(path, ignore_errors=True)
+def _flushed_record(path: Path) -> dict[str, int | str]:
+    """Force a file onto the disk, and return what the manifest says of it."""
+    flush(path)
+    stat = path.stat()
+    return {
+        "bytes": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "blake2b": hash_file(path, blake2b),
+    }
+
+
+def _install(scratch: Path, folder: Path) -> None:
+    flush(scratch)
+    for is_last in (False, False, True):
+        if read_manifest(folder, ignore) is not None:
+            return  # another process was first
+        try:
+            publish_folder(scratch, folder)
+        except OSError:  # perhaps another process publishes at this moment
+            if is_last or not scratch.exists():
+                raise
+        else:
+            return
 
 
 def _label_hash(document: Document) -> int:
     name = document.label.encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
-
-
-def _hasher() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=16)
-
-
-class _HashedFile:
-    """A file that is hashed as it is written, and on disk when its block has been left."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.description: dict[str, int | str] = {}
-        self._hasher = _hasher()
-
-    def __enter__(self) -> Self:
-        self._stream = self.path.open("xb")
-        return self
-
-    def write(self, content: bytes) -> None:
-        self._hasher.update(content)
-        self._stream.write(content)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._stream:
-            if kind is not None:
-                return
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            stat = os.fstat(self._stream.fileno())
-        self.description = {
-            "bytes": stat.st_size,
-            "mtime_ns": stat.st_mtime_ns,
-            "blake2b": self._hasher.hexdigest(),
-        }
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename or new names in ``folder`` survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError
+from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError, WrittenCheckpoint
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
 from evener.loop.reporting import EventStream
@@ -95,7 +95,7 @@ class Checkpointer:
         if self._unwritten is not None and self._unwritten.step == window:
             self._try_again()
             return
-        if window == self._last_step and (self._is_written() or not writer.idle):
+        if window == self._last_step and (self._is_written() or not writer.wait(0.0)):
             return
         old, self._unwritten = self._unwritten, None
         if old is not None:
@@ -131,13 +131,14 @@ class Checkpointer:
     def _collect(self) -> None:
         """Passes on what the writer has finished, failed at or skipped since the last call."""
         assert self._writer is not None
-        for written in self._writer.poll_written():
-            self._events.checkpoint(written)
-        for skipped in self._writer.poll_skipped():
+        for done in self._writer.poll():
+            if isinstance(done, WrittenCheckpoint):
+                self._events.checkpoint(done)
+                continue
             self._miss(
-                skipped.step,
-                f"checkpoint step-{skipped.step} is skipped: step-{skipped.running} was not yet "
-                f"written when step-{skipped.newer} came, which takes its place; save less "
+                done.step,
+                f"checkpoint step-{done.step} is skipped: step-{done.running} was not yet "
+                f"written when step-{done.newer} came, which takes its place; save less "
                 "often (checkpoint.every), or to a faster disk",
             )
         while (error := self._writer.poll_error()) is not None:

@@ -116,7 +116,9 @@ def save_state(
             raise CheckpointError(f"{path} was not written within 600 s; check the disk")
         if (error := writer.poll_error()) is not None:
             raise error
-        return writer.poll_written()[0]
+        (written,) = writer.poll()
+        assert isinstance(written, WrittenCheckpoint)
+        return written
 
 
 def restore(assembly: Assembly, saved: SavedState) -> None:

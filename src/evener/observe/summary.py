@@ -1,13 +1,13 @@
 """What a run amounted to: a JSON file for programs, a table and a verdict for people."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evener.errors import EvenerError
+from evener.files import write_file
 from evener.observe.jsonl import strict_json
 from evener.observe.wording import human_count, human_duration
 
@@ -117,16 +117,10 @@ class RunSummary:
         Raises:
             EvenerError: The file cannot be written.
         """
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        text = json.dumps(self.to_json(), indent=2, allow_nan=False)
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(self.to_json(), file, indent=2, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            write_file(path, f"{text}\n".encode())
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise EvenerError(
                 f"run summary {path} cannot be written: {error}; free disk space there"
             ) from error

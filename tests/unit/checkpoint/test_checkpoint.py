@@ -13,7 +13,9 @@ import torch
 
 from evener.checkpoint import (
     CheckpointWriter,
+    SkippedCheckpoint,
     Snapshot,
+    WrittenCheckpoint,
     copy_to_cpu,
     find_newest,
     open_checkpoint,
@@ -83,8 +85,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert writer.wait(TIMEOUT_S)
         assert writer.poll_error() is None
         assert writer.last_path == tmp_path / "new" / "folder" / "step-12"
-        (written,) = writer.poll_written()
-        assert writer.poll_written() == ()
+        (written,) = writer.poll()
+        assert writer.poll() == []
     assert (written.step, written.path) == (12, writer.last_path)
 
     found = find_newest(tmp_path / "new" / "folder")
@@ -219,16 +221,15 @@ def test_submit_does_not_wait_and_only_the_newest_waiting_snapshot_is_written(
     assert gate.reached.wait(TIMEOUT_S)
     for step in (2, 3, 4):
         writer.submit(snapshot(step))
-    assert not writer.idle
     assert writer.last_path is None
     assert not writer.wait(0.0)
     gate.opened.set()
     assert writer.wait(TIMEOUT_S)
-    assert writer.idle
-    assert [written.step for written in writer.poll_written()] == [1, 4]
-    skipped = [(one.step, one.running, one.newer) for one in writer.poll_skipped()]
-    assert skipped == [(2, 1, 3), (3, 1, 4)]
-    assert writer.poll_skipped() == ()
+    done = writer.poll()
+    assert [one.step for one in done if isinstance(one, WrittenCheckpoint)] == [1, 4]
+    skipped = [one for one in done if isinstance(one, SkippedCheckpoint)]
+    assert skipped == [SkippedCheckpoint(2, 1, 3), SkippedCheckpoint(3, 1, 4)]
+    assert writer.poll() == []
     assert names(tmp_path) == ["step-1", "step-4"]
     assert writer.close(TIMEOUT_S)
 
@@ -343,7 +344,7 @@ def test_no_thread_to_be_had_is_a_failed_write(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         writer.submit(snapshot(1))
-    assert writer.idle
+    assert writer.wait(0.0)
     assert "step-1 could not be written" in str(writer.poll_error())
     writer.submit(snapshot(2))
     assert writer.close(TIMEOUT_S)

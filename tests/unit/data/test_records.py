@@ -329,7 +329,7 @@ def test_what_nobody_has_used_for_long_is_removed_and_said(cache: Path, tmp_path
     stamps = cache / "stamps-0.json"
     stamps.touch()
     long_ago_s = time.time() - (corpus_cache.UNUSED_DAYS + 1) * 86_400
-    for path in (old.folder, used.folder, stamps):
+    for path in (old.folder, *old.folder.iterdir(), used.folder, stamps):
         os.utime(path, (long_ago_s, long_ago_s))
     (tmp_path / "mine").mkdir()
     (cache / "corpus-link").symlink_to(tmp_path / "mine")
