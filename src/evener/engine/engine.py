@@ -585,6 +585,7 @@ def records_of(reports: Sequence[Report]) -> tuple[RankRecord, ...]:
             compute_s=report.compute_s,
             steps=report.steps,
             warmup_s=report.warmup_s,
+            warmup_micro_batches=report.warmup_micro_batches,
             warmup_samples=report.warmup_samples,
         )
         for report in reports

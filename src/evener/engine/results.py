@@ -34,8 +34,9 @@ class RankRecord:
 
     ``steps`` are its local optimizer steps in CADENCE and ASYNC, ``stale_steps`` those that it had
     made on top when the average of the window landed (ASYNC). ``warmup_samples`` are those of the
-    first micro-batch of each size, which took ``warmup_s`` of ``compute_s``: these tell nothing of
-    the rank's speed, as they pay for what is set up once.
+    first micro-batch of each size, of which there were ``warmup_micro_batches``, and which took
+    ``warmup_s`` of ``compute_s``: these tell nothing of the rank's speed, as they pay for what is
+    set up once.
     """
 
     samples: int
@@ -48,6 +49,7 @@ class RankRecord:
     steps: int = 0
     stale_steps: int = 0
     warmup_s: float = 0.0
+    warmup_micro_batches: int = 0
     warmup_samples: int = 0
 
     @property

@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +21,7 @@ from evener.engine.share import Share, Stopwatch, checked_value, checked_weight,
 from evener.errors import EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.data_side import DataSide
-from evener.loop.models import Models, Schedulers, check_arguments
+from evener.loop.models import Models, Schedulers, check_arguments, in_evaluation
 from evener.loop.reporting import SinkMaker, check_sinks
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
@@ -312,17 +311,9 @@ class Loop(DataSide):
         yield
         watch.stop()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Puts the model into ``eval()`` without gradients for the length of the block."""
-        model = self.assembly.model
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            model.train(was_training)
+        return in_evaluation(self.assembly.model)
 
     def close(self) -> None:
         """Leaves the team: ends loaders and connections; idempotent.

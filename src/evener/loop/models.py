@@ -1,6 +1,7 @@
 """The models and optimizers that a user gives to ``Ddp.setup``: brought into one form, checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -17,6 +18,18 @@ Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Schedulers = LRScheduler | Sequence[LRScheduler] | ProgressSchedule | None
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Put a model into ``eval()``, without gradients, for the length of the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 _CALL = "Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler)"

@@ -3,33 +3,32 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
 import torch
 
-from evener.averaging.weights import power_of_two_near
-from evener.comm.base import Communicator, SingleCommunicator
-from evener.comm.threads import ThreadTeam
 from evener.config.classify import ClassifyConfig
-from evener.devices import count_accelerators, kind_of
-from evener.engine.finite import non_finite_on, overflow
-from evener.engine.loss_scale import LossScale
-from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.planning.fixed import FixedShares
+from evener.config.settings import DdpConfig
+from evener.data.cursor import derive_seed
+from evener.ddp import Ddp
+from evener.devices import count_accelerators
+from evener.engine.loaders.planned import split
+from evener.engine.results import WindowResult
+from evener.engine.sync import SyncEngine
+from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import Policy
-from evener.planning.sync import SyncPolicy
-from evener.protocol.machine import combine
+from evener.planning.report import Report
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.given import GivenModel
-from evener.tasks.classification.metrics import Evaluation, add_confusions
-from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
-from evener.tasks.classification.replica import Computed, Replica
+from evener.tasks.classification.metrics import Evaluation
+from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction, combine
 from evener.tasks.classification.samples import Sample
-from evener.team.host import threads_per_rank
+from evener.tasks.optimization import apply_settings, make_optimizer
+from evener.tasks.trainers.accumulator import Accumulator
+from evener.tasks.trainers.comm import DistributedComm, share_cores
 from evener.team.placement import Devices, devices_of_host
 
 _T = TypeVar("_T")
@@ -56,14 +55,15 @@ class BatchResult:
 class DataParallelCoordinator:
     """Trains one LoRA classifier on several devices of this process, each at its own speed.
 
-    There is a replica, and a thread, for each device. A batch is shared out in proportion to
-    measured speeds; every replica computes the gradient of its samples, the gradients are summed
-    by weight, and every replica makes the update that one device would have made on the whole
-    batch. So replicas stay bit-identical. Only adapter and head travel; replicas on one device
-    share the memory of the frozen base.
+    There is a replica for each device: a rank of a team whose ranks are threads. A batch is shared
+    out in proportion to measured speeds; every replica computes the gradient of its samples, the
+    gradients are summed by weight, and every replica makes the update that one device would have
+    made on the whole batch. So replicas stay bit-identical. Replicas on one device share the memory
+    of the frozen base.
 
     Use it from one thread at a time, and close it (or use ``with``). Replicas on the CPU share its
-    cores: while there are two or more of them, torch's number of threads is lowered.
+    cores: while there are two or more of them, torch's number of threads is lowered, unless
+    ``OMP_NUM_THREADS`` sets it.
 
     Args:
         model_config: The base: a local folder, keys such as ``{"path": ...}`` or
@@ -76,6 +76,8 @@ class DataParallelCoordinator:
 
     Attributes:
         devices: The device of each replica.
+        pipelines: The classifiers, one for each device.
+        num_batches: Batches that have been trained on.
 
     Raises:
         ConfigError: A device that is not there, a base that does not load, a bad option.
@@ -92,74 +94,60 @@ class DataParallelCoordinator:
     ) -> None:
         names = devices_of_host(devices, count_accelerators())
         self.devices = tuple(torch.device(name) for name in names)
-        slow = emulate_slow or {}
-        if unknown := [number for number in slow if number not in range(len(names))]:
-            raise ConfigError(
-                f"emulate_slow slows replica {unknown[0]!r}, and there are replicas 0 to "
-                f"{len(names) - 1}; name one of these"
-            )
         first = ClassifyPipeline.build(model_config, classify_config)
-        config = first.config
         first.to(self.devices[0])
-        self._config = config
-        self._window = 0
+        self.pipelines = (first, *(first.replica(device) for device in self.devices[1:]))
+        self.num_batches = 0
         self._usable = True
-        # Devices of different kinds round an update differently.
-        self._unlike = len({kind_of(d).describe(d) for d in self.devices}) > 1
-        self._planner = self._make_planner(partition_ratios)
-        pipelines = [first, *(first.replica(device) for device in self.devices[1:])]
-        micro = None if config.micro_batch_size == "auto" else config.micro_batch_size
-        self._replicas = [
-            Replica(p, comm, slow=slow.get(rank, 1.0), micro_batch_size=micro)
-            for rank, (p, comm) in enumerate(zip(pipelines, _connect(len(names)), strict=True))
-        ]
-        self._loss_scale = LossScale(
-            rank for rank, replica in enumerate(self._replicas) if replica.precision == "fp16"
+        self._settings = first.config.optimizer
+        options = DdpConfig(
+            max_grad_norm=self._settings.max_grad_norm,
+            non_finite=first.config.non_finite,
+            partition_ratios=partition_ratios,
+            emulate_slow=emulate_slow or {},
+            quiet=True,
         )
+        self._torch_threads = torch.get_num_threads()
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"evener-replica-{rank}")
             for rank in range(len(names))
         ]
-        self._torch_threads = torch.get_num_threads()
-        on_cpu = sum(device.type == "cpu" for device in self.devices)
-        if on_cpu > 1:
-            each = threads_per_rank(None, on_cpu)
-            self._on_all(lambda _: torch.set_num_threads(each))
+        self._replicas: list[_Replica] = []
+        self._ends = DistributedComm.local(len(names))
+        try:
+            self._replicas = self._on_all(
+                _Replica, self.pipelines, self._ends, repeat(names), repeat(options)
+            )
+        except BaseException:
+            self.close()
+            raise
+        engine = self._replicas[0].ddp.assembly.engine
+        assert isinstance(engine, SyncEngine)
+        self._policy, self._loss_scale = engine.policy, engine.options.loss_scale
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:
         """The classifier on the first device; the others hold the same values."""
-        return self._replicas[0].pipeline
-
-    @property
-    def pipelines(self) -> tuple[ClassifyPipeline, ...]:
-        """The classifiers, one for each device."""
-        return tuple(replica.pipeline for replica in self._replicas)
-
-    @property
-    def num_batches(self) -> int:
-        """Batches that have been trained on."""
-        return self._window
+        return self.pipelines[0]
 
     @property
     def shares(self) -> tuple[int, ...]:
         """How the next hundred samples would be shared out, by device."""
-        return self._planner.plan(self._window, 0, 0, 100).shares
+        return self._plan(100).shares
 
     @property
     def lr(self) -> float:
         """Learning rate of the adapter; may be set between batches."""
-        return float(self._replicas[0].optimizer.param_groups[0]["lr"])
+        return self._settings.lr
 
     @lr.setter
     def lr(self, value: float) -> None:
         value = float(value)
         if not 0 <= value < math.inf:
             raise ConfigError(f"lr is {value}; give a finite number of 0 or more")
-        ratios = (1.0, self._config.optimizer.head_lr_ratio)
+        self._settings = self._settings.model_copy(update={"lr": value})
         for replica in self._replicas:
-            for group, ratio in zip(replica.optimizer.param_groups, ratios, strict=True):
-                group["lr"] = value * ratio
+            apply_settings(replica.optimizer, self._settings)
 
     def train_batch_parallel(self, samples: Sequence[Sample]) -> BatchResult:
         """Makes one update with a batch of samples, each seen by exactly one replica.
@@ -178,10 +166,21 @@ class DataParallelCoordinator:
         encoded = self.primary_pipeline.encode(samples)
         if not encoded:
             return BatchResult(avg_loss=math.nan, correct=0, total=0, grad_norm=math.nan)
-        plan = self._planner.plan(self._window, 0, 0, len(encoded))
-        while (result := self._attempt(plan, encoded)) is None:
-            self._loss_scale.update(overflowed=True)
-        return result
+        plan, scale = self._plan(len(encoded)), math.inf
+        result: WindowResult | None = None
+        # Where fp16 has overflowed, the scale of losses was lowered: the same batch once more.
+        while result is None or (result.skipped and self._loss_scale.value < scale):
+            scale = self._loss_scale.value
+            correct = self._compute(plan, encoded)
+            result = self._update()
+        self._policy.observe([Report(**asdict(record)) for record in result.ranks], plan, 0.0)
+        self.num_batches += 1
+        return BatchResult(
+            avg_loss=result.loss,
+            correct=correct,
+            total=len(encoded),
+            grad_norm=math.nan if result.skipped else result.grad_norm,
+        )
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
         """Classifies labelled texts on all devices and compares; the loss of none is ``nan``.
@@ -190,17 +189,8 @@ class DataParallelCoordinator:
             DataError: A bad sample.
         """
         self._check_usable()
-        encoded = self.primary_pipeline.encode(samples)
-        pieces = self._pieces(encoded)
-        parts = self._on_all(lambda r: r.pipeline.evaluate_encoded(pieces[r.comm.rank]))
-        loss_sum, weight = 0.0, 0.0
-        for part in parts:
-            loss_sum += part[0]
-            weight += part[1]
-        return Evaluation(
-            loss=loss_sum / weight if weight else math.nan,
-            confusion=add_confusions([part[2] for part in parts]),
-        )
+        parts = self._deal(self.primary_pipeline.encode(samples))
+        return combine(self._on_all(ClassifyPipeline.evaluate_encoded, self.pipelines, parts))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """The classes of texts, in their order, on all devices.
@@ -209,9 +199,9 @@ class DataParallelCoordinator:
             DataError: A text is empty.
         """
         self._check_usable()
-        pieces = self._pieces(self.primary_pipeline.encode_texts(texts))
-        parts = self._on_all(lambda r: r.pipeline.predict_encoded(pieces[r.comm.rank]))
-        return [prediction for part in parts for prediction in part]
+        parts = self._deal(self.primary_pipeline.encode_texts(texts))
+        found = self._on_all(ClassifyPipeline.predict_encoded, self.pipelines, parts)
+        return [prediction for part in found for prediction in part]
 
     def save(self, folder: str | Path) -> None:
         """Writes adapter and merged weights; see ``ClassifyPipeline.save``."""
@@ -220,101 +210,68 @@ class DataParallelCoordinator:
     def close(self) -> None:
         """Ends the threads; the pipelines stay usable. Idempotent."""
         self._usable = False
-        for thread in self._threads:
-            thread.shutdown()
-        for replica in self._replicas:
-            replica.close()
-        if torch.get_num_threads() != self._torch_threads:
+        replicas, self._replicas = self._replicas, []
+        try:
+            self._on_all(_Replica.close, replicas)
+        finally:
+            for thread in self._threads:
+                thread.shutdown()
             torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _attempt(self, plan: WindowPlan, encoded: Sequence[Encoded]) -> BatchResult | None:
-        """Computes a batch and updates; ``None`` where fp16 overflowed, and less scale may help."""
-        weight = self.primary_pipeline.weight_of([label for _, label in encoded])
-        scale = power_of_two_near(weight) / self._loss_scale.value
-        places = [plan.positions(k) for k in range(len(self.devices))]
+    def _compute(self, plan: WindowPlan, encoded: Sequence[Encoded]) -> int:
+        """Computes gradients, which stay on their replicas; returns how many were classified right.
 
-        def compute(replica: Replica) -> Computed:
-            own = places[replica.comm.rank]
-            return replica.compute([encoded[p] for p in own], own, scale, plan.window)
-
+        All replicas are done before the first one exchanges anything: so one that fails, as
+        without memory, leaves all as they were.
+        """
+        places = [plan.positions(rank) for rank in range(len(self.devices))]
+        parts = [[(p, encoded[p]) for p in place] for place in places]
         try:
-            computed = self._on_all(compute)
-        except BaseException:
-            self._on_all(Replica.drop)
-            raise
-        self._window = plan.window + 1
-        reports = [c.report for c in computed]
-        total_weight, loss = combine(dict(enumerate(reports)))  # class weights are above 0
-        norm, error = math.inf, overflow(plan, self._window)
-        culprits = [rank for rank, report in enumerate(reports) if report.non_finite]
-        for rank in culprits[:1]:
-            code, names = reports[rank].non_finite, self._replicas[0].flat.names
-            error = non_finite_on(rank, code, plan, names, self._window)
-        if not culprits:
-            norm = self._update(plan, scale, total_weight)
-        else:
-            self._on_all(Replica.drop)
-        if math.isfinite(norm):
-            self._loss_scale.update(overflowed=False)
-        elif self._loss_scale.can_shrink and all(map(self._loss_scale.may_shrink, culprits)):
-            return None
-        elif self._config.non_finite == "raise":
-            raise self._loss_scale.exhausted(error)
-        self._planner.observe(reports, plan, 0.0)
-        correct = sum(c.correct for c in computed)
-        return BatchResult(
-            avg_loss=loss,
-            correct=correct,
-            total=len(encoded),
-            grad_norm=norm if math.isfinite(norm) else math.nan,
-        )
-
-    def _update(self, plan: WindowPlan, scale: float, total_weight: float) -> float:
-        """The gradient's norm; where it is not finite, nothing was applied."""
-        try:
-            norms = self._on_all(
-                lambda r: r.update(scale, total_weight, plan.window, unlike=self._unlike)
+            return sum(
+                self._on_all(_Replica.compute, self._replicas, parts, repeat(self.num_batches))
             )
         except BaseException:
-            # Some replicas may have made the update and others not.
-            self._usable = False
+            self._on_all(_Replica.drop, self._replicas)
             raise
-        return norms[0]
 
-    def _make_planner(self, ratios: Sequence[float] | None) -> Policy:
-        members = [f"{device}/{rank}" for rank, device in enumerate(self.devices)]
-        if ratios is not None:
-            return FixedShares(members, ratios)
-        size = self._config.micro_batch_size
-        return SyncPolicy(members, [None if size == "auto" else size] * len(members))
+    def _update(self) -> WindowResult:
+        try:
+            return self._on_all(_Replica.update, self._replicas)[0]
+        except NonFiniteGradientError:
+            raise  # by all replicas, before any was changed
+        except BaseException:
+            self._usable = False  # some replicas may have made the update and others not
+            for end in self._ends:
+                end.close()
+            raise
 
-    def _pieces(self, whole: Sequence[_T]) -> list[list[_T]]:
+    def _plan(self, size: int) -> WindowPlan:
+        return self._policy.plan(self.num_batches, 0, 0, size)
+
+    def _deal(self, whole: Sequence[_T]) -> list[Sequence[_T]]:
         """A part of a list for each replica, in order, in proportion to speed."""
-        pieces, start = [], 0
-        for share in self._planner.plan(self._window, 0, 0, len(whole)).shares:
-            pieces.append(list(whole[start : start + share]))
-            start += share
-        return pieces
+        plan = self._plan(len(whole))
+        places = [plan.positions(rank) for rank in range(len(self.devices))]
+        return [whole[place.start : place.stop] for place in places]
 
-    def _on_all(self, work: Callable[[Replica], _T]) -> list[_T]:
+    def _on_all(self, work: Callable[..., _T], *arguments: Any) -> list[_T]:
         """Runs ``work`` on every replica's thread; raises the first error when all have ended.
 
         The error of a replica goes before those of others, who only miss it.
+
+        Args:
+            work: What to call.
+            *arguments: For each of its arguments, one value for each replica.
         """
         futures = [
-            thread.submit(work, replica)
-            for thread, replica in zip(self._threads, self._replicas, strict=True)
+            thread.submit(work, *own)
+            for thread, *own in zip(self._threads, *arguments, strict=False)
         ]
         wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -329,8 +286,83 @@ class DataParallelCoordinator:
             )
 
 
-def _connect(number: int) -> list[Communicator]:
-    if number == 1:
-        return [SingleCommunicator()]
-    team = ThreadTeam(number)
-    return [team.communicator(rank) for rank in range(number)]
+class _Replica:
+    """A rank of the team; made and used by one thread only.
+
+    Args:
+        pipeline: The classifier, on its device.
+        end: Joins the replicas.
+        devices: Of all replicas.
+        options: Those of the team.
+    """
+
+    def __init__(
+        self,
+        pipeline: ClassifyPipeline,
+        end: DistributedComm,
+        devices: Sequence[str],
+        options: DdpConfig,
+    ) -> None:
+        config = pipeline.config
+        self._pipeline = pipeline
+        self._end = end
+        self.optimizer = make_optimizer(pipeline.model, config.optimizer)
+        try:
+            self.ddp = Ddp.setup(
+                pipeline.model,
+                self.optimizer,
+                devices=devices,
+                precision=config.precision,
+                config=options,
+                environment=end.config,
+                communicator=end.communicator,
+            )
+        except BaseException:
+            end.close()  # or the others would wait for this one
+            raise
+        self._window = Accumulator(self.ddp)
+        self._size = config.micro_batch_size
+        if self._size != "auto":
+            self.ddp.assembly.engine.set_micro_batch_size(self._size)
+        if (on_cpu := devices.count("cpu")) > 1:
+            share_cores(on_cpu)
+
+    def compute(self, part: Sequence[tuple[int, Encoded]], batch_number: int) -> int:
+        """Forward and backward of this replica's part of a batch, in the places given.
+
+        Returns:
+            Samples whose class was found.
+        """
+        pipeline, correct = self._pipeline, 0
+        size = len(part) if self._size == "auto" else self._size
+        for row in split(range(len(part)), max(1, size)):
+            with self._window.micro_batch(len(row)):
+                # Dropout depends on what is computed, not on which thread came first.
+                place = part[row[0]][0]
+                seed = derive_seed(pipeline.config.seed, "micro-batch", batch_number, place)
+                pipeline.seed_dropout(seed)
+                found = pipeline.loss(pipeline.encoder.collate([part[i][1] for i in row]))
+                self.ddp.backward(found.loss, found.weight)
+                correct += int(found.correct.item())
+        return correct
+
+    def drop(self) -> None:
+        """Forgets what was computed of a batch."""
+        self._window.drop()
+
+    def update(self) -> WindowResult:
+        """Averages over replicas and steps; all replicas do it together."""
+        try:
+            result = self._window.close_window()
+        except NonFiniteGradientError:
+            raise
+        except BaseException:
+            self._end.close()  # or the others would wait for this one
+            raise
+        assert result is not None, "a batch that is not empty is a window"
+        return result
+
+    def close(self) -> None:
+        """Leaves the team, together with all replicas; the classifier stays usable."""
+        self.ddp.close()
+        self._pipeline.model.eval()

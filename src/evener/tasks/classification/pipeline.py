@@ -1,7 +1,7 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -13,6 +13,7 @@ from torch import Tensor
 from evener.config.classify import ClassifyConfig, ClassifyModelConfig
 from evener.devices import copied, move
 from evener.errors import ConfigError, DataError
+from evener.loop.models import in_evaluation
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
@@ -24,7 +25,7 @@ from evener.tasks.classification.adapter import (
     write_json,
 )
 from evener.tasks.classification.base_model import base_folder, build_base, folder_fingerprint
-from evener.tasks.classification.dropout import Draws, own_dropout
+from evener.tasks.classification.dropout import own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.given import (
     GivenModel,
@@ -32,12 +33,20 @@ from evener.tasks.classification.given import (
     labels_of,
     model_config_of,
 )
-from evener.tasks.classification.metrics import Evaluation, count_confusion
+from evener.tasks.classification.metrics import (
+    Confusion,
+    Evaluation,
+    add_confusions,
+    count_confusion,
+)
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
 from evener.team.terminal import warn
 
 _EVAL_BATCH = 64
+
+Part = tuple[float, float, Confusion]
+"""Σ weight · loss, Σ weight and the confusion of some samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,6 @@ class ClassifyPipeline:
         encoder: The tokenizer.
         labels: The classes.
         config: What it was made with.
-        draws: Source of its dropout.
     """
 
     def __init__(
@@ -99,11 +107,9 @@ class ClassifyPipeline:
         self.encoder = encoder
         self.labels = labels
         self.config = config
-        self.draws = Draws()
         self._base = base
-        self._class_weights = None if class_weights is None else tuple(class_weights)
-        self._weight_tensor: Tensor | None = None
-        own_dropout(model, self.draws)
+        self._class_weights = torch.tensor(class_weights or [1.0] * len(labels))
+        self._dropouts = own_dropout(model)
 
     @classmethod
     def build(
@@ -194,17 +200,15 @@ class ClassifyPipeline:
 
         What is frozen is shared with this one where both live on the same device.
         """
-        shared = self.device == device
-        memo: dict[int, Any] = {id(self.draws): Draws()}
-        if shared:
-            memo |= {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        frozen = (p for p in self.model.parameters() if not p.requires_grad)
+        shared = {id(p): p for p in frozen if self.device == device}
         other = type(self)(
-            copied(self.model, device, memo),
+            copied(self.model, device, shared),
             self.encoder,
             self.labels,
             self.config,
             base=self._base,
-            class_weights=self._class_weights,
+            class_weights=self._class_weights.tolist(),
         )
         other.to(device)
         return other
@@ -256,48 +260,35 @@ class ClassifyPipeline:
 
     def weight_of(self, labels: Sequence[int]) -> float:
         """What samples of these classes weigh together."""
-        if self._class_weights is None:
-            return float(len(labels))
-        total = 0.0
-        for label in labels:
-            total += self._class_weights[label]
-        return total
+        return float(self._class_weights[list(labels)].double().sum())
+
+    def seed_dropout(self, seed: int) -> None:
+        """Draws dropout from a generator of this classifier's own, which starts at ``seed``.
+
+        Before, it is torch's default one, for a classifier that has its process to itself.
+        """
+        if self._dropouts:
+            generator = torch.Generator(self.device).manual_seed(seed)
+            for layer in self._dropouts:
+                layer.draw_from(generator)
 
     def loss(self, batch: Batch) -> BatchLoss:
         """The loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
-        logits = self.logits(batch)
-        labels = batch.labels.to(self.device)
-        losses = F.cross_entropy(logits, labels, reduction="none")
+        logits, labels = self.logits(batch), batch.labels.to(self.device)
+        loss = F.cross_entropy(logits, labels, weight=self._class_weights.to(self.device))
         weight = self.weight_of(batch.labels.tolist())
-        if self._class_weights is None:
-            loss = losses.mean()
-        else:
-            if self._weight_tensor is None or self._weight_tensor.device != labels.device:
-                self._weight_tensor = torch.tensor(self._class_weights, device=labels.device)
-            loss = (losses * self._weight_tensor[labels]).sum() / weight
         return BatchLoss(loss, weight, (logits.argmax(-1) == labels).sum())
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────
 
-    @torch.no_grad()
-    def evaluate_encoded(self, encoded: Sequence[Encoded]) -> tuple[float, float, Any]:
-        """Σ weight · loss, Σ weight and the confusion of encoded samples, in ``eval()``."""
-        loss_sum, weight_sum = 0.0, 0.0
-        true: list[int] = []
-        found: list[int] = []
-        with self.evaluating():
-            for start in range(0, len(encoded), _EVAL_BATCH):
-                batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
-                logits = self.logits(batch)
-                labels = batch.labels.tolist()
-                losses = F.cross_entropy(logits.cpu(), batch.labels, reduction="none")
-                for label, loss in zip(labels, losses.tolist(), strict=True):
-                    weight = self.weight_of([label])
-                    loss_sum += weight * loss
-                    weight_sum += weight
-                true += labels
-                found += logits.argmax(-1).tolist()
-        return loss_sum, weight_sum, count_confusion(true, found, len(self.labels))
+    def evaluate_encoded(self, encoded: Sequence[Encoded]) -> Part:
+        """Classifies encoded samples, in ``eval()``, and compares."""
+        logits, true = self._judge(encoded), [label for _, label in encoded]
+        losses = F.cross_entropy(
+            logits, torch.tensor(true).long(), self._class_weights, reduction="none"
+        )
+        confusion = count_confusion(true, logits.argmax(-1).tolist(), len(self.labels))
+        return float(losses.double().sum()), self.weight_of(true), confusion
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
         """Classifies labelled texts and compares; the loss of none is ``nan``.
@@ -305,8 +296,7 @@ class ClassifyPipeline:
         Raises:
             DataError: One is bad.
         """
-        loss_sum, weight, confusion = self.evaluate_encoded(self.encode(samples))
-        return Evaluation(loss=loss_sum / weight if weight else float("nan"), confusion=confusion)
+        return combine([self.evaluate_encoded(self.encode(samples))])
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """The classes of texts, in their order.
@@ -326,21 +316,23 @@ class ClassifyPipeline:
             raise DataError(f"texts is the text {texts[:40]!r} itself; give a list of texts")
         return self.encode([Sample(text, 0) for text in texts], "text")
 
-    @torch.no_grad()
     def predict_encoded(self, encoded: Sequence[Encoded]) -> list[Prediction]:
         """The classes of encoded texts, in their order."""
-        predictions = []
+        logits = self._judge(encoded)
+        rows = torch.softmax(logits, -1).tolist()
+        return [
+            Prediction(label=self.labels.names[index], index=index, probabilities=tuple(row))
+            for index, row in zip(logits.argmax(-1).tolist(), rows, strict=True)
+        ]
+
+    def _judge(self, encoded: Sequence[Encoded]) -> Tensor:
+        """Float32 logits ``(N, num_classes)`` on the CPU, computed in ``eval()``."""
+        found = [torch.zeros(0, len(self.labels))]
         with self.evaluating():
             for start in range(0, len(encoded), _EVAL_BATCH):
                 batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
-                for row in torch.softmax(self.logits(batch), -1).tolist():
-                    index = max(range(len(row)), key=row.__getitem__)
-                    predictions.append(
-                        Prediction(
-                            label=self.labels.names[index], index=index, probabilities=tuple(row)
-                        )
-                    )
-        return predictions
+                found.append(self.logits(batch).cpu())
+        return torch.cat(found)
 
     def save(self, folder: str | Path) -> None:
         """Writes ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
@@ -361,19 +353,17 @@ class ClassifyPipeline:
             note = replace(note, path=str(folder / "base"))
         with replacing(folder / "adapter") as fresh:
             save_adapter(self.model.network, fresh, note.path, note.dropout)
-            write_json(fresh / DOCUMENT, self._document(note))
+            document = {
+                "labels": list(self.labels.names),
+                "seq_len": self.encoder.seq_len,
+                "end_tokens": self.config.end_tokens,
+                "base": {"path": note.path, "fingerprint": note.fingerprint},
+            }
+            write_json(fresh / DOCUMENT, document)
             _write_files(fresh, self.encoder.finished_files())
         with replacing(folder / "merged") as fresh:
             save_merged(self.model.network, fresh, note.dropout)
             _write_files(fresh, self.encoder.finished_files())
-
-    def _document(self, note: BaseNote) -> dict[str, Any]:
-        return {
-            "labels": list(self.labels.names),
-            "seq_len": self.encoder.seq_len,
-            "end_tokens": self.config.end_tokens,
-            "base": {"path": note.path, "fingerprint": note.fingerprint},
-        }
 
     def logits(self, batch: Batch) -> Tensor:
         """Float32 logits ``(B, num_classes)`` on the device."""
@@ -382,15 +372,19 @@ class ClassifyPipeline:
         )
         return found.float()
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Puts the model into ``eval()`` for the length of the block."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Puts the model into ``eval()``, without gradients, for the length of the block."""
+        return in_evaluation(self.model)
+
+
+def combine(parts: Sequence[Part]) -> Evaluation:
+    """The evaluation of samples that were classified in parts; the loss of none is ``nan``."""
+    loss_sums, weights, confusions = zip(*parts, strict=True)
+    weight = sum(weights)
+    return Evaluation(
+        loss=sum(loss_sums) / weight if weight else float("nan"),
+        confusion=add_confusions(confusions),
+    )
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -1,8 +1,10 @@
 """The ranks that a ``DistributedTrainer`` trains with: threads of this process, or processes."""
 
+import os
 from dataclasses import replace
-from types import TracebackType
 from typing import Self, final
+
+import torch
 
 from evener.comm.base import Communicator, SingleCommunicator, check_timeout
 from evener.comm.existing import default_group, numbers_in
@@ -12,6 +14,7 @@ from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import connect_team
 from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.host import threads_per_rank
 from evener.team.placement import choose_device, place_in
 
 _TIMEOUT_S = 600.0
@@ -110,13 +113,18 @@ class DistributedComm:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def share_cores(num_ranks: int) -> None:
+    """Let this thread compute with its part of the cores, unless ``OMP_NUM_THREADS`` says how.
+
+    Args:
+        num_ranks: Ranks that are threads of this process and compute on the CPU.
+    """
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(threads_per_rank(None, num_ranks))
 
 
 def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:

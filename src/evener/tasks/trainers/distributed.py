@@ -1,11 +1,9 @@
 """``DistributedTrainer``: a causal language model on all ranks, where the caller owns the loop."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
 
@@ -13,12 +11,12 @@ from evener.comm.base import Communicator
 from evener.comm.layout import Bucket
 from evener.config.settings import DdpConfig
 from evener.data.sharding import shard_batches
+from evener.engine.team import Team
 from evener.errors import ConfigError
 from evener.tasks.lm_batch import LMBatch
-from evener.tasks.trainers.comm import DistributedComm
+from evener.tasks.trainers.comm import DistributedComm, share_cores
 from evener.tasks.trainers.transformer import TransformerTrainer
 from evener.team.environment import AverageBackend, DistributedTrainConfig
-from evener.team.host import threads_per_rank
 
 
 @final
@@ -89,9 +87,8 @@ class DistributedTrainer:
             comm.close()  # the others learn at once that this rank will not come
             raise
         self._torch_threads = torch.get_num_threads()
-        on_cpu = self._ddp.device.type == "cpu"
-        if comm.shares_process and on_cpu and not os.environ.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(threads_per_rank(None, comm.world_size))
+        if comm.shares_process and self._ddp.device.type == "cpu":
+            share_cores(comm.world_size)
 
     @property
     def is_coordinator(self) -> bool:
@@ -163,24 +160,15 @@ class DistributedTrainer:
 
     def close(self) -> None:
         """Leaves the team, and lets the connection go; the model stays usable. Idempotent."""
-        self._give_threads_back()
+        torch.set_num_threads(self._torch_threads)
         self.trainer.close()
-
-    def _give_threads_back(self) -> None:
-        if torch.get_num_threads() != self._torch_threads:
-            torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._give_threads_back()
-        self._ddp.__exit__(kind, error, traceback)
+    def __exit__(self, *exception: Any) -> None:
+        torch.set_num_threads(self._torch_threads)
+        self._ddp.__exit__(*exception)
 
 
 def _check_kinds(trainer: object, comm: object, config: object, options: object) -> None:
@@ -216,38 +204,32 @@ def _check_alike(
         ConfigError: Names the first rank whose config does not fit its connection, or that trains
             longer or at other learning rates than rank 0.
     """
-    length = {
+    own = {
+        "rank": config.rank,
+        "world_size": config.world_size,
         "max_steps": trainer.max_steps,
         "total_tokens": trainer.total_tokens,
         "warmup": trainer.settings.warmup,
         "min_lr_ratio": trainer.settings.min_lr_ratio,
     }
-    # No number among them is below 0.
-    row = [config.rank, config.world_size, *(-1 if n is None else n for n in length.values())]
-    rows = comm.communicator.all_gather_rows(row, what="places of the ranks")
-    for rank, (said, world_size, *numbers) in enumerate(rows):
-        if int(world_size) != comm.world_size:
+    told = Team(comm.communicator).introduce(own)
+    for rank, other in enumerate(told):
+        if (world_size := other.pop("world_size")) != comm.world_size:
             raise ConfigError(
-                f"rank {rank} has world_size {int(world_size)} in its DistributedTrainConfig, and "
-                f"its DistributedComm joins {comm.world_size} ranks; give all the same world_size"
+                f"rank {rank} has world_size {world_size} in its DistributedTrainConfig, and its "
+                f"DistributedComm joins {comm.world_size} ranks; give all the same world_size"
             )
-        if int(said) != rank:
+        if (said := other.pop("rank")) != rank:
             raise ConfigError(
-                f"the DistributedTrainConfig of rank {rank} says rank {int(said)}; give each rank "
-                "the end of DistributedComm.local with its own number"
+                f"the DistributedTrainConfig of rank {rank} says rank {said}; give each rank the "
+                "end of DistributedComm.local with its own number"
             )
-        for name, mine, theirs in zip(length, rows[0][2:], numbers, strict=True):
-            if mine != theirs:
+        for name, theirs in other.items():
+            if theirs != told[0][name]:
                 raise ConfigError(
-                    f"the TransformerTrainer of rank {rank} has {name}={_shown(theirs)}, that of "
-                    f"rank 0 {_shown(mine)}; give all the same {name}"
+                    f"the TransformerTrainer of rank {rank} has {name}={theirs}, that of rank 0 "
+                    f"{told[0][name]}; give all the same {name}"
                 )
-
-
-def _shown(number: float) -> str:
-    if number < 0:
-        return "None"
-    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _check_lengths(comm: Communicator, num_batches: int) -> None:

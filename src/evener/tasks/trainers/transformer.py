@@ -15,7 +15,6 @@ from evener.config.settings import DdpConfig
 from evener.data.packing import IGNORED
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Share
 from evener.errors import ConfigError, DataError, UsageError
 from evener.loop.models import unwrap_compiled
 from evener.planning.policies import ApplyPolicy
@@ -23,6 +22,7 @@ from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size
 from evener.tasks.lm_batch import LMBatch
 from evener.tasks.optimization import StepSchedule, TokenSchedule, make_optimizer
+from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig
 
 
@@ -79,8 +79,7 @@ class TransformerTrainer:
         self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)
         self._seed = seed
         self._ddp: Ddp | None = None
-        self._share: Share | None = None
-        self._num_batches = 0
+        self._window: Accumulator | None = None
 
     def join_team(
         self,
@@ -179,15 +178,13 @@ class TransformerTrainer:
             UsageError: ``max_steps`` has been reached, or a loader of the team hands out batches.
         """
         self._check_tokens(batch)
-        self._check_open()
         random_state = torch.get_rng_state()
-        self._start(batch)
+        window, engine = self._open_window(), self.ddp.assembly.engine
         try:
-            return float(self.backward(batch).item())
-        except BaseException:
-            self._share = None  # part of its gradient may be there
-            self.ddp.assembly.engine.drop_share()
-            raise
+            with window.micro_batch(batch.num_sequences):
+                # Dropout is drawn from what the batch is, as everywhere else.
+                engine.seed_draws(self._seed, engine.window, engine.rank, window.num_batches)
+                return float(self.backward(batch).item())
         finally:
             torch.set_rng_state(random_state)
 
@@ -203,42 +200,23 @@ class TransformerTrainer:
             NonFiniteGradientError: On every rank, nothing applied.
             UsageError: ``max_steps`` has been reached.
         """
-        self._check_open()
-        share, self._share = self._share, None
-        if share is not None:
-            return self.ddp.step()
-        return self.ddp.assembly.engine.join_unplanned()
+        return self._open_window().close_window()
 
     def close(self) -> None:
         """Leaves the team; the model stays usable. Idempotent."""
         if self._ddp is not None:
             self._ddp.close()
 
-    def _start(self, batch: LMBatch) -> None:
-        """Opens a micro-batch of the window that is being accumulated."""
-        engine = self.ddp.assembly.engine
-        if engine.in_epoch:
-            raise UsageError(
-                "forward_backward_batch was called inside a loop over a loader of the team, which "
-                "accounts for its own micro-batches; use TransformerTrainer.backward and ddp.step "
-                "there"
-            )
-        if self._share is None:
-            self._share = engine.open_share(2)  # or more, or less: how many is not known yet
-            self._num_batches = 0
-        elif self._share.in_micro_batch:
-            self._share.end_micro_batch()
-        # Dropout is drawn from what the batch is, as everywhere else.
-        engine.seed_draws(self._seed, engine.window, engine.rank, self._num_batches)
-        self._share.start_micro_batch(batch.num_sequences)
-        self._num_batches += 1
-
-    def _check_open(self) -> None:
+    def _open_window(self) -> Accumulator:
+        """Where batches are accumulated; makes a team of one if this is in none."""
         if self.reached_max_steps:
             raise UsageError(
                 f"max_steps is {self.max_steps}, and as many updates have been made: end the loop "
                 "where reached_max_steps is true, or give more steps"
             )
+        if self._window is None:
+            self._window = Accumulator(self.ddp)
+        return self._window
 
     def _check_tokens(self, batch: LMBatch) -> None:
         if not isinstance(batch, LMBatch):

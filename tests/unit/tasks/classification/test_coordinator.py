@@ -1,6 +1,7 @@
 """Several replicas make the updates that one would make, and no sample is lost or seen twice."""
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -144,15 +145,15 @@ def _texts(batch: Any) -> list[str]:
 def test_only_adapter_and_head_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     with make(["cpu"] * 2) as coordinator:
-        replica = coordinator._replicas[0]
-        all_reduce = replica.comm._all_reduce
+        comm = coordinator._replicas[0].ddp.assembly.comm
+        all_reduce = comm._all_reduce
         monkeypatch.setattr(
-            replica.comm,
+            comm,
             "_all_reduce",
             lambda flat, call: (sent.append(flat.numel()), all_reduce(flat, call)),
         )
         coordinator.train_batch_parallel(samples(6))
-        model = replica.pipeline.model
+        model = coordinator.primary_pipeline.model
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
         names = set(model.state_dict())
@@ -283,9 +284,20 @@ def test_a_bad_text_is_named_by_its_place_in_the_whole_list() -> None:
             coordinator.predict("abc")
 
 
-def test_a_replica_to_be_slowed_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"emulate_slow .* replica 5, .* 0 to 1"):
-        make(["cpu"] * 2, emulate_slow={5: 2.0})
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"emulate_slow": {5: 2.0}}, "emulate_slow names rank 5, .* 0 to 1"),
+        ({"partition_ratios": [1, 2, 3]}, "partition_ratios is .*, 3 numbers for a team of 2"),
+    ],
+)
+def test_a_replica_that_is_not_there_is_named_and_no_thread_is_left(
+    options: dict[str, Any], words: str
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=words):
+        make(["cpu"] * 2, **options)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(
@@ -325,6 +337,11 @@ def test_a_non_finite_loss_stops_every_replica() -> None:
         with pytest.raises(NonFiniteGradientError, match="rank 1"):
             coordinator.train_batch_parallel(samples(6))
         assert all(torch.equal(before[0][k], v) for k, v in states(coordinator)[0].items())
+        assert coordinator.num_batches == 0
+        with torch.no_grad():
+            coordinator.pipelines[1].model.load_state_dict(before[0], strict=False)
+        assert coordinator.train_batch_parallel(samples(6)).grad_norm > 0
+        assert_identical(coordinator)
 
 
 def test_a_non_finite_loss_may_be_left_out() -> None:
@@ -365,8 +382,23 @@ def test_a_replica_that_fails_in_an_update_does_not_keep_the_others_waiting(
         raise MemoryError("no room for moments")
 
     with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
-        monkeypatch.setattr(coordinator._replicas[1]._averager, "average", fail)
+        monkeypatch.setattr(coordinator._replicas[1].optimizer, "step", fail)
         with pytest.raises(MemoryError, match="no room for moments"):
+            coordinator.train_batch_parallel(samples(6))
+        with pytest.raises(UsageError, match="failed half-way"):
+            coordinator.evaluate(samples(6))
+
+
+def test_a_replica_that_is_lost_in_an_exchange_ends_the_others_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the device is gone")
+
+    with make(["cpu"] * 3, partition_ratios=[1, 1, 1]) as coordinator:
+        comm = coordinator._replicas[1].ddp.assembly.comm
+        monkeypatch.setattr(comm, "_all_reduce", fail)
+        with pytest.raises(OSError, match="the device is gone"):
             coordinator.train_batch_parallel(samples(6))
         with pytest.raises(UsageError, match="failed half-way"):
             coordinator.evaluate(samples(6))

@@ -374,7 +374,7 @@ def test_ranks_that_would_end_at_other_steps_are_refused_on_every_rank() -> None
         ({"total_tokens": 500}, {"total_tokens": 900.5}, "total_tokens=900.5, that of rank 0 500;"),
         ({"total_tokens": 500}, {}, "total_tokens=None, that of rank 0 500;"),
         ({}, {"optimizer": {"warmup": 0.2}}, "warmup=0.2, that of rank 0 0.1;"),
-        ({}, {"optimizer": {"min_lr_ratio": 0}}, "min_lr_ratio=0, that of rank 0 0.1;"),
+        ({}, {"optimizer": {"min_lr_ratio": 0}}, "min_lr_ratio=0.0, that of rank 0 0.1;"),
     ],
 )
 def test_ranks_whose_learning_rates_would_part_are_refused_before_they_do(

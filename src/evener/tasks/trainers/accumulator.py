@@ -1,0 +1,82 @@
+"""Windows that a caller fills with batches of its own, and closes when it likes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from evener.engine.results import WindowResult
+from evener.engine.share import Share
+from evener.errors import UsageError
+from evener.loop.loop import Loop
+
+
+@final
+class Accumulator:
+    """Accumulates micro-batches on one rank until all ranks close the window together.
+
+    Args:
+        ddp: The team, with policy ``"sync"``.
+
+    Attributes:
+        num_batches: Micro-batches of this window so far.
+    """
+
+    def __init__(self, ddp: Loop) -> None:
+        self._ddp = ddp
+        self._engine = ddp.assembly.engine
+        self._share: Share | None = None
+        self.num_batches = 0
+
+    @contextmanager
+    def micro_batch(self, samples: int) -> Iterator[None]:
+        """Compute a micro-batch inside the block, ``ddp.backward`` included.
+
+        Time counts as compute inside the block only, so a device has to be done at its end. After
+        an error, nothing of the window is left on this rank.
+
+        Args:
+            samples: Samples of the micro-batch.
+
+        Raises:
+            UsageError: A loader of the team hands out batches.
+        """
+        engine, share = self._engine, self._share
+        if engine.in_epoch:
+            raise UsageError(
+                "forward_backward_batch was called inside a loop over a loader of the team, which "
+                "accounts for its own micro-batches; use TransformerTrainer.backward and ddp.step "
+                "there"
+            )
+        if share is None:
+            share = self._share = engine.open_share(2)  # or more, or less: not known yet
+        else:
+            share.resume()
+            share.end_micro_batch()
+        share.start_micro_batch(samples)
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        share.pause()
+        self.num_batches += 1
+
+    def drop(self) -> None:
+        """Forget what this rank has accumulated."""
+        self._share, self.num_batches = None, 0
+        self._engine.drop_share()
+
+    def close_window(self) -> WindowResult | None:
+        """Make the update; all ranks call it together, those with nothing, too.
+
+        Returns:
+            The window, the same on every rank; ``None`` when no rank had anything.
+
+        Raises:
+            NonFiniteGradientError: On every rank, nothing applied.
+        """
+        share, self._share, self.num_batches = self._share, None, 0
+        if share is None:
+            return self._engine.join_unplanned()
+        share.resume()
+        return self._ddp.step()
