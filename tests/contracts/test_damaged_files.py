@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.config.folders import folder_in_use
-from evener.config.pretrain import ModelConfig, load_run_config
+from evener.config.pretrain import load_run_config
+from evener.config.runs import ModelConfig
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError

@@ -7,7 +7,8 @@ import pytest
 
 from evener import cli
 from evener.config.classify import ClassifyRunConfig
-from evener.config.pretrain import RunConfig, load_config
+from evener.config.loading import load_config
+from evener.config.pretrain import RunConfig
 from evener.team import launch
 from helpers.source import ROOT, tracked_files
 

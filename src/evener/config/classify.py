@@ -1,55 +1,62 @@
 """The keys of a classification run: every key, its default, its limits. No torch here."""
 
-import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from evener.config.pretrain import (
+from evener.config.checks import (
+    AboveZero,
     Beta,
-    CheckpointConfig,
-    MicroBatchSize,
-    ModelConfig,
+    Name,
+    NotBelowZero,
     NotNegative,
-    Number,
-    OptimizerConfig,
+    Part,
     Positive,
     Section,
-    SinkPaths,
     Whole,
+    asks_for,
 )
-
-_AboveZero = Annotated[Number, Field(gt=0)]
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+from evener.config.runs import EvalConfig, JobConfig, ModelConfig, OptimizerConfig, TaskConfig
+from evener.errors import ConfigError
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _with_names(value: object) -> object:
+    # YAML takes the names of classes that are numbers for such.
+    if isinstance(value, Mapping):
+        return {str(k) if type(k) is int else k: weight for k, weight in value.items()}
+    return value
 
 
 class LoraConfig(Section):
-    """The low-rank adapter; what it is attached to stays frozen."""
+    """The low-rank adapter; what it is attached to stays frozen.
+
+    Attributes:
+        rank: Its rank.
+        alpha: The adapter is scaled by ``alpha / rank``.
+        dropout: Part of its inputs that is dropped in training.
+        target_modules: Names of linear layers; those usual for the model's family.
+    """
 
     rank: Positive = 8
-    alpha: _AboveZero = Field(default=16.0, description="the adapter is scaled by alpha / rank")
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.05
-    target_modules: list[str] | None = Field(
-        default=None, description="names of linear layers; those usual for the model's family"
-    )
+    alpha: AboveZero = 16.0
+    dropout: Beta = 0.05
+    target_modules: list[str] | None = None
 
 
 class AdapterOptimizerConfig(OptimizerConfig):
-    """AdamW over adapter and head; warm-up and cosine by committed samples."""
+    """AdamW over adapter and head; warm-up and cosine by committed samples.
+
+    Attributes:
+        head_lr_ratio: Learning rate of the head / ``lr``.
+    """
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.01
-    head_lr_ratio: _AboveZero = Field(default=1.0, description="learning rate of the head / lr")
+    weight_decay: NotBelowZero = 0.01
+    head_lr_ratio: AboveZero = 1.0
 
 
-class ClassifyConfig(Section):
+class ClassifyConfig(TaskConfig):
     """What is trained, and how.
 
     Attributes:
@@ -62,6 +69,7 @@ class ClassifyConfig(Section):
         seq_len: Tokens of a text that the model sees; what is longer is cut at its end.
         end_tokens: End-of-text tokens after a text, where its tokenizer adds none. A small decoder
             sums a text up better over several positions than at a single one.
+        max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         non_finite: ``"raise"`` stops on a non-finite loss or gradient, ``"skip"`` leaves that
@@ -69,43 +77,29 @@ class ClassifyConfig(Section):
         seed: Seed of the head, the adapter, the order of samples and dropout.
     """
 
-    labels: list[str] | None = Field(default=None, description="class names; those of the data")
+    labels: list[str] | None = None
     lora: LoraConfig = LoraConfig()
     optimizer: AdapterOptimizerConfig = AdapterOptimizerConfig()
-    class_weights: Literal["balanced"] | list[_AboveZero] | dict[str, _AboveZero] | None = None
-    seq_len: Annotated[Whole, Field(ge=2)] = Field(default=128, description="tokens of one text")
-    end_tokens: Positive = Field(
-        default=1, description="end-of-text tokens after a text, where its tokenizer adds none"
-    )
-    micro_batch_size: MicroBatchSize = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    class_weights: Annotated[
+        Literal["balanced"] | list[AboveZero] | dict[str, AboveZero] | None,
+        BeforeValidator(_with_names),
+        asks_for(
+            "give 'balanced', a list with a number above 0 for each class, or names and numbers"
+        ),
+    ] = None
+    seq_len: Annotated[Whole, Field(ge=2)] = 128
+    end_tokens: Positive = 1
     non_finite: Literal["raise", "skip"] = "raise"
-    seed: NotNegative = 0
 
     @field_validator("labels")
     @classmethod
-    def _different(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and (len(value) < 2 or len(set(value)) != len(value)):
+    def _different(cls, names: list[str] | None) -> list[str] | None:
+        if names is not None and (len(names) < 2 or len(set(names)) != len(names)):
             raise ValueError("give two or more different names")
-        return value
-
-    @field_validator("class_weights", mode="before")
-    @classmethod
-    def _known_weights(cls, value: object) -> object:
-        if value is None or value == "balanced":
-            return value
-        if isinstance(value, dict):  # YAML takes the names of classes that are numbers for such
-            value = {str(k) if _is_index(k) else k: weight for k, weight in value.items()}
-        named = not isinstance(value, dict) or all(isinstance(key, str) for key in value)
-        numbers = list(value.values()) if isinstance(value, dict) else value
-        if named and isinstance(numbers, list) and all(_is_weight(number) for number in numbers):
-            return value
-        raise ValueError(
-            "give 'balanced', a list with a number above 0 for each class, or names and numbers"
-        )
+        return names
 
     @model_validator(mode="after")
-    def _room_for_text(self) -> "ClassifyConfig":
+    def _room_for_text(self) -> Self:
         if self.end_tokens >= self.seq_len:
             raise ValueError(
                 f"end_tokens={self.end_tokens} leave no room for text in seq_len={self.seq_len}; "
@@ -115,73 +109,70 @@ class ClassifyConfig(Section):
 
 
 class ClassifyDataConfig(Section):
-    """Labelled texts, and what of them is held out."""
+    """Labelled texts, and what of them is held out.
 
-    path: str | None = Field(
-        default=None, description="JSON Lines or CSV; functions of the standard library without one"
-    )
-    heldout_path: str | None = Field(default=None, description="held-out texts; a part of path")
-    heldout_fraction: Annotated[Number, Field(gt=0, lt=1)] = Field(
-        default=0.2, description="part of the training file that is held out"
-    )
-    text_key: Annotated[str, Field(min_length=1)] = "text"
-    label_key: Annotated[str, Field(min_length=1)] = "label"
-    group_key: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="texts that have this in common are all held out, or none of them"
-    )
-    tokenizer: str | None = Field(default=None, description="tokenizer folder; that of the model")
+    Attributes:
+        path: JSON Lines or CSV; functions of the standard library without one.
+        heldout_path: Held-out texts; a part of ``path``.
+        heldout_fraction: Part of the training file that is held out.
+        text_key: Key or column of the text.
+        label_key: Key or column of the label.
+        group_key: Texts that have this in common are all held out, or none of them.
+        tokenizer: Tokenizer folder; that of the model.
+    """
+
+    path: str | None = None
+    heldout_path: str | None = None
+    heldout_fraction: Part = 0.2
+    text_key: Name = "text"
+    label_key: Name = "label"
+    group_key: Name | None = None
+    tokenizer: str | None = None
+
+    @model_validator(mode="after")
+    def _trains_on_what_is_given(self) -> Self:
+        if self.path is None and self.heldout_path is not None:
+            raise ConfigError("data.heldout_path needs data.path; give both, or none")
+        return self
 
 
-class ClassifyEvalConfig(Section):
-    """When the held-out texts are classified, and when that ends the run."""
+class ClassifyEvalConfig(EvalConfig):
+    """When the held-out texts are classified, and when that ends the run.
 
-    every: NotNegative = Field(default=50, description="windows; 0: only at the end")
-    metric: Literal["accuracy", "macro_f1", "loss"] = Field(
-        default="accuracy", description="decides which adapter is the best"
-    )
-    patience: NotNegative = Field(
-        default=0, description="evaluations without a better one that end the run; 0: never"
-    )
-    baseline: bool = Field(default=True, description="train a bag-of-words model to compare with")
+    Attributes:
+        metric: Decides which adapter is the best.
+        patience: Evaluations without a better one that end the run; 0: never.
+        baseline: Train a bag-of-words model to compare with.
+    """
+
+    every: NotNegative = 50
+    metric: Literal["accuracy", "macro_f1", "loss"] = "accuracy"
+    patience: NotNegative = 0
+    baseline: bool = True
 
 
 class ClassifyModelConfig(ModelConfig):
-    """The base model: a local folder, or a configuration to start from scratch with."""
+    """The base model: a local folder, or a configuration to start from scratch with.
 
-    adapter: str | None = Field(
-        default=None, description="folder of an adapter that this base was trained with, to go on"
-    )
+    Attributes:
+        adapter: Folder of an adapter that this base was trained with, to continue from.
+    """
+
+    adapter: str | None = None
 
 
-class ClassifyRunConfig(ClassifyConfig):
-    """Everything about one classification run."""
+class ClassifyRunConfig(ClassifyConfig, JobConfig):
+    """Everything about one classification run.
 
-    name: str | None = Field(default=None, description="run folder; the YAML's name")
+    Attributes:
+        data: Labelled texts.
+        model: The base model.
+        eval: When the held-out texts are classified.
+        fit_head: Fit the head on the frozen base before the adapter is trained.
+    """
+
     data: ClassifyDataConfig = ClassifyDataConfig()
     model: ClassifyModelConfig = ClassifyModelConfig()
     eval: ClassifyEvalConfig = ClassifyEvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    fit_head: bool = Field(
-        default=True, description="fit the head on the frozen base before the adapter is trained"
-    )
-    batch_size: Positive = Field(
-        default=32, description="samples of one optimizer step, whole team"
-    )
-    max_steps: Positive | None = Field(default=None, description="optimizer steps; or give epochs")
+    fit_head: bool = True
     epochs: Positive = 3
-    backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
-    devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
-    timeout_s: _AboveZero = 600.0
-    tensorboard: bool = False
-    sinks: SinkPaths = Field(
-        default_factory=list,
-        description="import paths of functions that make a Sink, such as tracking:make_sink",
-    )
-
-    @model_validator(mode="after")
-    def _one_of_each(self) -> "ClassifyRunConfig":
-        if self.model.path is not None and self.model.config:
-            raise ValueError("model.path and model.config exclude one another; give one of them")
-        if self.data.path is None and self.data.heldout_path is not None:
-            raise ValueError("data.heldout_path needs data.path; give both, or none")
-        return self

@@ -8,8 +8,8 @@ from typing import Any
 
 from evener.config.classify import ClassifyRunConfig
 from evener.config.folders import CHECKPOINTS, check_name, check_resumable, runs_of
+from evener.config.loading import load_config
 from evener.config.options import ClassifyOptions
-from evener.config.pretrain import load_config
 from evener.config.pretrain_presets import DEMO, check_surroundings
 from evener.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from evener.config.checks import whole_number
 from evener.config.options import Allowed
-from evener.config.settings import whole_number
 from evener.data.loader import Prefetch
 from evener.engine.loaders.evaluation import EvaluationLoader
 from evener.engine.loaders.gathering import Gatherer

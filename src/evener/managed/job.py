@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from evener.config.settings import DdpConfig, whole_number
+from evener.config.checks import whole_number
+from evener.config.settings import LOCAL_OPTIONS, DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
@@ -23,7 +24,7 @@ from evener.loop.reporting import SinkMaker, check_sinks
 from evener.managed.metrics import EpochMetrics
 from evener.observe.events import Sink
 from evener.planning.guard import DivergenceGuard
-from evener.planning.policies import LOCAL_OPTIONS, ApplyPolicy
+from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy
 from evener.team.environment import AverageBackend, DistributedTrainConfig
 from evener.team.placement import Devices, devices_of_host

@@ -26,18 +26,6 @@ class ApplyPolicy(StrEnum):
     """As CADENCE, with the average formed in the background, at most one window late."""
 
 
-#: Options that act where ranks make local steps, and nowhere else.
-LOCAL_OPTIONS = (
-    "anchor",
-    "max_anchor",
-    "overhead_target",
-    "max_batch_diff",
-    "divergence_guard",
-    "divergence_threshold",
-    "lr_scale_ratio",
-)
-
-
 class Planner(ABC):
     """What is learnt of members, and kept over a change of the team.
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evener.config.pretrain import ModelConfig
+from evener.config.runs import ModelConfig
 from evener.data.packing import IGNORED
 from evener.devices import float64_device
 from evener.errors import ConfigError

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from evener.config.classify import AdapterOptimizerConfig
-from evener.config.pretrain import OptimizerConfig
+from evener.config.runs import OptimizerConfig
 from evener.engine.results import Progress
 
 

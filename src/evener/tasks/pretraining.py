@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from evener.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.errors import ConfigError
-from evener.planning.policies import LOCAL_OPTIONS
 from evener.team.child import loading_libraries
 from evener.team.signals import StopSignals
 from evener.team.terminal import warn
@@ -114,13 +113,14 @@ def _run(
     with loading_libraries():
         import torch
 
-        from evener.config.settings import DdpConfig
         from evener.engine.emulate import parse_emulation
         from evener.tasks.causal_lm import PretrainingRun
         from evener.tasks.optimization import TokenSchedule
         from evener.tasks.text_data import choose_vocabulary
         from evener.tasks.trainers.transformer import TransformerTrainer
 
+    if config.idle_options and environment.rank == 0:
+        warn(f"{', '.join(config.idle_options)}: no effect with policy 'sync'")
     slow = parse_emulation(options.emulate_slow, environment.world_size)
     torch.manual_seed(config.seed)
     with loading_libraries():  # transformers
@@ -128,19 +128,18 @@ def _run(
         model = _build_model(config, vocabulary)
     schedule = TokenSchedule(config.optimizer)
     trainer = TransformerTrainer(
-        model, config.optimizer, schedule=schedule, max_steps=config.max_steps
+        model,
+        config.optimizer,
+        schedule=schedule,
+        max_steps=config.max_steps,
+        max_grad_norm=config.max_grad_norm,
     )
     ddp = trainer.join_team(
         policy=config.policy,
         backend=config.backend,
         devices=config.devices,
         precision=config.precision,
-        config=DdpConfig(
-            non_finite=config.non_finite,
-            speed_hint=config.speed_hint,
-            **_local_options(config, is_first=environment.rank == 0),
-            verify_every=config.verify_every,
-            timeout_s=config.timeout_s,
+        config=config.ddp_config(
             emulate_slow=slow,
             stop_when=lambda: signals.requested is not None,
             quiet=options.quiet,
@@ -151,16 +150,6 @@ def _run(
     with signals, ddp:
         run = PretrainingRun(config, options, trainer, vocabulary.tokenizer, records, schedule)
         return run.go()
-
-
-def _local_options(config: "RunConfig", *, is_first: bool) -> dict[str, Any]:
-    """Options of local steps. A file may hold them in SYNC, too: ``--set`` changes its policy."""
-    if config.policy != "sync":
-        return {name: getattr(config, name) for name in LOCAL_OPTIONS}
-    idle = [name for name in LOCAL_OPTIONS if name in config.model_fields_set]
-    if idle and is_first:
-        warn(f"{', '.join(idle)}: no effect with policy 'sync'")
-    return {}
 
 
 def _build_model(config: "RunConfig", vocabulary: "Vocabulary") -> "torch.nn.Module":

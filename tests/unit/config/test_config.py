@@ -9,13 +9,13 @@ from evener.config.pretrain_presets import DEMO, resolve_config
 from evener.errors import CheckpointError, ConfigError, DataError
 
 KEYS = (
-    "name, eval, checkpoint, batch_size, micro_batch_size, "
-    "max_steps, epochs, seed, policy, speed_hint, anchor, overhead_target, max_anchor, "
-    "max_batch_diff, divergence_guard, divergence_threshold, lr_scale_ratio, backend, devices, "
-    "precision, non_finite, verify_every, timeout_s, measure, "
-    "tensorboard, sinks, data, model, optimizer, sample"
+    "anchor, overhead_target, max_anchor, max_batch_diff, divergence_guard, "
+    "divergence_threshold, lr_scale_ratio, max_grad_norm, non_finite, speed_hint, "
+    "partition_ratios, verify_every, timeout_s, micro_batch_size, precision, seed, name, eval, "
+    "checkpoint, batch_size, max_steps, epochs, policy, backend, devices, tensorboard, sinks, "
+    "data, model, optimizer, sample, measure"
 )
-OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio, max_grad_norm"
+OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio"
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_every_section_is_read() -> None:
     assert (config.data.seq_len, config.data.suffixes) == (8, [".txt"])
     assert (config.model.type, config.model.config) == ("gpt2", {"n_embd": 8})
     assert (config.optimizer.lr, config.optimizer.betas) == (0.01, (0.8, 0.9))
-    assert config.optimizer.max_grad_norm is None
+    assert config.max_grad_norm is None  # the place of earlier versions
     assert (config.eval.every, config.checkpoint.keep_last) == (0, 1)
     assert (config.batch_size, config.micro_batch_size, config.sample.num_tokens) == (3, 2, 0)
 
@@ -159,7 +159,7 @@ WRONG = {
     "batch_size: 7.5": "batch_size is 7.5: give a whole number",
     "batch_size: many": "batch_size is 'many': give a whole number",
     "batch_size:": "batch_size is empty: give a whole number",
-    "batch_size: yes": "batch_size is True: give a number",
+    "batch_size: yes": "batch_size is True: give a whole number",
     "max_steps: 0": "max_steps is 0: give 1 or more",
     "epochs: 0": "epochs is 0: give 1 or more",
     "seed: -1": "seed is -1: give 0 or more",
@@ -176,7 +176,11 @@ WRONG = {
     "optimizer: {betas: 0.9}": "optimizer.betas is 0.9: give a list, such as [0.9, 0.95]",
     "optimizer: {betas: [0.9]}": "optimizer.betas.1 is [0.9]: a number is missing",
     "optimizer: {betas: [0.9, 1.0]}": "optimizer.betas.1 is 1.0: give less than 1",
-    "optimizer: {max_grad_norm: 0}": "optimizer.max_grad_norm is 0: give more than 0",
+    "optimizer: {max_grad_norm: 0}": "max_grad_norm is 0: give more than 0",
+    "max_grad_norm: 2\noptimizer: {max_grad_norm: 1}": (
+        "max_grad_norm and optimizer.max_grad_norm are both given, and mean the same; leave out "
+        "optimizer.max_grad_norm"
+    ),
     "data: {path: 3}": (
         "data.path is 3: give the path of a text file or folder, or a list of them"
     ),
@@ -200,8 +204,8 @@ WRONG = {
     "max_anchor: -1": "max_anchor is -1: give 0 or more",
     **{
         f"speed_hint: {bad}": (
-            f"speed_hint is {shown}: give a speed above 0 for each rank, such as [1, 0.33], or by "
-            "rank: {1: 0.33}"
+            f"speed_hint is {shown}: give a finite number above 0 for each rank, relative to one "
+            "another, such as [1, 0.33], or by rank: {1: 0.33}"
         )
         for bad, shown in {
             "[1, 0]": "[1, 0]",
@@ -213,7 +217,10 @@ WRONG = {
         }.items()
     },
     "max_batch_diff: -1": "max_batch_diff is -1: give 0 or more",
-    "divergence_guard: trend": "divergence_guard is 'trend': choose one of 'none', 'level'",
+    "divergence_guard: trend": (
+        "divergence_guard is 'trend'; choose one of none, level, or give an object of a class "
+        "derived from evener.DivergenceGuard"
+    ),
     "divergence_threshold: 0": "divergence_threshold is 0: give more than 0",
     "lr_scale_ratio: -1": "lr_scale_ratio is -1: give 0 or more",
     "policy: x": "policy is 'x': choose one of 'sync', 'cadence', 'async'",
@@ -231,7 +238,7 @@ WRONG = {
     "optimizer: {zzz: 3}": (
         f"unknown key 'optimizer.zzz' (value 3); allowed in 'optimizer': {OPTIMIZER_KEYS}"
     ),
-    "seed: -1\nepochs: 0": "epochs is 0: give 1 or more; seed is -1: give 0 or more",
+    "seed: -1\nepochs: 0": "seed is -1: give 0 or more; epochs is 0: give 1 or more",
 }
 
 

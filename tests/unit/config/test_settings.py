@@ -13,11 +13,11 @@ from evener.planning.guard import NoGuard
 from evener.planning.report import Report
 
 BAD = [
-    ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give a positive number or None"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; give more than 0"),
     ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
-    ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number or None"),
-    ({"max_grad_norm": True}, "max_grad_norm is True; give a number or None"),
-    ({"non_finite": "ignore"}, "non_finite is 'ignore'; choose 'raise' or 'skip'"),
+    ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number"),
+    ({"max_grad_norm": True}, "max_grad_norm is True; give a number"),
+    ({"non_finite": "ignore"}, "non_finite is 'ignore'; choose one of 'raise', 'skip'"),
     ({"speed_hint": (1.0, 0.0)}, "speed_hint is (1.0, 0.0); give a finite number above 0 for each"),
     ({"speed_hint": ()}, "speed_hint is (); give"),
     ({"speed_hint": 2.0}, "speed_hint is 2.0; give"),
@@ -31,25 +31,26 @@ BAD = [
         {"speed_hint": (1, 2), "partition_ratios": (1, 2)},
         "fixed shares need no speeds: give one of them",
     ),
-    ({"anchor": 0}, "anchor is 0: "),
+    ({"anchor": 0}, "anchor is 0; give 1 or more"),
     ({"anchor": 2.5}, "anchor is 2.5; give a whole number"),
     ({"anchor": 300}, "anchor is 300, above max_anchor (200); lower it, or raise max_anchor"),
     ({"max_anchor": 3, "anchor": 4}, "anchor is 4, above max_anchor (3)"),
-    ({"max_anchor": -1}, "max_anchor is -1; give the largest anchor, or 0 for no growth"),
+    ({"max_anchor": -1}, "max_anchor is -1; give 0 or more"),
     ({"max_batch_diff": -1}, "max_batch_diff is -1; give 0 or more"),
     ({"overhead_target": math.nan}, "overhead_target is nan"),
-    ({"overhead_target": "0.1"}, "overhead_target is '0.1'; give a number or None"),
+    ({"overhead_target": "0.1"}, "overhead_target is '0.1'; give a number"),
     ({"divergence_guard": "trend"}, "'trend'"),
     ({"divergence_threshold": -1.0}, "-1.0"),
-    ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 (off) or more"),
-    ({"verify_every": -1}, "verify_every is -1; give 0 (off) or a number of windows"),
+    ({"lr_scale_ratio": -0.5}, "lr_scale_ratio is -0.5; give 0 or more"),
+    ({"verify_every": -1}, "verify_every is -1; give 0 or more"),
     ({"verify_every": 1.5}, "verify_every is 1.5; give a whole number"),
     ({"gradient_buckets": "all"}, "gradient_buckets is 'all'; give pairs of a label and a list"),
     ({"gradient_buckets": [("head", "head.weight")]}, "give pairs of a label and a list"),
     ({"gradient_buckets": [("head",)]}, "give pairs of a label and a list"),
-    ({"timeout_s": 0.0}, "timeout_s is 0.0; give finite seconds above 0"),
-    ({"timeout_s": math.inf}, "timeout_s is inf; give finite seconds above 0"),
-    ({"emulate_slow": {1: 0.5}}, "emulate_slow slows rank 1 by 0.5; give a finite factor of 1 or"),
+    ({"timeout_s": 0.0}, "timeout_s is 0.0; give more than 0"),
+    ({"timeout_s": math.inf}, "timeout_s is inf; give a finite number"),
+    ({"emulate_slow": {1: 0.5}}, "emulate_slow is {1: 0.5}; give a factor for each rank to be"),
+    ({"anchr": 3}, "unknown key 'anchr' (value 3), did you mean 'anchor'?; allowed keys: "),
     ({"stop_when": True}, "stop_when is True; give a function without arguments"),
 ]
 
@@ -112,6 +113,6 @@ def test_ranks_in_step_average_as_rarely_as_the_overhead_asks_for(diff):
 
 
 def test_every_option_is_documented():
-    text = inspect.getdoc(DdpConfig) or ""
+    text = "".join(inspect.cleandoc(c.__doc__ or "") for c in DdpConfig.__mro__ if c is not object)
     documented = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
-    assert documented == [field.name for field in dataclasses.fields(DdpConfig)]
+    assert {field.name for field in dataclasses.fields(DdpConfig)} <= {*documented}

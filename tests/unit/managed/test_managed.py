@@ -456,7 +456,7 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"anchor": 10}, "anchor is 10, but has no effect with policy 'sync'"),
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"policy": "cadence", "anchor": 0}, "anchor is 0"),
-        ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1\] with policy"),
+        ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1.0\] with policy"),
         ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
         ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
     ],

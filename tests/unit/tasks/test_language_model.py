@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.config.pretrain import ModelConfig
+from evener.config.runs import ModelConfig
 from evener.errors import ConfigError
 from evener.tasks.language_model import (
     SMALL_LLAMA,

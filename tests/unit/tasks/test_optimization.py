@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from evener.config.pretrain import OptimizerConfig
+from evener.config.runs import OptimizerConfig
 from evener.engine.results import Progress
 from evener.tasks.optimization import TokenSchedule, apply_settings, make_optimizer
 

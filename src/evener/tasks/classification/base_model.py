@@ -14,7 +14,7 @@ from torch import nn
 
 from evener.checkpoint import find_newest
 from evener.config.folders import CHECKPOINTS
-from evener.config.pretrain import ModelConfig
+from evener.config.runs import ModelConfig
 from evener.errors import ConfigError
 from evener.files import require_regular
 from evener.tasks.classification.encoding import TextEncoder

@@ -125,7 +125,6 @@ def predict_file(options: ClassifyOptions) -> int:
 def _run(
     options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
 ) -> "ClassifyResult":
-    from evener.config.settings import DdpConfig
     from evener.ddp import Ddp
     from evener.engine.emulate import parse_emulation
     from evener.tasks.classification.job import ClassificationRun
@@ -160,13 +159,11 @@ def _run(
         pipeline.model,
         make_optimizer(pipeline.model, config.optimizer),
         schedule,
+        policy=config.policy,
         backend=config.backend,
         devices=config.devices,
         precision=config.precision,
-        config=DdpConfig(
-            max_grad_norm=config.optimizer.max_grad_norm,
-            non_finite=config.non_finite,
-            timeout_s=config.timeout_s,
+        config=config.ddp_config(
             emulate_slow=slow,
             stop_when=lambda: signals.requested is not None,
             quiet=options.quiet,

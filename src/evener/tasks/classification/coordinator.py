@@ -101,7 +101,7 @@ class DataParallelCoordinator:
         self._usable = True
         self._settings = first.config.optimizer
         options = DdpConfig(
-            max_grad_norm=self._settings.max_grad_norm,
+            max_grad_norm=first.config.max_grad_norm,
             non_finite=first.config.non_finite,
             partition_ratios=partition_ratios,
             emulate_slow=emulate_slow or {},

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from evener.config.classify import ClassifyConfig, ClassifyModelConfig
-from evener.config.pretrain import ModelConfig, load_config
+from evener.config.loading import load_config
+from evener.config.runs import ModelConfig
 from evener.errors import ConfigError
 from evener.tasks.classification.samples import LabelSet
 

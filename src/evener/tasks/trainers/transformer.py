@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from evener.comm.base import Communicator
-from evener.config.pretrain import OptimizerConfig, load_config
+from evener.config.loading import load_config
+from evener.config.runs import OptimizerConfig
 from evener.config.settings import DdpConfig
 from evener.data.packing import IGNORED
 from evener.ddp import Ddp
@@ -40,13 +41,13 @@ class TransformerTrainer:
         model: Takes ``input_ids`` and returns an object with ``logits``, as causal language models
             of transformers do.
         optimizer: Keys of a run's ``optimizer`` section, such as ``{"lr": 3e-4}``; fused AdamW with
-            weight decay on matrices. ``max_grad_norm`` is 1.0 by default and clips the mean
-            gradient; ``None`` does not.
+            weight decay on matrices. ``max_grad_norm`` may be among them, as in earlier versions.
         max_steps: Optimizer steps of the run; ``None`` for no end.
         total_tokens: Tokens of the run, over all ranks, by which the learning rate rises and
             falls. Without it, by steps up to ``max_steps``; without either it is constant.
         schedule: A function of ``Progress`` that gives the factor of the learning rate, instead.
         seed: Of dropout.
+        max_grad_norm: 2-norm that the mean gradient is clipped to; ``None`` does not clip.
 
     Attributes:
         model: The model.
@@ -67,6 +68,7 @@ class TransformerTrainer:
         total_tokens: float | None = None,
         schedule: Callable[[Progress], float] | None = None,
         seed: int = 0,
+        max_grad_norm: float | None = 1.0,
     ) -> None:
         _check_model(model)
         _check_limits(max_steps, total_tokens)
@@ -74,7 +76,11 @@ class TransformerTrainer:
         self.model = model
         self.max_steps = max_steps
         self.total_tokens = total_tokens
+        if isinstance(optimizer, Mapping) and "max_grad_norm" in optimizer:
+            optimizer = dict(optimizer)
+            max_grad_norm = optimizer.pop("max_grad_norm")
         self.settings = _settings(optimizer)
+        self._max_grad_norm = DdpConfig(max_grad_norm=max_grad_norm).max_grad_norm  # checked
         self.optimizer: AdamW = make_optimizer(model, self.settings)
         self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)
         self._seed = seed
@@ -97,7 +103,7 @@ class TransformerTrainer:
         Args:
             environment: This rank's place.
             communicator: The ranks, instead of connecting to them.
-            config: Further options of ``Ddp.setup``; without ``max_grad_norm``.
+            config: Further options of ``Ddp.setup``; ``max_grad_norm`` is the trainer's.
             policy: See ``ApplyPolicy``; ``apply_gradients`` needs ``"sync"``.
             **options: ``backend``, ``devices`` and ``precision`` of ``Ddp.setup``.
 
@@ -111,11 +117,11 @@ class TransformerTrainer:
                 "this TransformerTrainer is in a team already, or has trained alone; make a new one"
             )
         config = config or DdpConfig()
-        if config.max_grad_norm is not None:
+        if config.max_grad_norm not in (None, self._max_grad_norm):
             raise ConfigError(
                 f"max_grad_norm is {config.max_grad_norm} in DdpConfig, and a TransformerTrainer "
                 "has a limit of its own; give it there: "
-                f"TransformerTrainer(model, {{'max_grad_norm': {config.max_grad_norm}}})"
+                f"TransformerTrainer(model, max_grad_norm={config.max_grad_norm})"
             )
         buckets = config.gradient_buckets or gradient_buckets(unwrap_compiled(self.model))
         self._ddp = Ddp.setup(
@@ -125,7 +131,7 @@ class TransformerTrainer:
             policy=policy,
             config=replace(
                 config,
-                max_grad_norm=self.settings.max_grad_norm,
+                max_grad_norm=self._max_grad_norm,
                 gradient_buckets=buckets,
             ),
             environment=environment,

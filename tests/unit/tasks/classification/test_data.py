@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evener.config.classify import ClassifyRunConfig
-from evener.config.pretrain import load_config
+from evener.config.loading import load_config
 from evener.errors import ConfigError, DataError
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.classification.run_data import load_data

@@ -1,0 +1,181 @@
+"""Kinds of values that options have, and the words for values that pydantic refuses.
+
+Every option is checked by pydantic, wherever it is given: as an argument, in YAML or by ``--set``.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, Final, Literal, TypeVar, dataclass_transform
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic.dataclasses import dataclass
+
+from evener.data.sharding import is_whole
+from evener.errors import ConfigError
+from evener.parsing import short
+
+STRICT: Final = ConfigDict(
+    extra="forbid",
+    protected_namespaces=(),
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+)
+
+_Class = TypeVar("_Class")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+class Section(BaseModel, frozen=True):
+    """A group of keys; unknown ones are refused."""
+
+    model_config = STRICT
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def checked(cls: type[_Class]) -> type[_Class]:
+    """Make a frozen dataclass of keywords; what pydantic refuses is a ``ConfigError``."""
+    made: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)
+    validate = made.__init__
+
+    @functools.wraps(validate)
+    def check(self: object, *args: Any, **options: Any) -> None:
+        try:
+            validate(self, *args, **options)
+        except ValidationError as error:
+            raise ConfigError(explain(made, error)) from None
+
+    made.__init__ = check
+    for name in vars(made).keys() & made.__pydantic_fields__.keys():
+        delattr(made, name)  # pydantic would prefer it to the default that a schema declares
+    return made  # type: ignore[no-any-return]
+
+
+def asks_for(words: str) -> WrapValidator:
+    """Return a validator that answers whatever is wrong in a value with these words."""
+
+    def check(value: object, validate: Callable[[object], object]) -> object:
+        try:
+            return validate(value)
+        except ValueError:
+            raise ValueError(words) from None
+
+    return WrapValidator(check)
+
+
+def _no_text(words: str) -> BeforeValidator:
+    def refuse(value: object) -> object:
+        # YAML reads `yes` and `on` as true, which Python would take for 1.
+        if isinstance(value, bool | str):
+            raise ValueError(words)
+        return value
+
+    return BeforeValidator(refuse)
+
+
+Whole = Annotated[int, _no_text("give a whole number")]
+Number = Annotated[float, _no_text("give a number")]
+AboveZero = Annotated[Number, Field(gt=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+NotBelowZero = Annotated[Number, Field(ge=0)]
+Part = Annotated[Number, Field(gt=0, lt=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+NotNegative = Annotated[Whole, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
+MicroBatchSize = Annotated[
+    Positive | Literal["auto"], asks_for("give a whole number of samples from 1, or 'auto'")
+]
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """Return the value of a whole-number option as an ``int``; one of NumPy's will do.
+
+    Raises:
+        ConfigError: It is not a whole number (``32.0`` is a float), or it is below ``least``.
+    """
+    if not is_whole(value) or (number := int(value)) < least:
+        raise ConfigError(f"{name} is {value!r}; give a whole number from {least}")
+    return number
+
+
+# ── words for what pydantic finds ────────────────────────────────────────────────────────────────
+
+#: Beginning of pydantic's error type -> what to do.
+_REMEDIES = {
+    "int_": "give a whole number",
+    "float_": "give a number",
+    "finite_number": "give a finite number",
+    "bool_": "give true or false",
+    "string_": "give text (quote it if it looks like something else)",
+    "list_": "give a list, such as [a, b]",
+    "tuple_": "give a list, such as [0.9, 0.95]",
+    "missing": "a number is missing",
+    "too_long": "there are too many",
+    "dict_": "give keys and values",
+    "model_": "give keys and values",
+    "invalid_key": "keys are text",
+    "greater_than_equal": "give {ge} or more",
+    "greater_than": "give more than {gt}",
+    "less_than_equal": "give {le} or less",
+    "less_than": "give less than {lt}",
+}
+
+
+def explain(
+    schema: Any, error: ValidationError, source: str = "", overridden: Sequence[str] = ()
+) -> str:
+    """Return a line that says for each problem where it is, the value, and what to do.
+
+    Args:
+        schema: The class that was refused its values.
+        error: What pydantic has found.
+        source: The file; empty for arguments of a call.
+        overridden: Keys that ``--set`` has changed.
+    """
+    problems: dict[str, list[str]] = {}
+    allowed: dict[str, str] = {}
+    for problem in error.errors():
+        place = [str(part) for part in problem["loc"]]
+        key, value = ".".join(place), problem["input"]
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            names = list(_section_at(schema, place[:-1]).__pydantic_fields__)
+            text = f"unknown key {key!r} (value {short(value)})"
+            if close := difflib.get_close_matches(place[-1], names, n=1):
+                text += f", did you mean {close[0]!r}?"
+            allowed[".".join(place[:-1])] = ", ".join(names)
+        elif not place or isinstance(problem.get("ctx", {}).get("error"), ConfigError):
+            text = str(problem["msg"]).removeprefix("Value error, ")
+        elif source:
+            text = f"{key} is {'empty' if value is None else short(value)}: {_remedy(problem)}"
+        else:
+            text = f"{key} is {short(value)}; {_remedy(problem)}"
+        by_user = [
+            o for o in overridden if f"{key}.".startswith(f"{o}.") or o.startswith(f"{key}.")
+        ]
+        lines = problems.setdefault(f"--set {by_user[-1]}: " if by_user else source, [])
+        lines.append(text)
+    said = "; ".join(f"{where}{'; '.join(lines)}" for where, lines in problems.items())
+    for section, keys in allowed.items():
+        said += f"; allowed {f'in {section!r}' if section else 'keys'}: {keys}"
+    return said
+
+
+def _remedy(problem: Mapping[str, Any]) -> str:
+    kind, context = str(problem["type"]), problem.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"choose one of {str(context['expected']).replace(' or ', ', ')}"
+    # The longest beginning decides, as `greater_than_equal` begins with `greater_than`.
+    known = [start for start in _REMEDIES if kind.startswith(start)]
+    if not known:
+        return str(problem["msg"])
+    return _REMEDIES[max(known, key=len)].format(**context)
+
+
+def _section_at(section: Any, place: Sequence[str]) -> Any:
+    for name in place:
+        section = section.__pydantic_fields__[name].annotation
+    return section

@@ -1,0 +1,70 @@
+"""Reads a configuration: a YAML file or keys, then what ``--set`` changes."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from evener.config.checks import explain
+from evener.errors import ConfigError
+from evener.parsing import short
+from evener.yaml_files import parse_yaml, read_yaml
+
+_Schema = TypeVar("_Schema", bound=BaseModel)
+
+
+def load_config(
+    schema: type[_Schema],
+    path: Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    base: Mapping[str, Any] | None = None,
+) -> _Schema:
+    """Read and check a configuration.
+
+    Args:
+        schema: Its keys.
+        path: YAML file; ``None`` takes ``base``, or all defaults.
+        base: Keys to start from where there is no file.
+        overrides: ``key=value`` with dots for sections, values in YAML, such as
+            ``optimizer.lr=3e-4``.
+
+    Raises:
+        ConfigError: Names the file or key, the value, and what is allowed.
+    """
+    document = copy.deepcopy(dict(base or {})) if path is None else read_yaml(path)
+    overridden = [_override(document, override) for override in overrides]
+    source = f"{'the configuration' if path is None else path}: "
+    try:
+        return schema.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(explain(schema, error, source, overridden)) from None
+
+
+def _override(document: dict[str, Any], override: str) -> str:
+    """Put a ``--set`` into the document; return its key."""
+    key, equals, text = override.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise ConfigError(f"--set {override!r} is not key=value; write e.g. optimizer.lr=3e-4")
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"--set {key}: the value {short(text)} is not YAML; put text with special characters "
+            "in quotes"
+        ) from None
+    place = document
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"--set {override!r}: {section!r} is {short(inner)}, a value and no section; leave "
+                f"{last!r} out"
+            )
+        place = inner
+    place[last] = value
+    return key.strip()
