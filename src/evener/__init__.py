@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from evener.managed.metrics import EpochMetrics as EpochMetrics
     from evener.managed.metrics import record_scalar as record_scalar
     from evener.managed.trained import TrainedState as TrainedState
-    from evener.manual.replicas import Replicas as Replicas
+    from evener.manual import Replicas as Replicas
     from evener.observe.events import Sink as Sink
     from evener.planning.elche import ElChe as ElChe
     from evener.planning.guard import DivergenceGuard as DivergenceGuard
@@ -103,7 +103,7 @@ _MODULE_OF: Final = {
     "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
     "RankRecord": "evener.engine.results",
-    "Replicas": "evener.manual.replicas",
+    "Replicas": "evener.manual",
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",

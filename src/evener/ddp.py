@@ -2,7 +2,7 @@
 
 from evener.loop.loop import Loop
 from evener.managed.builder import DdpBuilder
-from evener.manual.replicas import wrap
+from evener.manual import wrap
 
 
 class Ddp(Loop):

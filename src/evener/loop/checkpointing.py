@@ -161,7 +161,7 @@ class Checkpointer:
 
     def _miss(self, step: int, reason: str) -> None:
         self._on_failure(reason)
-        self._events.missed_checkpoint(step, reason)
+        self._events.tell("checkpoint_missed", window=step, reason=reason)
 
     def finish(self) -> Path | None:
         """Waits for the last write, and tries it again; all ranks call it together.

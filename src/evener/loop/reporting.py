@@ -100,6 +100,10 @@ class EventStream:
             self._tell_start()
             self._sinks.emit(event)
 
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Hand an event to every sink: ``t`` is now unless given; see ``FIELDS`` for the others."""
+        self.emit(make_event(kind, **{"t": time.time(), **fields}))
+
     def start(self, **facts: Unpack[RunFacts]) -> None:
         """Tell who is there and what will be done; at a resume, first which events are void."""
         self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
@@ -109,36 +113,25 @@ class EventStream:
         if self._has_started or not self._active:
             return
         self._has_started, facts, members = True, self._facts, self._members
-        place = {"t": facts["t"], "window": facts["window"]}
-        path, new_data = facts.pop("resumed_from", None), facts.pop("new_data", False)
-        if path is not None:
-            self.emit(make_event("run_resumed", path=str(path), new_data=new_data, **place))
-        self.emit(
-            make_event(
-                "run_started",
-                members=list(self._names),
-                emulated={str(m.rank): m.emulated for m in members if m.emulated != 1},
-                **facts,
-            )
+        t, path, new_data = (
+            facts["t"],
+            facts.pop("resumed_from", None),
+            facts.pop("new_data", False),
         )
+        if path is not None:
+            window = facts["window"]
+            self.tell("run_resumed", t=t, window=window, path=str(path), new_data=new_data)
+        emulated = {str(m.rank): m.emulated for m in members if m.emulated != 1}
+        self.tell("run_started", members=list(self._names), emulated=emulated, **facts)
         for m in members:
-            self.emit(
-                make_event(
-                    "worker_started",
-                    t=place["t"],
-                    rank=m.rank,
-                    member=m.member,
-                    pid=m.pid,
-                    host=m.host,
-                    device=f"{m.device} ({m.device_name})",
-                )
-            )
+            who = {"rank": m.rank, "member": m.member, "pid": m.pid, "host": m.host}
+            self.tell("worker_started", t=t, device=f"{m.device} ({m.device_name})", **who)
 
     def window(self, result: WindowResult) -> None:
-        """Records a committed window, its plan where shares changed, and stragglers."""
+        """Record a committed window, its plan where shares changed, and stragglers."""
         if not self._active:
             return
-        state = self._engine.state
+        state, team = self._engine.state, self._engine.team
         place: dict[str, Any] = {
             "t": result.applied_t,
             "window": result.window,
@@ -150,44 +143,35 @@ class EventStream:
         planned = shares if cadence is None else [cadence.anchor]
         if planned != self._shares:
             self._shares = planned
-            plan: dict[str, Any] = {"start": result.start, "size": result.size, "shares": shares}
-            self.emit(make_event("plan", **plan, **place))
-        team = self._engine.team
+            self.tell("plan", start=result.start, size=result.size, shares=shares, **place)
         self.parked = tuple(sorted(team.parked))
-        event = make_event(
-            "window",
-            **place,
-            committed=[list(part) for part in result.ranges or [result.committed]],
-            ranks=[self._row(rank, record) for rank, record in enumerate(result.ranks)],
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
-            skipped=result.skipped,
-            parked=list(self.parked),
-        )
+        rows: list[Any] = [self._row(rank, record) for rank, record in enumerate(result.ranks)]
+        further: dict[str, Any] = {}
         if cadence is not None:  # local steps
-            for row, record in zip(event["ranks"], result.ranks, strict=True):
+            for row, record in zip(rows, result.ranks, strict=True):
                 row |= {"steps": record.steps, "stale_steps": record.stale_steps}
-            event |= {
+            further = {
                 "turns": result.progress.steps + result.progress.skipped,
                 "anchor": cadence.anchor,
                 "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
                 "divergence": cadence.divergence,
                 "guard": cadence.guard,
             }
-        self.emit(event)
+        self.tell(
+            "window",
+            **place,
+            committed=[list(part) for part in result.ranges or [result.committed]],
+            ranks=rows,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            parked=list(self.parked),
+            **further,
+        )
         for rank, compute_s, expected_s in self._watch.observe(result.ranks):
-            self.emit(
-                make_event(
-                    "straggler",
-                    t=time.time(),
-                    rank=rank,
-                    member=self._names[rank],
-                    window=result.window,
-                    compute_s=compute_s,
-                    expected_s=expected_s,
-                )
-            )
+            member, times = self._names[rank], {"compute_s": compute_s, "expected_s": expected_s}
+            self.tell("straggler", rank=rank, member=member, window=result.window, **times)
 
     def _row(self, rank: int, record: RankRecord) -> RankRow:
         return RankRow(
@@ -203,32 +187,19 @@ class EventStream:
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Record the held-out loss after so many windows."""
-        event = {"window": window, "name": "heldout", "loss": loss, "weight": weight}
-        self.emit(make_event("eval", t=time.time(), elapsed_s=elapsed_s, **event))
+        numbers = {"loss": loss, "weight": weight, "elapsed_s": elapsed_s}
+        self.tell("eval", window=window, name="heldout", **numbers)
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
-        self.emit(
-            make_event(
-                "checkpoint",
-                t=time.time(),
-                window=written.step,
-                path=str(written.path),
-                num_bytes=written.num_bytes,
-                write_s=written.write_s,
-            )
-        )
-
-    def missed_checkpoint(self, step: int, reason: str) -> None:
-        """Record a checkpoint that was not written."""
-        self.emit(make_event("checkpoint_missed", t=time.time(), window=step, reason=reason))
+        size = {"num_bytes": written.num_bytes, "write_s": written.write_s}
+        self.tell("checkpoint", window=written.step, path=str(written.path), **size)
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started, once; what ends later adds nothing."""
         if self._has_started and not self._has_finished:
             self._has_finished = True
-            end = {"window": window, "reason": reason, "message": message}
-            self.emit(make_event("run_finished", t=time.time(), **end))
+            self.tell("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
         """Tell the end of a user's loop, and close all sinks; idempotent."""

@@ -18,7 +18,7 @@ from evener import (
     Replicas,
 )
 from evener.comm.base import Communicator
-from evener.manual.models import place as put
+from evener.manual import place as put
 from helpers.models import cnn, mlp, regression_data
 from helpers.teams import run_team
 

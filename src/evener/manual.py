@@ -1,39 +1,96 @@
-"""``Replicas``: averaging by hand, for loops that no window fits (GAN, RL, growing models)."""
+"""``Ddp.wrap`` and ``Replicas``: averaging by hand, for loops that no window fits."""
 
+import atexit
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Literal, Self, final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from evener.averaging.replicas import Entry, ReplicaAverager
 from evener.comm.base import Communicator
-from evener.devices import move
+from evener.devices import count_accelerators, move
 from evener.engine.notices import warn_of_former_name
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.loop.likeness import check_versions
-from evener.manual.line import Line
-from evener.manual.models import (
-    Model,
-    check_models,
-    first_difference,
-    in_words,
-    place,
-    read_layout,
-    trainable,
-)
+from evener.team.backends import check_backend, connect_team
 from evener.team.child import apply_threads
 from evener.team.environment import DistributedTrainConfig
 from evener.team.hardware import hardware_summary
 from evener.team.members import Member, describe_self
+from evener.team.news import LEFT, tell
+from evener.team.placement import by_number, device_by_number, found_here
 from evener.team.terminal import say
 
 _Named = Mapping[str, Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The connection that all ``Replicas`` of a process share, and that the last of them closes.
+
+    One for all replicas of a process (a GAN wraps two networks): the port of the team serves one
+    connection at a time, and ranks that are in different calls then find out at once. A
+    communicator that the user gives is not shared.
+    """
+
+    comm: Communicator
+    reason: str
+    backend: str
+    environment: DistributedTrainConfig
+    num_users: int = 1
+
+    @classmethod
+    def open(
+        cls,
+        environment: DistributedTrainConfig,
+        backend: str,
+        device: torch.device,
+        timeout_s: float,
+        communicator: Communicator | None,
+    ) -> "_Line":
+        """Connect, or share the connection that is there already; see ``wrap``."""
+        check_backend(backend)
+        line = None if communicator is not None else _lines.get(environment)
+        if line is None:
+            connected = connect_team(
+                environment, backend, "by hand", device, timeout_s, communicator
+            )
+            line = cls(*connected, backend, environment)
+            if communicator is None:
+                _lines[environment] = line
+                # Many scripts never close, and process groups that outlive the interpreter abort.
+                atexit.register(line.close)
+            return line
+        if line.backend != backend:
+            raise ConfigError(
+                f"backend is {backend!r}, but replicas wrapped before use {line.backend!r}; give "
+                "the same to every Ddp.wrap of a script"
+            )
+        line.num_users += 1
+        return line
+
+    def release(self) -> None:
+        """End a use; the last one closes the connection."""
+        self.num_users -= 1
+        if not self.num_users:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection, whoever uses it."""
+        self.comm.close()
+        if _lines.get(self.environment) is self:
+            del _lines[self.environment]
+            atexit.unregister(self.close)
+            tell(place=LEFT)
+
+
+_lines: Final[dict[DistributedTrainConfig, _Line]] = {}
 
 
 @final
@@ -62,7 +119,7 @@ class Replicas:
         self,
         models: Sequence[nn.Module],
         devices: Sequence[torch.device],
-        line: Line,
+        line: _Line,
         *,
         non_finite: Literal["raise", "propagate"],
         members: tuple[Member, ...],
@@ -74,7 +131,7 @@ class Replicas:
         self.world_size = len(members)
         self.first = first
         self.members = members
-        self._line = line
+        self._line: _Line | None = line
         self._comm = line.comm
         self._non_finite = non_finite
         self._averager = ReplicaAverager(line.comm, self.devices[0])
@@ -152,13 +209,13 @@ class Replicas:
             ConfigError: Not one value for each replica, or bad weights; on every process.
         """
         weights = [1.0] * len(self.models) if weights is None else weights
-        problem = self._number_problem("values", values) or self._count_problem("weights", weights)
-        products = [
-            float(v) * w if w else 0.0
-            for v, w in (zip(values, weights, strict=True) if not problem else ())
-        ]
-        rows = self._meet("weighted_mean", problem, (), [_sum(products), _sum(weights, problem)])
-        return _sum([r[0] for r in rows]) / self._total("weights", rows, 1)
+        problem = self._problem("values", values) or self._problem("weights", weights, least=0.0)
+        sums = [0.0, 0.0]
+        if not problem:
+            pairs = zip(values, weights, strict=True)
+            sums = [_sum([float(v) * w if w else 0.0 for v, w in pairs]), _sum(weights)]
+        rows = self._meet("weighted_mean", problem, (), sums)
+        return _sum([row[0] for row in rows]) / self._total("weights", [row[1] for row in rows])
 
     def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
         """The former name of ``weighted_mean``; it goes with the next release."""
@@ -167,30 +224,30 @@ class Replicas:
 
     def close(self) -> None:
         """Leaves the team; models and gradients stay as they are. Idempotent, not collective."""
-        self._line.release()
+        line, self._line = self._line, None
+        if line is not None:
+            line.release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _copy(self, replicas: Sequence[_Named], what: str) -> None:
-        layout, problem = read_layout(replicas, self.first)
+        layout, problem = _read_layout(replicas, self.first)
         self._meet(what, problem, layout, [])
         self._averager.copy_from_first(replicas, layout, what=what)
 
     def _average(self, what: str, counts: Sequence[float]) -> None:
-        replicas = [trainable(model) for model in self.models]
-        layout, problem = read_layout(replicas, self.first, gradients=True)
-        problem = self._count_problem("batch_counts", counts) or problem
-        rows = self._meet(what, problem, layout, [_sum(counts, problem)])
-        total = self._total("batch_counts", rows, 0)
+        replicas = [
+            {name: p for name, p in model.named_parameters() if p.requires_grad}
+            for model in self.models
+        ]
+        layout, problem = _read_layout(replicas, self.first, gradients=True)
+        problem = self._problem("batch_counts", counts, least=0.0) or problem
+        rows = self._meet(what, problem, layout, [0.0 if problem else _sum(counts)])
+        total = self._total("batch_counts", [row[0] for row in rows])
         averaged = self._averager.sum_gradients(
             replicas, layout, [count / total for count in counts], what=what
         )
@@ -202,16 +259,19 @@ class Replicas:
     def _meet(
         self, what: str, problem: str, layout: tuple[Entry, ...], payload: Sequence[float]
     ) -> list[list[float]]:
-        """Exchanges a row before any tensor, so that what is refused is refused everywhere."""
-        row = [float(bool(problem)), _digest(layout), *payload]
+        """Exchange a row before any tensor, so that what is refused is refused everywhere."""
+        words = _in_words(layout)
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=6).digest()
+        # 48 bits tell layouts apart, and are exact in float64.
+        row = [float(bool(problem)), float(int.from_bytes(digest)), *payload]
         rows = self._comm.all_gather_rows(row, what=what)
         if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
-            note = {"problem": problem, "first": self.first, "layout": in_words(layout)}
+            note = {"problem": problem, "first": self.first, "layout": words}
             notes = _exchange(self._comm, note, what=f"why {what} is refused")
             raise ConfigError(f"{what}: {_refusal(notes)}")
         return [r[2:] for r in rows]
 
-    def _number_problem(self, name: str, values: Sequence[float]) -> str:
+    def _problem(self, name: str, values: Sequence[float], *, least: float = -math.inf) -> str:
         """Why these are not a number for each replica here; the other processes must hear of it."""
         replicas = f"for each of its {len(self.models)} replicas"
         try:
@@ -220,17 +280,12 @@ class Replicas:
             return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
         if len(numbers) != len(self.models):
             return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
+        if least == 0 and not all(0 <= number < math.inf for number in numbers):
+            return f"rank {self.rank}: {name} is {list(values)}; give finite numbers of 0 or more"
         return ""
 
-    def _count_problem(self, name: str, counts: Sequence[float]) -> str:
-        if problem := self._number_problem(name, counts):
-            return problem
-        if not all(math.isfinite(count) and count >= 0 for count in counts):
-            return f"rank {self.rank}: {name} is {list(counts)}; give finite numbers of 0 or more"
-        return ""
-
-    def _total(self, name: str, rows: Sequence[Sequence[float]], column: int) -> float:
-        total = _sum([row[column] for row in rows])
+    def _total(self, name: str, counts: Sequence[float]) -> float:
+        total = _sum(counts)
         if total == 0:
             raise ConfigError(
                 f"{name} are 0 on all {self.world_size} replicas, so there is no mean; leave the "
@@ -310,11 +365,11 @@ def wrap(
     chosen = [models] if isinstance(models, nn.Module) else list(models)
     if non_finite not in ("raise", "propagate"):
         raise ConfigError(f"non_finite is {non_finite!r}; choose 'raise' or 'propagate'")
-    check_models(chosen)
+    _check_models(chosen)
     environment = environment or DistributedTrainConfig.from_env()
     where = place(chosen, devices, environment)
     apply_threads(environment)
-    line = Line.open(environment, backend, where[0], timeout_s, communicator)
+    line = _Line.open(environment, backend, where[0], timeout_s, communicator)
     try:
         for model, device in zip(chosen, where, strict=True):
             move(model, device)
@@ -330,32 +385,172 @@ def wrap(
     return Replicas(chosen, where, line, non_finite=non_finite, members=members, first=first)
 
 
+def _check_models(models: Sequence[nn.Module]) -> None:
+    """Refuse what cannot be replicas."""
+    if not models:
+        raise ConfigError("models is empty; give one model for each device of this process")
+    owner: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model {number} is a {type(model).__name__}; give torch modules")
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+                raise ConfigError(
+                    f"parameter {name!r} of model {number} has no values yet (it is lazy, or on "
+                    "the meta device); materialise the model before Ddp.wrap"
+                )
+            other, its_name = owner.setdefault(id(parameter), (number, name))
+            if other != number:
+                raise ConfigError(
+                    f"models {other} and {number} share the parameter {its_name!r}; replicas need "
+                    "parameters of their own: build the model once for each, or copy.deepcopy it"
+                )
+
+
+def place(
+    models: Sequence[nn.Module],
+    devices: str | torch.device | Sequence[str | int | torch.device],
+    environment: DistributedTrainConfig,
+) -> tuple[torch.device, ...]:
+    """The device of each replica of this process.
+
+    Args:
+        models: The replicas.
+        devices: ``"auto"`` (accelerators in turn, this host's processes one after the other, as far
+            as there are any), one device for all, or one for each.
+        environment: This process's place on its host.
+
+    Raises:
+        ConfigError: A device is unknown or not there, or there are not as many as models.
+    """
+    counts = count_accelerators()
+    if devices == "auto":
+        start, wanted = environment.local_rank * len(models), environment.backend.value
+        return tuple(
+            torch.device(device_by_number(wanted, start + i, environment, counts))
+            for i in range(len(models))
+        )
+    each = [devices] * len(models) if isinstance(devices, str | torch.device) else list(devices)
+    if len(each) != len(models):
+        raise ConfigError(
+            f"{len(models)} models, but {len(each)} devices ({each}); give one device for each "
+            "model of this process"
+        )
+    return tuple(_device(by_number(device, counts, devices), counts) for device in each)
+
+
+def _device(device: str, counts: Mapping[str, int]) -> torch.device:
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(
+            f"device {device!r} is unknown; give 'cpu', 'cuda:0' and the like, or 'auto'"
+        ) from None
+    if chosen.type == "meta":
+        raise ConfigError("device 'meta' holds no values; give 'cpu' or 'cuda:0' and the like")
+    if chosen.type == "cpu":
+        return chosen
+    index = chosen.index or 0
+    if index >= counts.get(chosen.type, 0):
+        raise ConfigError(f"device {str(chosen)!r} is not here: torch finds {found_here(counts)}")
+    return torch.device(chosen.type, index)
+
+
+# ── what replicas have in common ─────────────────────────────────────────────────────────────────
+
+
 def _introduce(
     comm: Communicator,
     models: Sequence[nn.Module],
     devices: Sequence[torch.device],
     environment: DistributedTrainConfig,
 ) -> tuple[tuple[Member, ...], int]:
-    """Refuses what differs, and numbers the replicas of all processes."""
+    """Refuse what differs; return all replicas, and the number of the first one here."""
     own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
-    parameters, problem = read_layout([dict(m.named_parameters()) for m in models], 0)
-    buffers, buffer_problem = read_layout([dict(m.named_buffers()) for m in models], 0)
+    parameters, problem = _read_layout([dict(m.named_parameters()) for m in models], 0)
+    buffers, buffer_problem = _read_layout([dict(m.named_buffers()) for m in models], 0)
     note = {
         "problem": problem or buffer_problem,
-        "layout": in_words((*parameters, *buffers)),
+        "layout": _in_words((*parameters, *buffers)),
         "members": own,
     }
     notes = _exchange(comm, note, what="greetings of replicas")
     check_versions([n["members"][0]["versions"] for n in notes])
-    first = 0
+    members: list[Member] = []
     for n in notes:
-        n["first"] = first
-        first += len(n["members"])
-    if any(n["problem"] for n in notes) or any(n["layout"] != notes[0]["layout"] for n in notes):
+        n["first"] = len(members)
+        members += [Member(**{**m, "rank": len(members) + i}) for i, m in enumerate(n["members"])]
+    if any(n["problem"] or n["layout"] != notes[0]["layout"] for n in notes):
         raise ConfigError(f"Ddp.wrap: {_refusal(notes)}")
-    members = [m for n in notes for m in n["members"]]
-    numbered = (Member(**{**m, "rank": i}) for i, m in enumerate(members))
-    return tuple(numbered), notes[comm.rank]["first"]
+    return tuple(members), notes[comm.rank]["first"]
+
+
+def _read_layout(
+    replicas: Sequence[_Named], first: int, *, gradients: bool = False
+) -> tuple[tuple[Entry, ...], str]:
+    """Look at this process's replicas.
+
+    Args:
+        replicas: Tensors by name, a mapping for each replica.
+        first: Number of the first of them among all.
+        gradients: Also look whether their gradients can be averaged.
+
+    Returns:
+        Names, shapes and dtypes sorted by name, and what is wrong, if anything is.
+    """
+    layouts = [
+        tuple((name, tuple(named[name].shape), named[name].dtype) for name in sorted(named))
+        for named in replicas
+    ]
+    for number, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            words = _in_words(layouts[0]), _in_words(layout)
+            return layouts[0], _first_difference(*words, first, first + number)
+    for number, named in enumerate(replicas if gradients else ()):
+        for name, tensor in named.items():
+            if problem := _gradient_problem(tensor):
+                place = f"the gradient of {name!r} on replica {first + number}"
+                return layouts[0], f"{place} {problem}"
+    return layouts[0], ""
+
+
+def _in_words(layout: Sequence[Entry]) -> dict[str, str]:
+    """A layout as it travels: shapes and dtypes in words, by name."""
+    return {n: f"{list(shape)} {str(dtype).removeprefix('torch.')}" for n, shape, dtype in layout}
+
+
+def _first_difference(
+    left: Mapping[str, str], right: Mapping[str, str], left_number: int, right_number: int
+) -> str:
+    """The first difference of two layouts in words, by name; empty where there is none."""
+    for name in sorted({*left, *right}):
+        mine, theirs = left.get(name), right.get(name)
+        if mine == theirs:
+            continue
+        if mine and theirs:
+            what = (
+                f"{name!r} is {theirs} on replica {right_number} and {mine} on replica "
+                f"{left_number}"
+            )
+        else:
+            has, lacks = (left_number, right_number) if mine else (right_number, left_number)
+            what = f"replica {has} has {name!r} and replica {lacks} has not, or has it frozen"
+        return f"{what}; replicas need the same architecture, and must change it alike"
+    return ""
+
+
+def _gradient_problem(parameter: Tensor) -> str:
+    gradient = parameter.grad
+    if gradient is None:
+        return ""
+    if gradient.layout is not torch.strided:
+        return "is sparse; replicas exchange dense gradients: use sparse=False in its layer"
+    if gradient.shape != parameter.shape:
+        return (
+            f"has shape {list(gradient.shape)}, its parameter {list(parameter.shape)}; call "
+            "zero_grad() after a model has changed its size"
+        )
+    return ""
 
 
 def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
@@ -363,25 +558,18 @@ def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
     for rank, note in enumerate(notes):
         if note["problem"]:
             return f"{note['problem']} (rank {rank})" if len(notes) > 1 else str(note["problem"])
-    layouts: list[Model] = [[tuple(entry) for entry in note["layout"]] for note in notes]
-    for note, layout in zip(notes, layouts, strict=True):
-        if difference := first_difference(layouts[0], layout, 0, note["first"]):
-            return difference
+    for note in notes:
+        if text := _first_difference(notes[0]["layout"], note["layout"], 0, note["first"]):
+            return text
     return "replicas differ; build the same model on every process"
-
-
-def _digest(layout: tuple[Entry, ...]) -> float:
-    """48 bits that tell layouts apart, exact in float64."""
-    text = repr(in_words(layout)).encode()
-    return float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()))
 
 
 def _exchange(comm: Communicator, note: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
     return [json.loads(a) for a in comm.all_gather_bytes(json.dumps(note).encode(), what=what)]
 
 
-def _sum(values: Sequence[float], problem: str = "") -> float:
+def _sum(values: Sequence[float]) -> float:
     total = 0.0
-    for value in () if problem else values:  # from the left: sum() rounds differently from 3.12 on
+    for value in values:  # from the left: sum() rounds differently from 3.12 on
         total += value
     return total

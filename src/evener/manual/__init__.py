@@ -1,1 +1,0 @@
-"""``Ddp.wrap``: averaging by hand, for loops that no window fits."""
