@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
 from evener.errors import ConfigError, DataError
+from evener.files import blake2b
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all)."""
@@ -79,22 +80,17 @@ def rejected(what: str) -> DataError:
 
 
 class DocumentSource(ABC):
-    """What a corpus is made of. Its documents are the same in every pass."""
+    """What a corpus is made of. Its documents are the same in every pass.
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What messages call it."""
+    Attributes:
+        name: What messages call it.
+        num_bytes: How much is read in one pass.
+        identity: JSON that differs wherever documents differ.
+    """
 
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int:
-        """How much is read in one pass."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> list[Any]:
-        """JSON that differs wherever documents differ."""
+    name: str
+    num_bytes: int
+    identity: list[Any]
 
     @abstractmethod
     def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
@@ -172,40 +168,28 @@ class IterableSource(DocumentSource):
                 f"the data set is of type {type(records).__name__}, which can be iterated over "
                 "only once; give a list, or an object whose __iter__ starts anew"
             )
+        self.name = f"the data set ({type(records).__name__})"
         self._records = records
         self._text_key = text_key
-        hasher, self._num_records, self._num_bytes = _hasher(), 0, 0
+        hasher, num_records, self.num_bytes = blake2b(), 0, 0
         for _, num_bytes, _ in self._read(hasher, None):
-            self._num_records += 1
-            self._num_bytes += num_bytes
-            progress(self._num_bytes, 0)
-        if not self._num_records:
+            num_records += 1
+            self.num_bytes += num_bytes
+            progress(self.num_bytes, 0)
+        if not num_records:
             raise DataError("the data set is empty: give at least two documents")
         self._hash = hasher.hexdigest()
-
-    @property
-    def name(self) -> str:
-        """The type of the records."""
-        return f"the data set ({type(self._records).__name__})"
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all texts."""
-        return self._num_bytes
-
-    @property
-    def identity(self) -> list[Any]:
-        """Number of records and hash of their texts; where they came from does not matter."""
-        return [["records", self._num_records, self._hash]]
+        # Where the records came from does not matter.
+        self.identity = [["records", num_records, self._hash]]
 
     def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
-        """Yields the texts in their order; labels are their numbers."""
-        hasher, done = _hasher(), 0
+        """Yield the texts in their order; labels are their numbers."""
+        hasher, done = blake2b(), 0
         for number, num_bytes, text in self._read(hasher, rejects):
             done += num_bytes
             if text and not text.isspace():
                 yield Document(f"#{number}", text, num_bytes, num_bytes)
-            progress(done, self._num_bytes)
+            progress(done, self.num_bytes)
         if hasher.hexdigest() != self._hash:
             raise DataError(
                 f"{self.name} gave other texts when it was iterated over again: give one whose "
@@ -227,7 +211,3 @@ class IterableSource(DocumentSource):
             hasher.update(b"-" if text is None else b"%d " % len(encoded))
             hasher.update(encoded)
             yield number, len(encoded), text
-
-
-def _hasher() -> "hashlib.blake2b":
-    return hashlib.blake2b(digest_size=16)

@@ -1,7 +1,6 @@
 """Files as the source of a corpus: hashed once, then recognised by size and times."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,9 +10,9 @@ from typing import Any, Final, final
 from evener.data.corpus_cache import digest, mark_used
 from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
 from evener.data.record_files import holds_records, read_records
-from evener.data.sources import SourceFile, content_hash, find_files
+from evener.data.sources import SourceFile, content_hash, find_files, require_unchanged
 from evener.data.text_files import read_text
-from evener.files import read_json
+from evener.files import read_json, write_file
 from evener.parsing import Fields, short
 
 _SETTLED_S: Final = 2.0
@@ -55,66 +54,52 @@ class FileSource(DocumentSource):
         self._text_key = text_key
         self._skips_binary = suffixes is not None and "" in suffixes
         self._hashes = _hash_files(self._files, cache_dir, progress)
-        self._has_records = any(map(holds_records, self._files))
-
-    @property
-    def name(self) -> str:
-        """The first file, and whether there are others."""
         others = len(self._files) - 1
         more = f" and {others} other file{'s' if others > 1 else ''}" if others else ""
-        return f"{self._files[0].path}{more}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files."""
-        return sum(file.size for file in self._files)
-
-    @property
-    def identity(self) -> list[Any]:
-        """Label, size and content hash of each file, and where records have their text."""
-        rows: list[Any] = [
-            [file.label, file.size, hashed]
-            for file, hashed in zip(self._files, self._hashes, strict=True)
-        ]
-        return [*rows, ["text_key", self._text_key]] if self._has_records else rows
+        self.name = f"{self._files[0].path}{more}"
+        self.num_bytes = sum(file.size for file in self._files)
+        hashed = zip(self._files, self._hashes, strict=True)
+        self.identity = [[file.label, file.size, content] for file, content in hashed]
+        if any(map(holds_records, self._files)):
+            self.identity.append(["text_key", text_key])
 
     def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
-        """Yields the documents of one file after another."""
-        total, done = self.num_bytes, 0
-        skipped: dict[str, list[str]] = {"empty": [], "the same as another": [], "binary": []}
+        """Yield the documents of one file after another."""
+        done = 0
+        empty: list[SourceFile] = []
+        twice: list[SourceFile] = []
+        binary: list[SourceFile] = []
         seen: set[str] = set()
         for file, hashed in zip(self._files, self._hashes, strict=True):
             if hashed in seen:
-                skipped["the same as another"].append(file.label)
+                twice.append(file)
                 done += file.size
                 continue
             seen.add(hashed)
-            has_text, before, rejected = False, done, rejects.count
-            for document in self._read(file, hashed, rejects, skipped["binary"]):
+            has_text, before, others = False, done, (len(binary), rejects.count)
+            for document in self._read(file, rejects, binary if self._skips_binary else None):
                 if document.text and not document.text.isspace():
                     has_text = True
                     yield document
                 done += document.read_bytes
-                progress(done, total)
-            if not (has_text or file.label in skipped["binary"] or rejects.count > rejected):
-                skipped["empty"].append(file.label)
+                progress(done, self.num_bytes)
+            require_unchanged(file, hashed)
+            if not has_text and others == (len(binary), rejects.count):
+                empty.append(file)
             done = before + file.size
-        progress(total, total)
-        for what, labels in skipped.items():
-            if labels:
-                note(f"left out because {what}: {len(labels)} files, {', '.join(labels[:3])}")
+        progress(self.num_bytes, self.num_bytes)
+        skipped = {"empty": empty, "the same as another": twice, "binary": binary}
+        for what, files in skipped.items():
+            if files:
+                labels = ", ".join(file.label for file in files[:3])
+                note(f"left out because {what}: {len(files)} files, {labels}")
 
     def _read(
-        self, file: SourceFile, hashed: str, rejects: Rejects, binary: list[str]
+        self, file: SourceFile, rejects: Rejects, binary: list[SourceFile] | None
     ) -> Iterator[Document]:
         if holds_records(file):
-            return read_records(file, hashed, text_key=self._text_key, rejects=rejects)
-        return read_text(
-            file,
-            hashed,
-            alone=len(self._files) == 1,
-            on_binary=(lambda f: binary.append(f.label)) if self._skips_binary else None,
-        )
+            return read_records(file, text_key=self._text_key, rejects=rejects)
+        return read_text(file, alone=len(self._files) == 1, binary=binary)
 
 
 def _stamp(row: Any) -> list[Any]:
@@ -124,36 +109,27 @@ def _stamp(row: Any) -> list[Any]:
 
 
 def _hash_files(files: Sequence[SourceFile], cache_dir: Path, progress: Progress) -> list[str]:
-    """Hashes the contents, those that look untouched from the stamps of last time."""
-    key = digest([str(file.path.absolute()) for file in files])
-    stamps_path = cache_dir / f"stamps-{key}.json"
+    """Hash the contents; those of files that look untouched are known from last time."""
+    path = cache_dir / f"stamps-{digest([str(file.path.absolute()) for file in files])}.json"
     # label -> size, modification time, change time, content hash
     try:
-        stamps = {
-            label: _stamp(row) for label, row in Fields(read_json(stamps_path)).values.items()
-        }
+        known = {label: _stamp(row) for label, row in Fields(read_json(path)).values.items()}
     except (OSError, ValueError):
-        stamps = {}
-    mark_used(stamps_path)
+        known = {}
+    mark_used(path)
     started_ns = time.time_ns()
-    fresh: dict[str, list[Any]] = {}
-    hashes = []
-    known = [stamps.get(f.label, [])[:3] == [f.size, *f.stamp] for f in files]
-    todo, done = sum(f.size for f, is_known in zip(files, known, strict=True) if not is_known), 0
-    for file, is_known in zip(files, known, strict=True):
-        row = stamps.get(file.label, [])
-        if not is_known:
-            row = [file.size, *file.stamp, content_hash(file)]
-            done += file.size
-            progress(done, todo)
-        hashes.append(row[3])
-        if started_ns - max(file.stamp) > _SETTLED_S * 1e9:
-            fresh[file.label] = row
-    if fresh != stamps:
+    rows = {f.label: known.get(f.label, []) for f in files}
+    stale = [f for f in files if rows[f.label][:3] != [f.size, *f.stamp]]
+    todo, done = sum(file.size for file in stale), 0
+    for file in stale:
+        rows[file.label] = [file.size, *file.stamp, content_hash(file)]
+        done += file.size
+        progress(done, todo)
+    settled = [f.label for f in files if started_ns - max(f.stamp) > _SETTLED_S * 1e9]
+    fresh = {label: rows[label] for label in settled}
+    if fresh != known:
         # Without them the next look takes longer, and no more: a read-only cache may be used.
         with suppress(OSError):
             cache_dir.mkdir(parents=True, exist_ok=True)
-            scratch = cache_dir / f".{stamps_path.name}-{os.getpid()}-{time.monotonic_ns()}"
-            scratch.write_text(json.dumps(fresh))
-            scratch.replace(stamps_path)
-    return hashes
+            write_file(path, json.dumps(fresh).encode())
+    return [rows[file.label][3] for file in files]

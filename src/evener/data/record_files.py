@@ -1,21 +1,18 @@
 """Files of records: JSON Lines, also compressed, and parquet; a document per line or row."""
 
 import gzip
-import hashlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO, Final, final
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 from evener.data.documents import Document, Rejects, text_of
-from evener.data.sources import RECORD_SUFFIXES, SourceFile, changed, reading
+from evener.data.sources import RECORD_SUFFIXES, SourceFile, reading
 from evener.data.text_files import BOM
 from evener.errors import ConfigError, DataError
 from evener.parsing import parse_json
 
-_BUFFER_BYTES: Final = 1024 * 1024
 _ROWS_AT_ONCE: Final = 1024
 
 
@@ -24,10 +21,8 @@ def holds_records(file: SourceFile) -> bool:
     return file.path.name.lower().endswith(RECORD_SUFFIXES)
 
 
-def read_records(
-    file: SourceFile, expected_hash: str, *, text_key: str, rejects: Rejects
-) -> Iterator[Document]:
-    """Reads a file's documents in order; memory holds a buffer of them.
+def read_records(file: SourceFile, *, text_key: str, rejects: Rejects) -> Iterator[Document]:
+    """Read a file's documents in order; memory holds a buffer of them.
 
     A line of JSON holds an object with the text under ``text_key``, or the text itself; empty lines
     are left out. In parquet the column ``text_key`` holds texts. Labels end in ``#`` and the number
@@ -35,43 +30,52 @@ def read_records(
 
     Args:
         file: What to read; see ``holds_records``.
-        expected_hash: ``content_hash`` of the file.
         text_key: Key or column of the text.
         rejects: Told of lines and rows that hold no text.
 
     Raises:
-        DataError: The file cannot be read, is damaged, has no such column, or has changed since it
-            was hashed.
+        DataError: The file cannot be read, is damaged, or has no such column.
         ConfigError: It is parquet, and pyarrow is not installed.
     """
     if file.path.name.lower().endswith(".parquet"):
         yield from _read_parquet(file, text_key, rejects)
-    else:
-        yield from _read_lines(file, expected_hash, text_key, rejects)
-
-
-# ── JSON Lines ───────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_lines(
-    file: SourceFile, expected_hash: str, text_key: str, rejects: Rejects
-) -> Iterator[Document]:
-    with reading(file) as stream, _decompressed(file, stream) as (lines, raw):
+        return
+    with reading(file) as stream:
         done = 0
-        for number, line in enumerate(_until_damaged(file, lines), start=1):
-            if number == 1:
-                line = line.removeprefix(BOM)
-            if not line or line.isspace():
-                continue
+        for number, line in read_lines(file.path, stream):
             try:
                 text = text_of(parse_line(line), text_key)
             except ValueError as error:
                 rejects.add(f"{file.path}:{number}", str(error))
                 continue
-            read_bytes, done = raw.num_bytes - done, raw.num_bytes
+            read_bytes, done = stream.tell() - done, stream.tell()
             yield Document(f"{file.label}#{number}", text, len(text.encode()), read_bytes)
-    if raw.hexdigest() != expected_hash:
-        raise changed(file)
+
+
+# ── JSON Lines ───────────────────────────────────────────────────────────────────────────────────
+
+
+def read_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield number (from 1) and bytes of the lines that are not empty; ``.gz`` is unpacked.
+
+    Args:
+        path: The file's name.
+        stream: Its content.
+
+    Raises:
+        DataError: It cannot be unpacked.
+    """
+    is_packed, number = path.name.lower().endswith(".gz"), 0
+    try:
+        for line in gzip.GzipFile(fileobj=stream) if is_packed else stream:
+            number += 1
+            content = line.removeprefix(BOM) if number == 1 else line
+            if content and not content.isspace():
+                yield number, content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path} is damaged after line {number}: {error}. Fetch or pack it again"
+        ) from error
 
 
 def parse_line(line: bytes) -> Any:
@@ -86,53 +90,6 @@ def parse_line(line: bytes) -> Any:
         raise ValueError(f"not UTF-8: {line[error.start]:#04x} at byte {error.start}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-
-
-@final
-class _HashingStream(io.RawIOBase):
-    """Hashes what is read from a file, and counts it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._hasher = hashlib.blake2b(digest_size=16)
-        self.num_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        self._hasher.update(data)
-        self.num_bytes += len(data)
-        return len(data)
-
-    def hexdigest(self) -> str:
-        return self._hasher.hexdigest()
-
-
-@contextmanager
-def _decompressed(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[BinaryIO, _HashingStream]]:
-    """The lines of a file, and what tells how far it has been read."""
-    raw = _HashingStream(stream)
-    with io.BufferedReader(raw, _BUFFER_BYTES) as buffered:
-        if not file.path.name.lower().endswith(".gz"):
-            yield buffered, raw
-            return
-        with gzip.GzipFile(fileobj=buffered, mode="rb") as unpacked:
-            yield unpacked, raw  # type: ignore[misc]
-
-
-def _until_damaged(file: SourceFile, lines: BinaryIO) -> Iterator[bytes]:
-    number = 0
-    try:
-        for line in lines:
-            number += 1
-            yield line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{file.path} is damaged after line {number}: {error}. Fetch or pack it again"
-        ) from error
 
 
 # ── parquet ──────────────────────────────────────────────────────────────────────────────────────
@@ -164,13 +121,10 @@ def _read_parquet(file: SourceFile, text_key: str, rejects: Rejects) -> Iterator
                         yield Document(f"{file.label}#{row}", text, len(text.encode()), read - done)
                         done = read
                     row += 1
-        stat = file.path.stat()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{file.path} cannot be read as parquet: {error}. Fetch or write it again"
         ) from error
-    if (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) != (file.size, *file.stamp):
-        raise changed(file)
 
 
 def _check_column(file: SourceFile, schema: Any, text_key: str) -> None:
@@ -181,10 +135,9 @@ def _check_column(file: SourceFile, schema: Any, text_key: str) -> None:
             f"{file.path} has no column {text_key!r}; it has {', '.join(map(repr, schema.names))}: "
             "set data.text_key to the one that holds the text"
         )
-    kind = schema.field(text_key).type
-    if pyarrow.types.is_dictionary(kind):
+    kind, types = schema.field(text_key).type, pyarrow.types
+    if types.is_dictionary(kind):
         kind = kind.value_type
-    types = pyarrow.types
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise DataError(
             f"the column {text_key!r} of {file.path} holds {kind} and no text: set data.text_key "

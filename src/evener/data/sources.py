@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO, Final
+from typing import Final
 
 from evener.errors import DataError
-from evener.files import open_for_reading
+from evener.files import blake2b, open_for_reading
 
 RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 """File endings of files that hold a document per line or row."""
@@ -26,8 +27,6 @@ DEFAULT_SUFFIXES: Final = (
     *RECORD_SUFFIXES,
 )
 """File endings that are taken from folders: prose, program sources, records."""
-
-_READ_BYTES: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,21 +171,33 @@ def _say_nothing_matches(
 
 
 def content_hash(file: SourceFile) -> str:
-    """Hashes a file's bytes (BLAKE2b, 128 bits, hexadecimal), reading a piece at a time.
+    """Hash a file's bytes (BLAKE2b, 128 bits, hexadecimal), reading a piece at a time.
 
     Raises:
         DataError: The file cannot be read.
     """
-    hasher = hashlib.blake2b(digest_size=16)
     with reading(file) as stream:
-        while chunk := stream.read(_READ_BYTES):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+        return hashlib.file_digest(stream, blake2b).hexdigest()
+
+
+def require_unchanged(file: SourceFile, expected_hash: str) -> None:
+    """Check that a file which has been read is still the one that was hashed.
+
+    Raises:
+        DataError: It cannot be read, or has other content.
+    """
+    with reading(file) as stream:
+        stat = os.fstat(stream.fileno())
+    is_touched = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) != (file.size, *file.stamp)
+    if is_touched and content_hash(file) != expected_hash:
+        raise DataError(
+            f"{file.path} has changed while it was read: start again when nothing writes to it"
+        )
 
 
 @contextmanager
-def reading(file: SourceFile) -> Iterator[BinaryIO]:
-    """Opens a file; what the system refuses is a ``DataError``."""
+def reading(file: SourceFile) -> Iterator[BufferedReader]:
+    """Open a file; what the system refuses is a ``DataError``."""
     try:
         with open_for_reading(file.path) as stream:
             yield stream
@@ -194,10 +205,3 @@ def reading(file: SourceFile) -> Iterator[BinaryIO]:
         raise DataError(
             f"{file.path} cannot be read: {error.strerror}. Check its permissions, or exclude it"
         ) from error
-
-
-def changed(file: SourceFile) -> DataError:
-    """The error about a file that is not as it was when it was hashed."""
-    return DataError(
-        f"{file.path} has changed while it was read: start again when nothing writes to it"
-    )

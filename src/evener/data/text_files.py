@@ -5,13 +5,12 @@ documents at paragraph boundaries: a single text file then has a held-out part a
 stays bounded.
 """
 
-import hashlib
 import re
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Iterator
+from typing import BinaryIO, Final
 
 from evener.data.documents import Document
-from evener.data.sources import SourceFile, changed, reading
+from evener.data.sources import SourceFile, reading
 from evener.errors import DataError
 
 LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
@@ -30,75 +29,54 @@ _BLANK_LINES: Final = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 
 def read_text(
-    file: SourceFile,
-    expected_hash: str,
-    *,
-    alone: bool,
-    on_binary: Callable[[SourceFile], None] | None,
+    file: SourceFile, *, alone: bool, binary: list[SourceFile] | None
 ) -> Iterator[Document]:
-    """Reads a file's documents in order; text is UTF-8, a byte order mark is dropped.
+    """Read a file's documents in order; text is UTF-8, a byte order mark is dropped.
 
     Args:
         file: What to read.
-        expected_hash: ``content_hash`` of the file.
         alone: The corpus has no other file, so that this one is cut into documents.
-        on_binary: Told of a file with a NUL byte near its start, which then has no documents;
-            None makes that an error.
+        binary: Receives a file with a NUL byte near its start, which then has no documents;
+            None, or a file that was named itself, makes that an error.
 
     Raises:
-        DataError: The file cannot be read, is not UTF-8 (named with the offset), is binary, or
-            has changed since it was hashed.
+        DataError: The file cannot be read, is not UTF-8 (named with the offset), or is binary.
     """
-    hasher = hashlib.blake2b(digest_size=16)
+    is_cut = alone or file.size > LARGE_FILE_BYTES
     with reading(file) as stream:
-
-        def read(num_bytes: int) -> bytes:
-            chunk = stream.read(num_bytes)
-            hasher.update(chunk)
-            return chunk
-
-        is_cut = alone or file.size > LARGE_FILE_BYTES
-        pieces = cut_pieces(read, _piece_bytes(file.size)) if is_cut else iter([(0, read(-1))])
+        pieces = cut_pieces(stream, _piece_bytes(file.size)) if is_cut else [(0, stream.read())]
         for number, (offset, piece) in enumerate(pieces):
             if offset == 0 and (nul := piece.find(b"\0", 0, _BINARY_PROBE_BYTES)) >= 0:
-                if on_binary is None or file.named:
+                if binary is None or file.named:
                     raise DataError(
                         f"{file.path} is not text: NUL at byte {nul}. Exclude it, or convert it to "
                         f"UTF-8 if it is UTF-16"
                     )
-                on_binary(file)
+                binary.append(file)
                 return
             label = f"{file.label}#{number}" if is_cut else file.label
             yield Document(label, _decode(file, offset, piece), len(piece), len(piece))
-    if hasher.hexdigest() != expected_hash:
-        raise changed(file)
 
 
-def cut_pieces(read: Callable[[int], bytes], target_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Cuts a stream of UTF-8 into pieces that are about ``target_bytes`` long.
+def cut_pieces(stream: BinaryIO, target_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Cut a stream of UTF-8 into pieces that are about ``target_bytes`` long.
 
     A piece ends with the first blank line after ``target_bytes``; where there is none before twice
     that, with the first line end after it, or at the last possible character. Pieces are never
     longer than twice ``target_bytes``, and their concatenation is the stream.
 
     Args:
-        read: Returns up to so many bytes, and none at the end.
+        stream: The bytes.
         target_bytes: Wanted size, at least 4.
 
     Yields:
         (offset in the stream, bytes).
     """
-    buffer, offset, is_open = b"", 0, True
-    while True:
-        # One byte more than is looked at, which tells whether a cut would split a character.
-        while is_open and len(buffer) <= 2 * target_bytes:
-            chunk = read(2 * target_bytes)
-            is_open = bool(chunk)
-            buffer += chunk
-        if not buffer:
-            return
+    buffer, offset = b"", 0
+    # One byte more than is looked at, which tells whether a cut would split a character.
+    while buffer := buffer + stream.read(2 * target_bytes + 1 - len(buffer)):
         # What would be a stub stays with the last piece.
-        is_last = not is_open and len(buffer) <= target_bytes + target_bytes // 2
+        is_last = len(buffer) <= target_bytes + target_bytes // 2
         cut = len(buffer) if is_last else _find_cut(buffer, target_bytes)
         yield offset, buffer[:cut]
         buffer, offset = buffer[cut:], offset + cut

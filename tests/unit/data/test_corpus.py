@@ -1,5 +1,6 @@
 """From files to tokens: what is taken, what is refused, and when the cache is used again."""
 
+import io
 import json
 import os
 import subprocess
@@ -242,18 +243,9 @@ def test_binary_files_are_skipped_when_everything_was_asked_for(tmp_path, cache)
 @given(
     content=st.text(alphabet="ab\n \r\u00e9\U0001f600", max_size=400).map(str.encode),
     target=st.integers(4, 60),
-    chunk=st.integers(1, 50),
 )
-def test_pieces_join_to_the_whole_and_never_split_a_character(content, target, chunk):
-    place = 0
-
-    def read(num_bytes):
-        nonlocal place
-        part = content[place : place + min(num_bytes, chunk)]
-        place += len(part)
-        return part
-
-    pieces = list(cut_pieces(read, target))
+def test_pieces_join_to_the_whole_and_never_split_a_character(content, target):
+    pieces = list(cut_pieces(io.BytesIO(content), target))
     assert b"".join(piece for _, piece in pieces) == content
     assert [offset for offset, _ in pieces] == [
         sum(len(piece) for _, piece in pieces[:i]) for i in range(len(pieces))
@@ -265,8 +257,7 @@ def test_pieces_join_to_the_whole_and_never_split_a_character(content, target, c
 
 def test_pieces_end_at_paragraphs_then_at_lines():
     def cut(content, target):
-        parts = iter([content])
-        return [piece for _, piece in cut_pieces(lambda _: next(parts, b""), target)]
+        return [piece for _, piece in cut_pieces(io.BytesIO(content), target)]
 
     assert cut(b"aaaa\n\n\nbbbbb\nb\n\ncc", 5) == [b"aaaa\n\n\n", b"bbbbb\nb\n\n", b"cc"]
     assert cut(b"aaaaaa\nbbbbbbbbb", 5) == [b"aaaaaa\n", b"bbbbbbbbb"[:10]]
