@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -165,3 +165,19 @@ def publish_folder(scratch: Path, final: Path) -> None:
     if replaced is not None:
         with suppress(OSError):  # whoever tidies later removes what is left
             remove(replaced)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Give an empty folder to fill; when the block has ended, publish it as ``final``.
+
+    Raises:
+        OSError: It cannot be made, or as ``publish_folder``.
+    """
+    scratch = final.with_name(f"{final.name}.tmp-{unique_suffix()}")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        publish_folder(scratch, final)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

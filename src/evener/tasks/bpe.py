@@ -2,31 +2,24 @@
 
 import hashlib
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from evener.data.corpus_cache import digest, mark_used, remove_unused
 from evener.data.documents import DocumentSource, Note, OnError, Progress, Rejects, ignore
 from evener.errors import ConfigError, DataError
+from evener.files import new_folder
+from evener.tasks.tokenizer import CONFIG, CONFIG_FILE, END, TOKENIZER_FILE
 
 EOS_ID: Final = 0
 """Id of ``<|endoftext|>`` in every tokenizer made here."""
-
-MIN_VOCAB_SIZE: Final = 257
-"""The bytes and end-of-text."""
 
 SAMPLE_BYTES: Final = 256 * 1024 * 1024
 """Of a larger corpus, documents of about this size are taken, chosen by the hash of their label."""
 
 _FORMAT: Final = 1
 """Raised when the same text would give another tokenizer."""
-
-_END: Final = "<|endoftext|>"
 
 
 def trained_tokenizer(
@@ -44,7 +37,7 @@ def trained_tokenizer(
 
     Args:
         source: Gives the documents.
-        vocab_size: Most ids to have, at least ``MIN_VOCAB_SIZE``; short text gives fewer.
+        vocab_size: Most ids, at least 257 (bytes and end-of-text); short text gives fewer.
         cache_dir: Folder for the result; made if missing.
         on_error: What a record without a text is; see ``prepare_corpus``.
         progress: Told of the reading; the merges are found after it.
@@ -58,7 +51,7 @@ def trained_tokenizer(
         ConfigError: tokenizers is not installed.
     """
     folder = cache_dir / f"tokenizer-{digest([_FORMAT, vocab_size, source.identity])}"
-    if (folder / "tokenizer_config.json").is_file() and (folder / "tokenizer.json").is_file():
+    if _is_complete(folder):
         mark_used(folder)
         return folder
     documents = source.documents(Rejects(on_error), note=ignore, progress=progress)
@@ -66,8 +59,12 @@ def trained_tokenizer(
     on_note(f"trained a tokenizer of {backend.get_vocab_size()} ids on {source.name}")
     try:
         remove_unused(cache_dir, ("tokenizer-*",), on_note)
-        _install(folder, backend)
+        with new_folder(folder) as fresh:
+            (fresh / TOKENIZER_FILE).write_text(backend.to_str(pretty=True), encoding="utf-8")
+            (fresh / CONFIG_FILE).write_text(json.dumps(CONFIG, indent=1) + "\n")
     except OSError as error:
+        if _is_complete(folder):
+            return folder  # by another process, meanwhile
         raise DataError(
             f"the tokenizer cannot be written to {cache_dir}: {error.strerror}. Name another cache "
             "folder, or make room there"
@@ -98,7 +95,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[_END],
+        special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -106,23 +103,5 @@ def _train(texts: Iterator[str], vocab_size: int) -> Any:
     return backend
 
 
-def _install(folder: Path, backend: Any) -> None:
-    """Writes the tokenizer under a temporary name, then renames it; of two, the first is kept."""
-    cache_dir = folder.parent
-    scratch = cache_dir / f"building-{os.getpid()}-{secrets.token_hex(8)}"
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _END,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
-    try:
-        scratch.mkdir(parents=True)
-        (scratch / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-        (scratch / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-        with suppress(FileExistsError):
-            if folder.exists():  # half of one, which was damaged by hand
-                shutil.rmtree(folder)
-            scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _is_complete(folder: Path) -> bool:
+    return (folder / CONFIG_FILE).is_file() and (folder / TOKENIZER_FILE).is_file()

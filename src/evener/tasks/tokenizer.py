@@ -1,10 +1,8 @@
 """Tokenizers for causal language models: bytes by default, or any local Hugging Face folder."""
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -12,53 +10,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evener.errors import ConfigError, DataError
-from evener.files import read_json, require_regular
+from evener.files import blake2b, read_json, require_regular
+from evener.tasks.language_model import in_short, quiet
 
-_DEFINING_FILES: Final = (
+END: Final = "<|endoftext|>"
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+CONFIG_FILE: Final = "tokenizer_config.json"
+
+CONFIG: Final[Mapping[str, Any]] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END,
+    "clean_up_tokenization_spaces": False,
+    "split_special_tokens": True,
+}
+"""``CONFIG_FILE`` of the tokenizers that evener makes."""
+
+_CHAT: Final = "chat_template"
+"""Begins the names of files that do not decide what ids a text gets."""
+
+_FILES: Final = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", f"{_CHAT}*.jinja"),
 )
-"""Globs of the files that decide what ids a text gets."""
-
-_OTHER_FILES: Final = ("chat_template*.jinja",)
+"""Globs of the files that make up a tokenizer."""
 
 
 class CausalTokenizer(ABC):
-    """Turns text into ids and back; what a corpus, a model and a checkpoint need of a tokenizer."""
+    """Turns text into ids and back; what a corpus, a model and a checkpoint need of a tokenizer.
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
+    Attributes:
+        vocab_size: The largest id plus one, added tokens included.
+        eos_id: Id of the token that ends a document.
+        fingerprint: Hash of what defines the tokenizer: equal for equal ids.
+    """
 
-    @property
-    @abstractmethod
-    def eos_id(self) -> int:
-        """Id of the token that ends a document."""
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Hash of what defines the tokenizer: equal for equal ids."""
+    vocab_size: int
+    eos_id: int
+    fingerprint: str
 
     @abstractmethod
     def encode(self, text: str, /) -> NDArray[Any]:
-        """Returns the ids of ``text``, 1-d unsigned integers; no special tokens are added."""
+        """Return the ids of ``text``, 1-d unsigned integers; no special tokens are added."""
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Returns ``encode`` of each text; all at once may be quicker."""
+        """Return ``encode`` of each text; all at once may be quicker."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
-        """Returns the text of ``ids`` without special tokens; what is no text becomes U+FFFD."""
+        """Return the text of ``ids`` without special tokens; what is no text becomes U+FFFD."""
 
     @abstractmethod
     def files(self) -> dict[str, bytes]:
-        """Returns the files that ``AutoTokenizer`` loads the tokenizer from, by name."""
+        """Return the files that ``AutoTokenizer`` loads the tokenizer from, by name."""
 
     def save(self, folder: Path) -> None:
-        """Writes ``files()`` into ``folder``, which is made if missing."""
+        """Write ``files()`` into ``folder``, which is made if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (folder / name).write_bytes(content)
@@ -71,40 +79,29 @@ class ByteTokenizer(CausalTokenizer):
     Needs no library and no files, and every text comes back exactly.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """256 bytes and end-of-text."""
-        return 257
-
-    @property
-    def eos_id(self) -> int:
-        """The id after the bytes."""
-        return 256
-
-    @property
-    def fingerprint(self) -> str:
-        """A constant: the definition never changes."""
-        return "utf-8-bytes-and-end-of-text"
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = "utf-8-bytes-and-end-of-text"
 
     def encode(self, text: str, /) -> NDArray[Any]:
-        """Returns the bytes of ``text``; ``<|endoftext|>`` within it is text as well."""
+        """Return the bytes of ``text``; ``<|endoftext|>`` within it is text as well."""
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
-        """Returns the text of ``ids``; end-of-text is left out, broken UTF-8 becomes U+FFFD."""
+        """Return the text of ``ids``; end-of-text is left out, broken UTF-8 becomes U+FFFD."""
         array = np.asarray(ids, np.int64)
         return array[array < self.eos_id].astype(np.uint8).tobytes().decode(errors="replace")
 
     def files(self) -> dict[str, bytes]:
-        """Describes the same tokenizer as a byte-level BPE without merges."""
+        """Describe the same tokenizer as a byte-level BPE without merges."""
         return {
             name: json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n"
             for name, content in _byte_level_files().items()
         }
 
 
-def _byte_level_files() -> dict[str, dict[str, Any]]:
-    end = {"content": "<|endoftext|>", "normalized": False, "special": True}
+def _byte_level_files() -> dict[str, Mapping[str, Any]]:
+    end = {"content": END, "normalized": False, "special": True}
     strict = {"single_word": False, "lstrip": False, "rstrip": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     # A BPE without merges gives the same ids with and without the regex, but faster without.
@@ -112,9 +109,9 @@ def _byte_level_files() -> dict[str, dict[str, Any]]:
     model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None}
     model |= {"continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
-    model |= {"ignore_merges": False, "vocab": _byte_vocabulary() | {"<|endoftext|>": 256}}
+    model |= {"ignore_merges": False, "vocab": _byte_vocabulary() | {END: 256}}
     return {
-        "tokenizer.json": {
+        TOKENIZER_FILE: {
             "version": "1.0",
             "truncation": None,
             "padding": None,
@@ -125,12 +122,7 @@ def _byte_level_files() -> dict[str, dict[str, Any]]:
             "decoder": byte_level,
             "model": model | {"merges": []},
         },
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": "<|endoftext|>",
-            "clean_up_tokenization_spaces": False,
-            "split_special_tokens": True,
-        },
+        CONFIG_FILE: CONFIG,
     }
 
 
@@ -138,9 +130,9 @@ def _byte_vocabulary() -> dict[str, int]:
     """Names of the bytes in byte-level BPE: printable Latin-1 as it is, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    names = {byte: chr(byte) for byte in printable}
-    names |= {byte: chr(0x100 + place) for place, byte in enumerate(others)}
-    return {names[byte]: byte for byte in range(256)}
+    return {
+        chr(byte if byte in printable else 0x100 + others.index(byte)): byte for byte in range(256)
+    }
 
 
 @final
@@ -152,80 +144,65 @@ class FolderTokenizer(CausalTokenizer):
     Args:
         folder: Holds the tokenizer's files; may be a model's folder.
 
+    Attributes:
+        eos_id: Id of the folder's ``eos_token``; -1 where it names none.
+        hugging_face: The tokenizer of transformers; it neither cuts nor pads.
+
     Raises:
-        DataError: It does not load, or has no end-of-text token.
+        DataError: It does not load.
         ConfigError: transformers is not installed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        tokenizer = load_auto_tokenizer(folder)
-        if tokenizer.eos_token_id is None:
-            raise DataError(
-                f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
-                f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
-            )
-        self._tokenizer = tokenizer
-        self._eos_id = int(tokenizer.eos_token_id)
-        self._vocab_size: int = max(*tokenizer.get_vocab().values(), self._eos_id) + 1
-        self._files = tokenizer_files(folder)
-        self._fingerprint = _fingerprint(_read_files(folder, _DEFINING_FILES))
-        self._is_fast = bool(tokenizer.is_fast)
-        if self._is_fast:
+        self.hugging_face = own = _load(folder)
+        self.eos_id = -1 if own.eos_token_id is None else int(own.eos_token_id)
+        self.vocab_size = max(*own.get_vocab().values(), self.eos_id) + 1
+        paths = {path.name: path for glob in _FILES for path in folder.glob(glob) if path.is_file()}
+        self._files = {name: paths[name].read_bytes() for name in sorted(paths)}
+        self.fingerprint = fingerprint_of(
+            {name: self._files[name] for name in self._files if not name.startswith(_CHAT)}
+        )
+        # Asked through the wrapper, the backend is set up anew each time: no two threads may.
+        self._backend = own.backend_tokenizer if own.is_fast else None
+        if self._backend is not None:
             # tokenizer.json may hold both, as saved after a fine-tuning; a document is never cut.
-            tokenizer.backend_tokenizer.no_truncation()
-            tokenizer.backend_tokenizer.no_padding()
+            self._backend.no_truncation()
+            self._backend.no_padding()
             # Whether `<|endoftext|>` in a text is that text, or the end of it.
-            tokenizer.backend_tokenizer.encode_special_tokens = bool(tokenizer.split_special_tokens)
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
-        return self._vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        """Id of the folder's ``eos_token``."""
-        return self._eos_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the folder's files that decide what ids a text gets."""
-        return self._fingerprint
+            self._backend.encode_special_tokens = bool(own.split_special_tokens)
 
     def encode(self, text: str, /) -> NDArray[Any]:
-        """Returns the ids that the Hugging Face tokenizer gives without special tokens."""
-        if self._is_fast:
-            backend = self._tokenizer.backend_tokenizer
-            return np.array(backend.encode(text, add_special_tokens=False).ids, np.uint32)
-        with _quiet():  # it advises on texts longer than the model takes; they are cut later
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.uint32)
+        """Return the ids that the Hugging Face tokenizer gives without special tokens."""
+        if self._backend is not None:
+            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+        with quiet():  # it advises on texts longer than the model takes; they are cut later
+            return np.array(self.hugging_face.encode(text, add_special_tokens=False), np.uint32)
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Returns ``encode`` of each text, computed on all cores."""
-        if not self._is_fast:
+        """Return ``encode`` of each text, computed on all cores."""
+        if self._backend is None:
             return super().encode_batch(texts)
-        backend = self._tokenizer.backend_tokenizer
         # The fast kind leaves out where in the text each token stands.
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, np.uint32) for each in found]
 
     def decode(self, ids: Sequence[int] | NDArray[Any], /) -> str:
-        """Returns the text that the Hugging Face tokenizer gives without special tokens."""
-        plain = np.asarray(ids, np.int64).tolist()
+        """Return the text that the Hugging Face tokenizer gives without special tokens."""
         return str(
-            self._tokenizer.decode(
-                plain, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            self.hugging_face.decode(
+                np.asarray(ids, np.int64).tolist(),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
             )
         )
 
     def files(self) -> dict[str, bytes]:
-        """Returns the folder's files as they were when it was loaded."""
+        """Return the folder's files as they were when it was loaded."""
         return dict(self._files)
 
 
 def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
-    """Loads a tokenizer; never from the network.
+    """Load a tokenizer that ends documents; never from the network.
 
     Args:
         spec: A folder with tokenizer files, or None for ``ByteTokenizer``. A folder to which a
@@ -235,20 +212,37 @@ def load_tokenizer(spec: str | Path | None) -> CausalTokenizer:
         DataError: There is no such folder, it does not load, or it has no end-of-text token.
         ConfigError: transformers is not installed.
     """
-    if spec is None:
+    folder = None if spec is None else Path(spec).expanduser()
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.eos_id < 0:
+        raise DataError(
+            f"the tokenizer in {folder} has no end-of-text token, which separates documents: "
+            f'set "eos_token" in its tokenizer_config.json to a token of its vocabulary'
+        )
+    return tokenizer
+
+
+def open_tokenizer(folder: Path | None) -> ByteTokenizer | FolderTokenizer:
+    """Load a tokenizer as ``load_tokenizer`` does; one without an end-of-text token, too."""
+    if folder is None:
         return ByteTokenizer()
-    folder = Path(spec).expanduser()
     if not folder.is_dir():
         raise DataError(
             f"there is no tokenizer folder {folder}: evener downloads nothing. Name a folder that "
             f"holds tokenizer.json (hf download NAME --local-dir FOLDER fetches one), or none for "
             f"the byte-level tokenizer"
         )
-    return ByteTokenizer() if is_byte_level(folder) else FolderTokenizer(folder)
+    try:
+        names = _byte_level_files()
+        if all(read_json(folder / name) == names[name] for name in names):
+            return ByteTokenizer()
+    except (OSError, ValueError):
+        pass  # something else, or damaged; the attempt to load it says which
+    return FolderTokenizer(folder)
 
 
 def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
-    """Checks that the model has an embedding for every id of the tokenizer.
+    """Check that the model has an embedding for every id of the tokenizer.
 
     Args:
         vocab_size: Ids of the tokenizer.
@@ -265,15 +259,19 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int) -> None:
         )
 
 
-def load_auto_tokenizer(folder: Path) -> Any:
-    """Loads the ``transformers`` tokenizer of a local folder, and runs no code from it.
+def fingerprint_of(files: Mapping[str, bytes], settings: str = "") -> str:
+    """Return the hash of a tokenizer's files, and of settings that decide its ids as well."""
+    hasher = blake2b()
+    hasher.update(settings.encode())
+    for name, content in files.items():
+        hasher.update(f"{name} {len(content)} ".encode())
+        hasher.update(content)
+    return hasher.hexdigest()
 
-    Raises:
-        DataError: It does not load.
-        ConfigError: transformers is not installed.
-    """
+
+def _load(folder: Path) -> Any:
     try:
-        with _quiet():
+        with quiet():
             from transformers import AutoTokenizer
 
             require_regular(folder)
@@ -286,48 +284,7 @@ def load_auto_tokenizer(folder: Path) -> Any:
             f"byte-level tokenizer"
         ) from error
     except Exception as error:
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
         raise DataError(
-            f"{folder} does not load as a tokenizer: {cause}. It needs the files that "
-            f"tokenizer.save_pretrained() writes"
+            f"{folder} does not load as a tokenizer: {in_short(error).rstrip('.')}. It needs the "
+            f"files that tokenizer.save_pretrained() writes"
         ) from error
-
-
-def is_byte_level(folder: Path) -> bool:
-    """Whether a folder holds what ``ByteTokenizer.save`` writes."""
-    try:
-        names = _byte_level_files()
-        return all(read_json(folder / name) == names[name] for name in names)
-    except (OSError, ValueError):
-        return False
-
-
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """The files of a folder that make up its tokenizer, by name."""
-    return _read_files(folder, (*_DEFINING_FILES, *_OTHER_FILES))
-
-
-def _read_files(folder: Path, globs: Sequence[str]) -> dict[str, bytes]:
-    paths = {path.name: path for glob in globs for path in folder.glob(glob) if path.is_file()}
-    return {name: paths[name].read_bytes() for name in sorted(paths)}
-
-
-def _fingerprint(files: Mapping[str, bytes]) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for name, content in files.items():
-        hasher.update(f"{name} {len(content)} ".encode())
-        hasher.update(content)
-    return hasher.hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers from logging advice on standard error; errors still show."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)

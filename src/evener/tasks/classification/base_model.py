@@ -23,8 +23,10 @@ from evener.tasks.language_model import (
     in_short,
     quiet,
     refuse_unknown_keys,
+    vocabulary_size,
     with_given_keys,
 )
+from evener.tasks.tokenizer import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,7 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder)
             f"the base model is a {model.config.model_type}, which reads a text and writes another "  # type: ignore[union-attr]
             "one; give an encoder, such as bert, or a decoder, such as llama"
         )
-    rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    if encoder.vocab_size > rows:
-        raise ConfigError(
-            f"the tokenizer has {encoder.vocab_size} ids, the model only {rows} embeddings: use "
-            "the tokenizer that the model was made with"
-        )
+    check_vocabulary(encoder.tokenizer.vocab_size, vocabulary_size(model))
     longest = _longest_text(model)
     if longest < encoder.seq_len:
         raise ConfigError(
@@ -237,7 +234,8 @@ def _from_scratch(config: ModelConfig, names: Mapping[str, Any], encoder: TextEn
 
     _check_type(config.type)
     keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
-    keys |= {"vocab_size": encoder.vocab_size, "max_position_embeddings": encoder.seq_len}
+    vocab_size = encoder.tokenizer.vocab_size
+    keys |= {"vocab_size": vocab_size, "max_position_embeddings": encoder.seq_len}
     keys = with_given_keys(keys, config)
     try:
         built = AutoConfig.for_model(config.type, **keys, **names)

@@ -1,7 +1,7 @@
 """Texts as token ids, for models that read one text and name its class."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from evener.errors import ConfigError
-from evener.tasks.classification.finished_tokenizer import finished_files
 from evener.tasks.tokenizer import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
     ByteTokenizer,
-    is_byte_level,
-    load_auto_tokenizer,
-    tokenizer_files,
+    CausalTokenizer,
+    fingerprint_of,
+    open_tokenizer,
 )
 
 Encoded = tuple[list[int], int]
@@ -23,6 +24,9 @@ Encoded = tuple[list[int], int]
 
 _NUL = 0
 """Padding for bytes: no text holds it, and the end-of-text token stays free to end texts."""
+
+#: Post-processors that put nothing before or after a text, or only what is put there anew.
+_KNOWN = frozenset({"ByteLevel", "TemplateProcessing"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +44,40 @@ class Batch:
     labels: Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class TextEncoder:
     """Cuts a text to ``seq_len`` tokens and puts the model's special tokens around it.
 
     Decoders classify by the state at the last token. Where the tokenizer has none that ends a
     text, the end-of-text token is added: the same question at the end of every text.
 
-    Args:
-        ids_of: Token ids of a text, without special ones.
-        prefix: What comes before every text.
-        suffix: What comes after it.
+    Attributes:
+        tokenizer: Gives the ids of a text without special ones.
+        prefix: Ids before every text.
+        suffix: Ids after it.
         pad_id: What fills shorter texts.
-        vocab_size: The largest id plus one.
         seq_len: Most tokens of a text, special ones included.
-        files: What ``AutoTokenizer`` loads the tokenizer from, by name.
 
     Raises:
         ConfigError: The tokens around a text leave no room for it.
     """
 
-    def __init__(
-        self,
-        ids_of: Callable[[str], Sequence[int]],
-        *,
-        prefix: Sequence[int],
-        suffix: Sequence[int],
-        pad_id: int,
-        vocab_size: int,
-        seq_len: int,
-        files: dict[str, bytes],
-    ) -> None:
-        if seq_len <= (around := len(prefix) + len(suffix)):
+    tokenizer: CausalTokenizer
+    prefix: list[int]
+    suffix: list[int]
+    pad_id: int
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        if self._room <= 0:
             raise ConfigError(
-                f"seq_len is {seq_len}, and the tokenizer puts {around} tokens around every text, "
-                "which leaves no room for it; raise seq_len"
+                f"seq_len is {self.seq_len}, and the tokenizer puts {self.seq_len - self._room} "
+                "tokens around every text, which leaves no room for it; raise seq_len"
             )
-        self._ids_of = ids_of
-        self._prefix = list(prefix)
-        self._suffix = list(suffix)
-        self.pad_id = pad_id
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.files = files
 
     @classmethod
     def load(cls, folder: Path | None, seq_len: int, end_tokens: int = 1) -> "TextEncoder":
-        """The tokenizer of a folder, or bytes without one.
+        """Return the encoder with the tokenizer of a folder, or with bytes without one.
 
         Args:
             folder: Holds the tokenizer.
@@ -96,87 +88,39 @@ class TextEncoder:
             DataError: It does not load.
             ConfigError: ``seq_len`` leaves no room for text.
         """
-        if folder is None or is_byte_level(folder):
-            tokenizer = ByteTokenizer()
-            return cls(
-                lambda text: list(text.encode()),
-                prefix=[],
-                suffix=[tokenizer.eos_id] * end_tokens,
-                pad_id=_NUL,
-                vocab_size=tokenizer.vocab_size,
-                seq_len=seq_len,
-                files=tokenizer.files(),
-            )
-        return cls._of_hugging_face(
-            load_auto_tokenizer(folder), seq_len, end_tokens, tokenizer_files(folder)
-        )
-
-    @classmethod
-    def _of_hugging_face(
-        cls, tokenizer: Any, seq_len: int, end_tokens: int, files: dict[str, bytes]
-    ) -> "TextEncoder":
-        def ids_of(text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-        if tokenizer.is_fast:
-            # Set up once: asking the wrapper changes the tokenizer, which two threads may not.
-            backend = tokenizer.backend_tokenizer
-            backend.no_truncation()
-            backend.no_padding()
-            # Whether `<|endoftext|>` in a text is that text, or the end of it.
-            backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-
-            def ids_of(text: str) -> list[int]:
-                return list(backend.encode(text, add_special_tokens=False).ids)
-
-        plain = ids_of("a")
-        whole = list(tokenizer.encode("a", add_special_tokens=True))
+        tokenizer = open_tokenizer(folder)
+        eos_id = tokenizer.eos_id
+        if isinstance(tokenizer, ByteTokenizer):
+            return cls(tokenizer, [], [eos_id] * end_tokens, _NUL, seq_len)
+        own, plain = tokenizer.hugging_face, tokenizer.encode("a").tolist()
+        whole = list(own.encode("a", add_special_tokens=True))
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         prefix, suffix = whole[:start], whole[start + len(plain) :]
-        eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        if pad is None or pad == eos:
-            pad = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else eos
-        if not suffix and eos is not None and eos != pad:
-            suffix = [eos] * end_tokens
-        return cls(
-            ids_of,
-            prefix=prefix,
-            suffix=suffix,
-            pad_id=0 if pad is None else int(pad),
-            vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            seq_len=seq_len,
-            files=files,
-        )
+        pad_id = -1 if own.pad_token_id is None else int(own.pad_token_id)
+        if pad_id in (-1, eos_id):
+            pad_id = eos_id if own.unk_token_id is None else int(own.unk_token_id)
+        if not suffix and eos_id not in (-1, pad_id):
+            suffix = [eos_id] * end_tokens
+        return cls(tokenizer, prefix, suffix, max(0, pad_id), seq_len)
 
     @property
     def fingerprint(self) -> str:
         """Equal for equal ids of equal texts."""
-        hasher = hashlib.blake2b(digest_size=16)
-        hasher.update(f"{self.seq_len} {self._prefix} {self._suffix} {self.pad_id} ".encode())
-        for name, content in sorted(self.files.items()):
-            hasher.update(f"{name} {len(content)} ".encode())
-            hasher.update(content)
-        return hasher.hexdigest()
+        settings = f"{self.seq_len} {self.prefix} {self.suffix} {self.pad_id} "
+        return fingerprint_of(self.tokenizer.files(), settings)
 
-    def finished_files(self) -> dict[str, bytes]:
-        """What ``AutoTokenizer`` loads a tokenizer from that gives the ids of ``encode``."""
-        return finished_files(
-            self.files,
-            prefix=self._prefix,
-            suffix=self._suffix,
-            pad_id=self.pad_id,
-            seq_len=self.seq_len,
-        )
+    @property
+    def _room(self) -> int:
+        return self.seq_len - len(self.prefix) - len(self.suffix)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, at most ``seq_len``."""
-        room = self.seq_len - len(self._prefix) - len(self._suffix)
+        """Return the token ids of a text, at most ``seq_len``."""
         # A token has at most some hundred characters; a book need not be read to its end.
-        ids = self._ids_of(text[: room * 64])[:room]
-        return [*self._prefix, *ids, *self._suffix]
+        ids = self.tokenizer.encode(text[: self._room * 64])[: self._room]
+        return [*self.prefix, *ids.tolist(), *self.suffix]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
-        """Puts texts side by side, as wide as the longest."""
+        """Put texts side by side, as wide as the longest."""
         width = max(len(ids) for ids, _ in encoded)
         input_ids = torch.full((len(encoded), width), self.pad_id)
         mask = torch.zeros(len(encoded), width, dtype=torch.long)
@@ -184,6 +128,57 @@ class TextEncoder:
             input_ids[row, : len(ids)] = torch.tensor(ids)
             mask[row, : len(ids)] = 1
         return Batch(input_ids, mask, torch.tensor([label for _, label in encoded]))
+
+    def save(self, folder: Path) -> None:
+        """Write the files of a tokenizer that ends, cuts and pads texts as this encoder does.
+
+        ``tokenizer(texts, padding=True, truncation=True)`` of ``AutoTokenizer`` then gives what
+        ``encode`` and ``collate`` give. Tokenizers without a ``tokenizer.json`` stay as they are.
+        """
+        from tokenizers import Tokenizer
+
+        self.tokenizer.save(folder)
+        files = self.tokenizer.files()
+        if not {TOKENIZER_FILE, CONFIG_FILE} <= files.keys():
+            return
+        name_of = Tokenizer.from_str(files[TOKENIZER_FILE].decode()).id_to_token
+        tokenizer, config = json.loads(files[TOKENIZER_FILE]), json.loads(files[CONFIG_FILE])
+        before, after = ([(str(name_of(i)), i) for i in ids] for ids in (self.prefix, self.suffix))
+        tokenizer |= {
+            "truncation": None,
+            "padding": None,
+            "post_processor": _with_ends(tokenizer.get("post_processor"), before, after),
+        }
+        config |= {"model_max_length": self.seq_len, "pad_token": name_of(self.pad_id)}
+        config |= {"padding_side": "right", "truncation_side": "right"}
+        for name, document in ((TOKENIZER_FILE, tokenizer), (CONFIG_FILE, config)):
+            content = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+            (folder / name).write_text(content, encoding="utf-8")
+
+
+def _with_ends(
+    old: Mapping[str, Any] | None,
+    before: Sequence[tuple[str, int]],
+    after: Sequence[tuple[str, int]],
+) -> Any:
+    """A post-processor that puts tokens around a text, in the place of ``old``."""
+    steps = [] if old is None else list(old.get("processors") or [old])
+    if any(step["type"] not in _KNOWN for step in steps):
+        return old  # it ends texts in a way of its own
+    start, end = (
+        [{"SpecialToken": {"id": n, "type_id": 0}} for n, _ in t] for t in (before, after)
+    )
+    text, second = ({"Sequence": {"id": key, "type_id": i}} for i, key in enumerate("AB"))
+    around = {
+        "type": "TemplateProcessing",
+        "single": [*start, text, *end],
+        "pair": [*start, text, *end, second, *end],
+        "special_tokens": {
+            name: {"id": name, "ids": [i], "tokens": [name]} for name, i in (*before, *after)
+        },
+    }
+    kept = [step for step in steps if step["type"] != "TemplateProcessing"]
+    return {"type": "Sequence", "processors": [*kept, around]} if kept else around
 
 
 class EncodedSamples(torch.utils.data.Dataset[Encoded]):

@@ -349,7 +349,8 @@ class ClassifyPipeline:
         if not note.path:
             with replacing(folder / "base") as fresh:
                 save_base(self.model.network, fresh, note.dropout)
-                _write_files(fresh, self.encoder.files)
+                tokenizer = self.encoder.tokenizer
+                tokenizer.save(fresh)
             note = replace(note, path=str(folder / "base"))
         with replacing(folder / "adapter") as fresh:
             save_adapter(self.model.network, fresh, note.path, note.dropout)
@@ -360,10 +361,10 @@ class ClassifyPipeline:
                 "base": {"path": note.path, "fingerprint": note.fingerprint},
             }
             write_json(fresh / DOCUMENT, document)
-            _write_files(fresh, self.encoder.finished_files())
+            self.encoder.save(fresh)
         with replacing(folder / "merged") as fresh:
             save_merged(self.model.network, fresh, note.dropout)
-            _write_files(fresh, self.encoder.finished_files())
+            self.encoder.save(fresh)
 
     def logits(self, batch: Batch) -> Tensor:
         """Float32 logits ``(B, num_classes)`` on the device."""
@@ -385,8 +386,3 @@ def combine(parts: Sequence[Part]) -> Evaluation:
         loss=sum(loss_sums) / weight if weight else float("nan"),
         confusion=add_confusions(confusions),
     )
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
