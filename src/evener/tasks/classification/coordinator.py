@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from evener.config.classify import ClassifyConfig
 from evener.config.settings import DdpConfig
@@ -24,7 +25,7 @@ from evener.planning.report import Report
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.given import GivenModel
 from evener.tasks.classification.metrics import Evaluation
-from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction, combine
+from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.samples import Sample
 from evener.tasks.optimization import apply_settings, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
@@ -98,7 +99,6 @@ class DataParallelCoordinator:
         first.to(self.devices[0])
         self.pipelines = (first, *(first.replica(device) for device in self.devices[1:]))
         self.num_batches = 0
-        self._usable = True
         self._settings = first.config.optimizer
         options = DdpConfig(
             max_grad_norm=first.config.max_grad_norm,
@@ -133,7 +133,7 @@ class DataParallelCoordinator:
     @property
     def shares(self) -> tuple[int, ...]:
         """How the next hundred samples would be shared out, by device."""
-        return self._plan(100).shares
+        return self._deal(range(100))[0].shares
 
     @property
     def lr(self) -> float:
@@ -166,12 +166,13 @@ class DataParallelCoordinator:
         encoded = self.primary_pipeline.encode(samples)
         if not encoded:
             return BatchResult(avg_loss=math.nan, correct=0, total=0, grad_norm=math.nan)
-        plan, scale = self._plan(len(encoded)), math.inf
+        plan, parts = self._deal(list(enumerate(encoded)))
+        scale = math.inf
         result: WindowResult | None = None
         # Where fp16 has overflowed, the scale of losses was lowered: the same batch once more.
         while result is None or (result.skipped and self._loss_scale.value < scale):
             scale = self._loss_scale.value
-            correct = self._compute(plan, encoded)
+            correct = self._compute(parts)
             result = self._update()
         self._policy.observe([Report(**asdict(record)) for record in result.ranks], plan, 0.0)
         self.num_batches += 1
@@ -189,8 +190,8 @@ class DataParallelCoordinator:
             DataError: A bad sample.
         """
         self._check_usable()
-        parts = self._deal(self.primary_pipeline.encode(samples))
-        return combine(self._on_all(ClassifyPipeline.evaluate_encoded, self.pipelines, parts))
+        encoded = self.primary_pipeline.encode(samples)
+        return self.primary_pipeline.compare(encoded, self._judge(encoded))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """The classes of texts, in their order, on all devices.
@@ -199,9 +200,7 @@ class DataParallelCoordinator:
             DataError: A text is empty.
         """
         self._check_usable()
-        parts = self._deal(self.primary_pipeline.encode_texts(texts))
-        found = self._on_all(ClassifyPipeline.predict_encoded, self.pipelines, parts)
-        return [prediction for part in found for prediction in part]
+        return self.primary_pipeline.name(self._judge(self.primary_pipeline.encode_texts(texts)))
 
     def save(self, folder: str | Path) -> None:
         """Writes adapter and merged weights; see ``ClassifyPipeline.save``."""
@@ -209,7 +208,6 @@ class DataParallelCoordinator:
 
     def close(self) -> None:
         """Ends the threads; the pipelines stay usable. Idempotent."""
-        self._usable = False
         replicas, self._replicas = self._replicas, []
         try:
             self._on_all(_Replica.close, replicas)
@@ -224,18 +222,15 @@ class DataParallelCoordinator:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _compute(self, plan: WindowPlan, encoded: Sequence[Encoded]) -> int:
+    def _compute(self, parts: Sequence[Sequence[tuple[int, Encoded]]]) -> int:
         """Computes gradients, which stay on their replicas; returns how many were classified right.
 
         All replicas are done before the first one exchanges anything: so one that fails, as
         without memory, leaves all as they were.
         """
-        places = [plan.positions(rank) for rank in range(len(self.devices))]
-        parts = [[(p, encoded[p]) for p in place] for place in places]
         try:
-            return sum(
-                self._on_all(_Replica.compute, self._replicas, parts, repeat(self.num_batches))
-            )
+            number = repeat(self.num_batches)
+            return sum(self._on_all(_Replica.compute, self._replicas, parts, number))
         except BaseException:
             self._on_all(_Replica.drop, self._replicas)
             raise
@@ -246,19 +241,21 @@ class DataParallelCoordinator:
         except NonFiniteGradientError:
             raise  # by all replicas, before any was changed
         except BaseException:
-            self._usable = False  # some replicas may have made the update and others not
             for end in self._ends:
                 end.close()
+            self.close()  # some replicas may have made the update and others not
             raise
 
-    def _plan(self, size: int) -> WindowPlan:
-        return self._policy.plan(self.num_batches, 0, 0, size)
+    def _judge(self, encoded: Sequence[Encoded]) -> Tensor:
+        """Logits of encoded texts, in their order."""
+        _, parts = self._deal(encoded)
+        return torch.cat(self._on_all(ClassifyPipeline.judge, self.pipelines, parts))
 
-    def _deal(self, whole: Sequence[_T]) -> list[Sequence[_T]]:
-        """A part of a list for each replica, in order, in proportion to speed."""
-        plan = self._plan(len(whole))
-        places = [plan.positions(rank) for rank in range(len(self.devices))]
-        return [whole[place.start : place.stop] for place in places]
+    def _deal(self, whole: Sequence[_T]) -> tuple[WindowPlan, list[list[_T]]]:
+        """A plan, and a part of a list for each replica, in order, in proportion to speed."""
+        plan = self._policy.plan(self.num_batches, 0, 0, len(whole))
+        ranks = range(len(self.devices))
+        return plan, [[whole[place] for place in plan.positions(rank)] for rank in ranks]
 
     def _on_all(self, work: Callable[..., _T], *arguments: Any) -> list[_T]:
         """Runs ``work`` on every replica's thread; raises the first error when all have ended.
@@ -280,7 +277,7 @@ class DataParallelCoordinator:
         return [future.result() for future in futures]
 
     def _check_usable(self) -> None:
-        if not self._usable:
+        if not self._replicas:
             raise UsageError(
                 "this coordinator was closed, or an update of it failed half-way; make a new one"
             )

@@ -33,20 +33,12 @@ from evener.tasks.classification.given import (
     labels_of,
     model_config_of,
 )
-from evener.tasks.classification.metrics import (
-    Confusion,
-    Evaluation,
-    add_confusions,
-    count_confusion,
-)
+from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
 from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
 from evener.team.terminal import warn
 
 _EVAL_BATCH = 64
-
-Part = tuple[float, float, Confusion]
-"""Σ weight · loss, Σ weight and the confusion of some samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,22 +273,14 @@ class ClassifyPipeline:
 
     # ── use ──────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate_encoded(self, encoded: Sequence[Encoded]) -> Part:
-        """Classifies encoded samples, in ``eval()``, and compares."""
-        logits, true = self._judge(encoded), [label for _, label in encoded]
-        losses = F.cross_entropy(
-            logits, torch.tensor(true).long(), self._class_weights, reduction="none"
-        )
-        confusion = count_confusion(true, logits.argmax(-1).tolist(), len(self.labels))
-        return float(losses.double().sum()), self.weight_of(true), confusion
-
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
         """Classifies labelled texts and compares; the loss of none is ``nan``.
 
         Raises:
             DataError: One is bad.
         """
-        return combine([self.evaluate_encoded(self.encode(samples))])
+        encoded = self.encode(samples)
+        return self.compare(encoded, self.judge(encoded))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
         """The classes of texts, in their order.
@@ -304,7 +288,7 @@ class ClassifyPipeline:
         Raises:
             DataError: A text is empty.
         """
-        return self.predict_encoded(self.encode_texts(texts))
+        return self.name(self.judge(self.encode_texts(texts)))
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
         """Token ids of texts without labels.
@@ -316,23 +300,33 @@ class ClassifyPipeline:
             raise DataError(f"texts is the text {texts[:40]!r} itself; give a list of texts")
         return self.encode([Sample(text, 0) for text in texts], "text")
 
-    def predict_encoded(self, encoded: Sequence[Encoded]) -> list[Prediction]:
-        """The classes of encoded texts, in their order."""
-        logits = self._judge(encoded)
-        rows = torch.softmax(logits, -1).tolist()
-        return [
-            Prediction(label=self.labels.names[index], index=index, probabilities=tuple(row))
-            for index, row in zip(logits.argmax(-1).tolist(), rows, strict=True)
-        ]
-
-    def _judge(self, encoded: Sequence[Encoded]) -> Tensor:
-        """Float32 logits ``(N, num_classes)`` on the CPU, computed in ``eval()``."""
+    def judge(self, encoded: Sequence[Encoded]) -> Tensor:
+        """Float32 logits ``(N, num_classes)`` of encoded texts in ``eval()``, on the CPU."""
         found = [torch.zeros(0, len(self.labels))]
         with self.evaluating():
             for start in range(0, len(encoded), _EVAL_BATCH):
                 batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
                 found.append(self.logits(batch).cpu())
         return torch.cat(found)
+
+    def compare(self, encoded: Sequence[Encoded], logits: Tensor) -> Evaluation:
+        """How well encoded samples were classified, by the logits that ``judge`` gave for them."""
+        true = torch.tensor([label for _, label in encoded], dtype=torch.long)
+        losses = F.cross_entropy(logits, true, self._class_weights, reduction="none").double()
+        weights = self._class_weights.double()[true]
+        found = logits.argmax(-1)
+        return Evaluation(
+            loss=float(losses.sum() / weights.sum()),  # 0 / 0 is nan
+            confusion=count_confusion(true.tolist(), found.tolist(), len(self.labels)),
+        )
+
+    def name(self, logits: Tensor) -> list[Prediction]:
+        """The classes that logits of ``judge`` stand for."""
+        rows = torch.softmax(logits, -1).tolist()
+        return [
+            Prediction(label=self.labels.names[index], index=index, probabilities=tuple(row))
+            for index, row in zip(logits.argmax(-1).tolist(), rows, strict=True)
+        ]
 
     def save(self, folder: str | Path) -> None:
         """Writes ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
@@ -345,15 +339,15 @@ class ClassifyPipeline:
             EvenerError: They cannot be written.
         """
         folder = Path(folder).absolute()
-        note = self._base
+        network, note = self.model.network, self._base
         if not note.path:
             with replacing(folder / "base") as fresh:
-                save_base(self.model.network, fresh, note.dropout)
+                save_base(network, fresh, note.dropout)
                 tokenizer = self.encoder.tokenizer
                 tokenizer.save(fresh)
             note = replace(note, path=str(folder / "base"))
         with replacing(folder / "adapter") as fresh:
-            save_adapter(self.model.network, fresh, note.path, note.dropout)
+            save_adapter(network, fresh, note.path, note.dropout)
             document = {
                 "labels": list(self.labels.names),
                 "seq_len": self.encoder.seq_len,
@@ -363,7 +357,7 @@ class ClassifyPipeline:
             write_json(fresh / DOCUMENT, document)
             self.encoder.save(fresh)
         with replacing(folder / "merged") as fresh:
-            save_merged(self.model.network, fresh, note.dropout)
+            save_merged(network, fresh, note.dropout)
             self.encoder.save(fresh)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -376,13 +370,3 @@ class ClassifyPipeline:
     def evaluating(self) -> AbstractContextManager[None]:
         """Puts the model into ``eval()``, without gradients, for the length of the block."""
         return in_evaluation(self.model)
-
-
-def combine(parts: Sequence[Part]) -> Evaluation:
-    """The evaluation of samples that were classified in parts; the loss of none is ``nan``."""
-    loss_sums, weights, confusions = zip(*parts, strict=True)
-    weight = sum(weights)
-    return Evaluation(
-        loss=sum(loss_sums) / weight if weight else float("nan"),
-        confusion=add_confusions(confusions),
-    )

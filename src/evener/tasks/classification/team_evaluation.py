@@ -3,9 +3,11 @@
 import time
 from collections.abc import Sequence
 
+import torch
+
 from evener.ddp import Ddp
 from evener.planning.apportion import apportion
-from evener.tasks.classification.encoding import EncodedSamples
+from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.metrics import Evaluation, add_confusions
 from evener.tasks.classification.pipeline import ClassifyPipeline
 
@@ -29,20 +31,20 @@ def evaluate_team(
     split = apportion(len(data), shares if sum(shares) else [1] * ddp.world_size)
     first = sum(split[: ddp.rank])
     stop = first + split[ddp.rank]
-    loss_sum, weight, size = 0.0, 0.0, len(pipeline.labels)
-    confusion = tuple((0,) * size for _ in range(size))
+    own: list[Encoded] = []
+    logits = [pipeline.judge([])]
     began_s = time.perf_counter()
     for start in range(first, stop, _PIECE):
         if ddp.wants_stop():
             break
         with ddp.emulated_slowness():
             piece = [data[i] for i in range(start, min(start + _PIECE, stop))]
-            part = pipeline.evaluate_encoded(piece)
-        loss_sum, weight = loss_sum + part[0], weight + part[1]
-        confusion = add_confusions([confusion, part[2]])
-    loss = ddp.weighted_mean(loss_sum / weight if weight else 0.0, weight)
+            logits.append(pipeline.judge(piece))
+        own += piece
+    part = pipeline.compare(own, torch.cat(logits))
+    loss = ddp.weighted_mean(part.loss, pipeline.weight_of([label for _, label in own]))
     if ddp.stopping:
         return None
-    parts = ddp.assembly.engine.team.introduce({"confusion": confusion})
-    whole = add_confusions([part["confusion"] for part in parts])
+    parts = ddp.assembly.engine.team.introduce({"confusion": part.confusion})
+    whole = add_confusions([other["confusion"] for other in parts])
     return Evaluation(loss=loss, confusion=whole), time.perf_counter() - began_s
