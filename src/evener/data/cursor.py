@@ -65,8 +65,6 @@ class Permutation:
 
     __slots__ = ("_columns", "_key_pairs", "_num_samples", "_rows")
 
-    MULTIPLIERS = (_MIX_1, _MIX_2)
-
     def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
         _require_samples(num_samples)
         self._num_samples = num_samples
@@ -75,11 +73,6 @@ class Permutation:
         keys = [derive_seed("permutation", seed, epoch, number) for number in range(_NUM_ROUNDS)]
         self._key_pairs = tuple(zip(keys[::2], keys[1::2], strict=True))
 
-    @property
-    def network(self) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-        """Rows, columns and keys, for those who evaluate it for many positions at once."""
-        return self._rows, self._columns, self._key_pairs
-
     def __len__(self) -> int:
         return self._num_samples
 
@@ -87,17 +80,17 @@ class Permutation:
         """Sample index at ``position``; ``IndexError`` outside ``[0, num_samples)``."""
         if not 0 <= position < self._num_samples:
             raise IndexError(f"position {position} is outside an epoch of {self._num_samples}")
-        value = self._shuffle(position)
+        value = self.shuffle(position)
         while value >= self._num_samples:
-            value = self._shuffle(value)
+            value = self.shuffle(value)
         return value
 
-    def indices(self, ranges: Iterable[range]) -> list[int]:
-        """Sample indices at the positions in ``ranges``, in that order."""
-        return [self[position] for part in ranges for position in part]
+    def shuffle(self, value: Any) -> Any:
+        """Pass once over ``[0, rows * columns)``, a bijection of it.
 
-    def _shuffle(self, value: int) -> int:
-        """One pass over ``[0, rows * columns)``, a bijection of it."""
+        Args:
+            value: A number, or an array of unsigned 64-bit numbers that wraps around.
+        """
         rows, columns = self._rows, self._columns
         row, column = divmod(value, columns)
         # Written out and not as a function of one round: this runs once for every sample read.
@@ -137,11 +130,10 @@ class RangeSet:
         UsageError: A pair is empty, negative, or overlaps another.
     """
 
-    __slots__ = ("_starts", "_stops")
+    __slots__ = ("_ranges",)
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        self._ranges: list[tuple[int, int]] = []
         for start, stop in ranges:
             self.add(start, stop)
 
@@ -149,45 +141,37 @@ class RangeSet:
         """Add ``[start, stop)``.
 
         Raises:
-            UsageError: The range is empty or negative, or part of it is in the set already.
+            UsageError: It is no range of whole numbers, or overlaps what is already there.
         """
-        if not 0 <= start < stop:
+        if not (type(start) is type(stop) is int and 0 <= start < stop):
             raise UsageError(f"[{start}, {stop}) is no range of positions: give 0 <= start < stop")
-        at = bisect_right(self._starts, start)
-        if at > 0 and self._stops[at - 1] > start:
-            raise UsageError(self._overlap(start, stop, at - 1))
-        if at < len(self._starts) and self._starts[at] < stop:
-            raise UsageError(self._overlap(start, stop, at))
-        joins_left = at > 0 and self._stops[at - 1] == start
-        joins_right = at < len(self._starts) and self._starts[at] == stop
-        if joins_left and joins_right:
-            self._stops[at - 1] = self._stops.pop(at)
-            self._starts.pop(at)
-        elif joins_left:
-            self._stops[at - 1] = stop
-        elif joins_right:
-            self._starts[at] = start
-        else:
-            self._starts.insert(at, start)
-            self._stops.insert(at, stop)
+        first = last = bisect_right(self._ranges, (start, math.inf))
+        for other in self._ranges[max(0, first - 1) : first + 1]:
+            if other[0] < stop and start < other[1]:
+                raise UsageError(
+                    f"positions [{start}, {stop}) overlap [{other[0]}, {other[1]}), which is "
+                    f"already there: a sample would count twice"
+                )
+            if other[1] == start:
+                first, start = first - 1, other[0]
+            elif other[0] == stop:
+                last, stop = last + 1, other[1]
+        self._ranges[first:last] = [(start, stop)]
 
     def contains(self, start: int, stop: int) -> bool:
-        """Whether every number of the non-empty ``[start, stop)`` is in the set."""
-        at = bisect_right(self._starts, start)
-        return at > 0 and self._stops[at - 1] >= stop > start
-
-    def __contains__(self, position: int) -> bool:
-        return self.contains(position, position + 1)
+        """Return whether all of ``[start, stop)`` is in the set; false for an empty range."""
+        at = bisect_right(self._ranges, (start, math.inf))
+        return at > 0 and self._ranges[at - 1][1] >= stop > start
 
     @property
     def total(self) -> int:
         """How many numbers are in the set."""
-        return sum(self._stops) - sum(self._starts)
+        return sum(stop - start for start, stop in self._ranges)
 
     def gaps(self, limit: int) -> Iterator[range]:
         """The ranges of ``[0, limit)`` that are not in the set, from the lowest."""
         reached = 0
-        for start, stop in zip(self._starts, self._stops, strict=True):
+        for start, stop in self._ranges:
             if reached >= limit:
                 return
             if reached < start:
@@ -196,50 +180,13 @@ class RangeSet:
         if reached < limit:
             yield range(reached, limit)
 
-    def first_gap(self, limit: int) -> range | None:
-        """The lowest range of ``[0, limit)`` that is not in the set, or ``None``."""
-        return next(self.gaps(limit), None)
-
     def to_list(self) -> list[list[int]]:
-        """``[[start, stop], ...]`` from the lowest, as JSON holds it."""
-        return [list(pair) for pair in zip(self._starts, self._stops, strict=True)]
-
-    @classmethod
-    def from_list(cls, ranges: Iterable[Sequence[int]]) -> "RangeSet":
-        """Inverse of ``to_list``.
-
-        Raises:
-            UsageError: As the constructor does, and on bounds that are not whole numbers.
-        """
-        pairs = [tuple(pair) for pair in ranges]
-        for pair in pairs:
-            if len(pair) != 2 or not all(type(bound) is int for bound in pair):
-                raise UsageError(
-                    f"{list(pair)} is no range of positions: give start and stop, 0 <= start < stop"
-                )
-        return cls(pairs)
+        """Return pairs of start and stop in ascending order, fit for JSON."""
+        return [list(pair) for pair in self._ranges]
 
     def copy(self) -> "RangeSet":
-        """An independent set with the same numbers."""
-        twin = RangeSet()
-        twin._starts, twin._stops = self._starts.copy(), self._stops.copy()
-        return twin
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RangeSet):
-            return NotImplemented
-        return self._starts == other._starts and self._stops == other._stops
-
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
-    def __repr__(self) -> str:
-        return f"RangeSet({self.to_list()})"
-
-    def _overlap(self, start: int, stop: int, at: int) -> str:
-        return (
-            f"positions [{start}, {stop}) overlap [{self._starts[at]}, {self._stops[at]}), which "
-            "is already there: a sample would count twice"
-        )
+        """Return an independent copy."""
+        return RangeSet(self._ranges)
 
 
 class Cursor:
@@ -252,59 +199,37 @@ class Cursor:
     Args:
         num_samples: Samples of the data set, at least 1.
         seed: Seed of the run; with the epoch it fixes the order.
-        epoch: First epoch that is not yet committed as a whole.
-        committed: Positions of ``epoch`` that are committed.
+
+    Attributes:
+        num_samples: Samples of the data set.
+        seed: Seed of the run.
+        epoch: The first epoch that is not yet committed as a whole.
 
     Raises:
         DataError: The data set is empty.
-        UsageError: ``committed`` reaches past the data set.
     """
 
     #: More cannot be in a checkpoint: at one epoch a second, those of a lifetime.
     MOST_EPOCHS = 2**31
 
-    def __init__(
-        self,
-        num_samples: int,
-        seed: int,
-        epoch: int = 0,
-        committed: RangeSet | None = None,
-    ) -> None:
+    def __init__(self, num_samples: int, seed: int) -> None:
         _require_samples(num_samples)
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch} must not be negative")
         self.num_samples = num_samples
         self.seed = seed
-        self._epoch = epoch
-        self._planning_epoch = epoch
+        self.epoch = self._planning_epoch = 0
         self._committed = RangeSet()
-        self._leases: list[Slice] = []
         # Leased or committed: what take() must not hand out.
         self._busy = RangeSet()
-        self._restore(epoch, RangeSet() if committed is None else committed.copy())
-
-    @property
-    def epoch(self) -> int:
-        """The first epoch that is not yet committed as a whole."""
-        return self._epoch
-
-    @property
-    def committed(self) -> RangeSet:
-        """A copy of the committed positions of ``epoch``."""
-        return self._committed.copy()
+        self._leases: list[Slice] = []
 
     @property
     def leases(self) -> tuple[Slice, ...]:
         """What is taken and neither committed nor released, in the order it was taken."""
         return tuple(self._leases)
 
-    def permutation(self, epoch: int) -> Permutation:
-        """The order of the samples in ``epoch``."""
-        return Permutation(self.num_samples, self.seed, epoch)
-
     def is_committed(self, epoch: int) -> bool:
         """Whether nothing of ``epoch`` is left to do."""
-        return epoch < self._epoch
+        return epoch < self.epoch
 
     def begin(self, epoch: int, *, abandon: bool = False) -> bool:
         """Move planning to ``epoch``.
@@ -324,19 +249,17 @@ class Cursor:
         """
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must not be negative")
-        if epoch > self._epoch:
+        if epoch > self.epoch:
             if self._leases or (self._committed.total > 0 and not abandon):
                 raise UsageError(
-                    f"epoch {epoch} cannot begin: epoch {self._epoch} has "
+                    f"epoch {epoch} cannot begin: epoch {self.epoch} has "
                     f"{self._committed.total} of {self.num_samples} samples committed and "
                     f"{sum(lease.size for lease in self._leases)} under way. Run the loop over "
-                    f"epoch {self._epoch} to its end first"
+                    f"epoch {self.epoch} to its end first"
                 )
-            self._epoch = epoch
-            self._committed = RangeSet()
-            self._busy = RangeSet()
+            self._enter(epoch, RangeSet())
         self._planning_epoch = epoch
-        return epoch == self._epoch
+        return epoch == self.epoch
 
     def take(self, size: int) -> Slice | None:
         """Lease the next positions of the planning epoch, lowest gap first.
@@ -349,12 +272,12 @@ class Cursor:
         """
         if size < 1:
             raise UsageError(f"a window of size={size} samples is impossible; give at least 1")
-        if self._planning_epoch != self._epoch:
+        if self._planning_epoch != self.epoch:
             return None
-        gap = self._busy.first_gap(self.num_samples)
+        gap = next(self._busy.gaps(self.num_samples), None)
         if gap is None:
             return None
-        lease = Slice(self._epoch, gap.start, min(size, len(gap)))
+        lease = Slice(self.epoch, gap.start, min(size, len(gap)))
         self._busy.add(lease.start, lease.stop)
         self._leases.append(lease)
         return lease
@@ -373,9 +296,8 @@ class Cursor:
         self._committed.add(lease.start, lease.stop)
         self._leases.remove(lease)
         if self._committed.contains(0, self.num_samples):
-            self._epoch += 1
-            self._committed = RangeSet()
-            self._busy = RangeSet()
+            self.epoch += 1
+            self._committed, self._busy = RangeSet(), RangeSet()
 
     def release(self) -> None:
         """Drop every outstanding lease, so that ``take`` goes on from the first gap."""
@@ -388,7 +310,7 @@ class Cursor:
 
     def free_gaps(self) -> Iterator[int]:
         """Sizes of the gaps of the epoch that ``take`` can still lease from, in its order."""
-        if self._planning_epoch == self._epoch:
+        if self._planning_epoch == self.epoch:
             for gap in self._busy.gaps(self.num_samples):
                 yield len(gap)
 
@@ -397,7 +319,7 @@ class Cursor:
         return {
             "num_samples": self.num_samples,
             "seed": self.seed,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "committed": self._committed.to_list(),
         }
 
@@ -423,25 +345,28 @@ class Cursor:
         try:
             fields = Fields(dict(state))
             epoch = fields.whole("epoch", most=self.MOST_EPOCHS)
-            committed = RangeSet.from_list(fields.items("committed"))
-            _require_within(committed, self.num_samples)
+            committed = RangeSet(fields.items("committed"))
+            reached = max((stop for _, stop in committed.to_list()), default=0)
+            if reached > self.num_samples:
+                raise UsageError(
+                    f"committed positions reach {reached}, but the data set has "
+                    f"{self.num_samples} samples"
+                )
         except (TypeError, ValueError, UsageError) as error:
             raise CheckpointError(
                 f"the checkpoint's data cursor is damaged ({error}): resume from an older "
                 "checkpoint"
             ) from error
-        self._restore(epoch, committed)
+        if committed.total == self.num_samples:
+            epoch, committed = epoch + 1, RangeSet()
+        self._enter(epoch, committed)
 
     def restart(self) -> None:
         """Begin with the first epoch anew; outstanding leases are dropped."""
-        self._restore(0, RangeSet())
+        self._enter(0, RangeSet())
 
-    def _restore(self, epoch: int, committed: RangeSet) -> None:
-        _require_within(committed, self.num_samples)
-        if committed.total == self.num_samples:
-            epoch, committed = epoch + 1, RangeSet()
-        self._epoch = epoch
-        self._planning_epoch = epoch
+    def _enter(self, epoch: int, committed: RangeSet) -> None:
+        self.epoch = self._planning_epoch = epoch
         self._committed = committed
         self._busy = committed.copy()
         self._leases = []
@@ -452,12 +377,4 @@ def _require_samples(num_samples: int) -> None:
         raise DataError(
             f"the data set has {num_samples} samples: there is nothing to train on. "
             "Check its path and its filters"
-        )
-
-
-def _require_within(committed: RangeSet, num_samples: int) -> None:
-    ranges = committed.to_list()
-    if ranges and ranges[-1][1] > num_samples:
-        raise UsageError(
-            f"committed positions reach {ranges[-1][1]}, but the data set has {num_samples} samples"
         )

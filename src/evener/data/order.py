@@ -2,17 +2,15 @@
 
 from typing import Final
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from evener.data.cursor import Permutation
 
 _CHUNK: Final = 4096
-_MASK_32: Final = 2**32 - 1
 
 
 class EpochOrder:
-    """Gives the same indices as ``Permutation``, five times faster where many are asked for.
+    """Gives the same indices as ``Permutation``, many times faster where many are asked for.
 
     Positions are asked for in ascending order, or nearly so: indices of the chunk around the last
     few are kept.
@@ -34,42 +32,17 @@ class EpochOrder:
         return len(self._permutation)
 
     def __getitem__(self, position: int) -> int:
-        """Sample index at ``position``; ``IndexError`` outside ``[0, num_samples)``."""
+        """Return the sample index; ``IndexError`` outside ``[0, num_samples)``."""
         number, place = divmod(position, _CHUNK)
-        chunk = self._chunks.get(number)
-        if chunk is None:
+        if (chunk := self._chunks.get(number)) is None:
             if not 0 <= position < len(self):
                 raise IndexError(f"position {position} is outside an epoch of {len(self)}")
             if len(self._chunks) > 3:
                 del self._chunks[min(self._chunks)]
             first = number * _CHUNK
-            chunk = self._evaluate(torch.arange(first, min(first + _CHUNK, len(self))))
-            self._chunks[number] = chunk
+            positions = np.arange(first, min(first + _CHUNK, len(self)), dtype=np.uint64)
+            values = self._permutation.shuffle(positions)
+            while (outside := values >= len(self)).any():
+                values[outside] = self._permutation.shuffle(values[outside])
+            chunk = self._chunks[number] = values.tolist()
         return chunk[place]
-
-    def _evaluate(self, positions: Tensor) -> list[int]:
-        values = self._shuffle(positions)
-        while bool((outside := values >= len(self)).any()):
-            values = torch.where(outside, self._shuffle(values), values)
-        return [int(value) for value in values.tolist()]
-
-    def _shuffle(self, values: Tensor) -> Tensor:
-        rows, columns, key_pairs = self._permutation.network
-        row, column = values // columns, values % columns
-        for row_key, column_key in key_pairs:
-            row = (row + _mix(column, row_key)) % rows
-            column = (column + _mix(row, column_key)) % columns
-        return row * columns + column
-
-
-def _mix(digit: Tensor, key: int) -> Tensor:
-    """The keyed hash of one round; int64 wraps as unsigned arithmetic modulo 2**64 does."""
-    mix_1, mix_2 = (_signed(m) for m in Permutation.MULTIPLIERS)
-    mixed = (digit ^ _signed(key)) * mix_1
-    mixed = (mixed ^ ((mixed >> 32) & _MASK_32)) * mix_2
-    return (mixed >> 32) & _MASK_32
-
-
-def _signed(number: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return number - 2**64 if number >= 2**63 else number

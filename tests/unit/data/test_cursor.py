@@ -3,6 +3,7 @@
 import itertools
 import json
 import tracemalloc
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,10 @@ from evener.data.cursor import Cursor, Permutation, RangeSet, Slice, derive_seed
 from evener.errors import CheckpointError, DataError, UsageError
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=150, database=None)
+
+
+def indices(order: Permutation, ranges: Iterable[range]) -> list[int]:
+    return [order[position] for part in ranges for position in part]
 
 
 # ── derive_seed ──────────────────────────────────────────────────────────────────────────────────
@@ -53,7 +58,7 @@ def test_derived_seeds_tell_their_parts_apart():
 def test_permutation_is_a_bijection(num_samples):
     order = Permutation(num_samples, seed=7, epoch=2)
     assert len(order) == num_samples
-    assert sorted(order.indices([range(num_samples)])) == list(range(num_samples))
+    assert sorted(indices(order, [range(num_samples)])) == list(range(num_samples))
 
 
 @BOUNDED
@@ -66,7 +71,7 @@ def test_permutation_is_a_bijection_for_any_seed(num_samples, seed, epoch):
 @pytest.mark.parametrize("num_samples", [10**6, 10**9 + 7, 2**40])
 def test_large_permutation_has_no_repeats_among_neighbours(num_samples):
     order = Permutation(num_samples, seed=0, epoch=0)
-    seen = order.indices([range(1000), range(num_samples // 2, num_samples // 2 + 1000)])
+    seen = indices(order, [range(1000), range(num_samples // 2, num_samples // 2 + 1000)])
     assert len(set(seen)) == len(seen)
     assert all(0 <= index < num_samples for index in seen)
     # A shuffle puts about half of the first samples into the upper half of the data set.
@@ -77,7 +82,7 @@ def test_permutation_holds_no_list():
     tracemalloc.start()
     try:
         order = Permutation(10**9, seed=0, epoch=0)
-        order.indices([range(100), range(10**9 - 100, 10**9)])
+        indices(order, [range(100), range(10**9 - 100, 10**9)])
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -86,17 +91,17 @@ def test_permutation_holds_no_list():
 
 def test_permutation_is_the_same_everywhere_and_for_ever():
     # Checkpoints rely on it: another order would repeat and miss samples after a resume.
-    order = Permutation(10, seed=0, epoch=0).indices([range(10)])
+    order = indices(Permutation(10, seed=0, epoch=0), [range(10)])
     assert order == [9, 1, 6, 2, 5, 3, 4, 8, 0, 7]
-    order = Permutation(7, seed=1, epoch=3).indices([range(7)])
+    order = indices(Permutation(7, seed=1, epoch=3), [range(7)])
     assert order == [5, 3, 6, 0, 4, 1, 2]
-    order = Permutation(10**9, seed=42, epoch=5).indices([range(3), range(10**9 - 2, 10**9)])
+    order = indices(Permutation(10**9, seed=42, epoch=5), [range(3), range(10**9 - 2, 10**9)])
     assert order == [345205008, 454387685, 674016042, 607247561, 243067759]
 
 
 def test_epochs_and_seeds_differ():
     orders = [
-        tuple(Permutation(50, seed, epoch).indices([range(50)]))
+        tuple(indices(Permutation(50, seed, epoch), [range(50)]))
         for seed, epoch in itertools.product(range(5), range(20))
     ]
     assert len(set(orders)) == 100
@@ -110,7 +115,7 @@ def test_every_sample_is_as_likely_everywhere(num_samples):
     counts = [[0] * num_samples for _ in range(num_samples)]
     steps = [0] * num_samples
     for seed in range(num_seeds):
-        order = Permutation(num_samples, seed, 0).indices([range(num_samples)])
+        order = indices(Permutation(num_samples, seed, 0), [range(num_samples)])
         for position, index in enumerate(order):
             counts[position][index] += 1
         for before, after in itertools.pairwise(order):
@@ -152,31 +157,32 @@ def test_range_set_agrees_with_a_set(pairs, limit):
         if not new or new & model:
             with pytest.raises(UsageError, match="twice" if new else "no range"):
                 ranges.add(start, start + size)
-            assert ranges == before, "a refused range must leave the set as it was"
+            assert ranges.to_list() == before.to_list(), (
+                "a refused range must leave the set as it was"
+            )
         else:
             ranges.add(start, start + size)
             model |= new
-            assert ranges != before
+            assert ranges.to_list() != before.to_list()
     assert ranges.total == len(model)
-    assert [number in ranges for number in range(50)] == [number in model for number in range(50)]
+    assert [ranges.contains(number, number + 1) for number in range(50)] == [
+        number in model for number in range(50)
+    ]
     for start, stop in itertools.combinations(range(0, 45, 3), 2):
         assert ranges.contains(start, stop) == set(range(start, stop)).issubset(model)
     missing = [number for gap in ranges.gaps(limit) for number in gap]
     assert missing == [number for number in range(limit) if number not in model]
-    first = ranges.first_gap(limit)
-    assert (first is None) == (not missing)
-    assert first is None or first == next(iter(ranges.gaps(limit)))
     held = ranges.to_list()
     for (_, stop), (start, _) in itertools.pairwise(held):
         assert stop < start, "ranges must be sorted, disjoint and merged"
-    assert RangeSet.from_list(json.loads(json.dumps(held))) == ranges
+    assert RangeSet(json.loads(json.dumps(held))).to_list() == held
 
 
 def test_gaps_are_whole_ranges():
     ranges = RangeSet([(2, 4), (8, 9)])
     assert list(ranges.gaps(12)) == [range(0, 2), range(4, 8), range(9, 12)]
     assert list(ranges.gaps(6)) == [range(0, 2), range(4, 6)]
-    assert RangeSet([(0, 5)]).first_gap(5) is None
+    assert list(RangeSet([(0, 5)]).gaps(5)) == []
 
 
 def test_copy_is_independent():
@@ -184,16 +190,26 @@ def test_copy_is_independent():
     twin = ranges.copy()
     twin.add(2, 3)
     assert ranges.to_list() == [[0, 2]]
-    assert repr(twin) == "RangeSet([[0, 3]])"
+    assert twin.to_list() == [[0, 3]]
 
 
-@pytest.mark.parametrize("bad", [[[0, 2.5]], [[0]], [[0, 1, 2]], [[-1, 2]], [[0, True]], [[3, 3]]])
+@pytest.mark.parametrize("bad", [[[0, 2.5]], [[-1, 2]], [[0, True]], [[3, 3]]])
 def test_ranges_that_are_none_are_refused(bad):
     with pytest.raises(UsageError, match="no range of positions"):
-        RangeSet.from_list(bad)
+        RangeSet(bad)
 
 
 # ── Cursor ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def cursor_at(num_samples: int, epoch: int, committed: list[list[int]]) -> Cursor:
+    cursor = Cursor(num_samples, seed=0)
+    cursor.load_state_dict({**cursor.state_dict(), "epoch": epoch, "committed": committed})
+    return cursor
+
+
+def committed_of(cursor: Cursor) -> RangeSet:
+    return RangeSet(cursor.state_dict()["committed"])
 
 
 def drain(cursor: Cursor, batch_size: int) -> list[int]:
@@ -255,7 +271,7 @@ def test_every_position_is_committed_once_whatever_happens(num_samples, actions,
         leased = [position for s in cursor.leases for position in range(s.start, s.stop)]
         assert len(set(done + leased)) == len(done + leased)
         if cursor.epoch == 0:
-            assert cursor.committed.total == len(done)
+            assert committed_of(cursor).total == len(done)
     cursor.release()
     if cursor.epoch == 0:
         while (lease := cursor.take(batch_size)) is not None:
@@ -293,18 +309,9 @@ def test_state_is_plain_and_holds_no_rank_count():
 
 
 def test_gaps_are_leased_first():
-    cursor = Cursor(20, seed=0, epoch=2, committed=RangeSet([(3, 5), (9, 20)]))
+    cursor = cursor_at(20, epoch=2, committed=[[3, 5], [9, 20]])
     taken = [cursor.take(4) for _ in range(3)]
     assert taken == [Slice(2, 0, 3), Slice(2, 5, 4), None]
-
-
-def test_committed_argument_is_not_shared():
-    committed = RangeSet([(0, 3)])
-    cursor = Cursor(5, seed=0, committed=committed)
-    cursor.commit(cursor.take(1))
-    assert committed.to_list() == [[0, 3]]
-    cursor.committed.add(4, 5)
-    assert cursor.take(5) == Slice(0, 4, 1)
 
 
 def test_release_does_windows_anew():
@@ -328,7 +335,7 @@ def test_a_sample_cannot_be_committed_twice():
 
 
 def test_begin_of_a_committed_epoch_yields_nothing():
-    cursor = Cursor(10, seed=0, epoch=3, committed=RangeSet([(0, 4)]))
+    cursor = cursor_at(10, epoch=3, committed=[[0, 4]])
     for epoch in range(3):
         assert cursor.is_committed(epoch)
         assert cursor.begin(epoch) is False
@@ -358,8 +365,8 @@ def test_an_epoch_that_nobody_began_may_be_passed_over():
 
 
 def test_epoch_that_is_whole_in_the_state_is_over():
-    cursor = Cursor(10, seed=0, epoch=1, committed=RangeSet([(0, 10)]))
-    assert (cursor.epoch, cursor.committed.total) == (2, 0)
+    cursor = cursor_at(10, epoch=1, committed=[[0, 10]])
+    assert (cursor.epoch, committed_of(cursor).total) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +379,8 @@ def test_epoch_that_is_whole_in_the_state_is_over():
         ({"committed": [[0, 11]]}, "damaged"),
         ({"committed": [[0, 3], [2, 5]]}, "damaged"),
         ({"committed": None}, "damaged"),
+        ({"committed": [[0]]}, "damaged"),
+        ({"committed": [[0, 1, 2]]}, "damaged"),
         ({"epoch": "later"}, "damaged"),
     ],
 )
@@ -392,16 +401,8 @@ def test_state_of_another_run_is_refused(changes, message):
     [
         lambda: Cursor(5, 0).take(0),
         lambda: Cursor(5, 0).begin(-1),
-        lambda: Cursor(5, 0, epoch=-1),
-        lambda: Cursor(5, 0, committed=RangeSet([(0, 6)])),
     ],
 )
 def test_arguments_that_make_no_sense(make):
     with pytest.raises(UsageError):
         make()
-
-
-def test_order_is_that_of_the_permutation():
-    cursor = Cursor(30, seed=9)
-    expected = Permutation(30, seed=9, epoch=2).indices([range(30)])
-    assert cursor.permutation(2).indices([range(0, 10), range(10, 30)]) == expected

@@ -23,7 +23,8 @@ def test_every_sample_is_retired_once(num_samples, batch_size, world_size, holes
     committed = RangeSet()
     for start in {h for h in holes if h < num_samples}:
         committed.add(start, start + 1)
-    cursor = Cursor(num_samples, 0, 0, committed)
+    cursor = Cursor(num_samples, 0)
+    cursor.load_state_dict({**cursor.state_dict(), "committed": committed.to_list()})
     book = LeaseBook(cursor, batch_size, world_size)
     seen: list[int] = []
     if cursor.epoch == 0:

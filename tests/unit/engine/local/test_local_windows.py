@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.comm.base import Communicator, SingleCommunicator
+from evener.data.cursor import Permutation
 from evener.ddp import Ddp
 from evener.engine.results import Progress, WindowResult
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
@@ -160,7 +161,7 @@ def test_one_step_a_window_is_one_sync_step_for_sgd_without_momentum() -> None:
             comm, model, optimizer, policy="cadence", anchor=1, max_anchor=1, max_batch_diff=0
         ) as ddp:
             loader = ddp.loader(torch.utils.data.TensorDataset(x, y), batch_size=batch_size)
-            order = loader.cursor.permutation(0)
+            order = Permutation(loader.cursor.num_samples, loader.cursor.seed, 0)
             for inputs, targets in loader.epoch(0):
                 ddp.backward(nn.functional.mse_loss(model(inputs), targets))
                 ddp.step()
@@ -375,7 +376,7 @@ def test_a_stop_ends_all_ranks_at_one_consensus_and_another_team_goes_on(
                 if result.window == 3 and comm.rank == 1:
                     ddp.stop()
 
-            order = loader.cursor.permutation(0)
+            order = Permutation(loader.cursor.num_samples, loader.cursor.seed, 0)
             for _, x in loader.epoch(0):
                 ddp.backward(model(x).square().mean())
                 ddp.step()
