@@ -80,7 +80,7 @@ class Permutation:
         """Sample index at ``position``; ``IndexError`` outside ``[0, num_samples)``."""
         if not 0 <= position < self._num_samples:
             raise IndexError(f"position {position} is outside an epoch of {self._num_samples}")
-        value = self.shuffle(position)
+        value: int = self.shuffle(position)
         while value >= self._num_samples:
             value = self.shuffle(value)
         return value
