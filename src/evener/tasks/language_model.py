@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evener.checkpoint import find_newest
+from evener.config.folders import CHECKPOINTS
 from evener.config.runs import ModelConfig
 from evener.data.packing import IGNORED
 from evener.devices import float64_device
@@ -46,15 +48,13 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
         ConfigError: An unknown type, a bad key, a folder without a model, a model too short.
     """
     with quiet():
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         if config.path is not None:
-            return _load_model(Path(config.path).expanduser(), seq_len)
+            return _load_model(config.path, seq_len)
         _check_type(config.type)
-        keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
-        keys |= {"vocab_size": vocab_size, "max_position_embeddings": seq_len}
-        keys = with_given_keys(keys, config)
-        try:
+        keys = scratch_keys(config, vocab_size=vocab_size, max_position_embeddings=seq_len)
+        with building(config, "causal language model"):
             # Otherwise `check_vocabulary` has something to say. As the padding token, the end of
             # a text keeps an embedding of zeros in many architectures, and so looks at all
             # positions alike: learnt, it sums texts up far worse (docs/experiments.md).
@@ -62,17 +62,9 @@ def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: i
                 keys = (
                     dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), eos_id) | keys
                 )
-            built = AutoConfig.for_model(config.type, **keys)
-            refuse_unknown_keys(config, built)
+            built = configure(config, keys)
             _refuse_long_samples(built, seq_len, f"of model.type {config.type!r} as configured")
             model: nn.Module = AutoModelForCausalLM.from_config(built, dtype=torch.float32)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever the architecture makes of numbers that do not fit
-            raise ConfigError(
-                f"no causal language model can be built from model.type={config.type!r} and "
-                f"model.config={dict(config.config)}: {in_short(error)}"
-            ) from error
     return model
 
 
@@ -175,14 +167,27 @@ def config_json(model: nn.Module) -> bytes:
     return json.dumps(document, indent=2, default=str).encode()
 
 
-def _load_model(folder: Path, seq_len: int) -> nn.Module:
+def model_folder(path: str) -> Path:
+    """Return the folder that holds a model: the one named, or a run's newest checkpoint in it.
+
+    Raises:
+        ConfigError: Neither has a ``config.json``.
+    """
+    folder = Path(path).expanduser()
+    newest = None if (folder / "config.json").is_file() else find_newest(folder / CHECKPOINTS)
+    found = folder if newest is None else newest.path
+    if not (found / "config.json").is_file():
+        raise ConfigError(
+            f"model.path is {path!r}, which has no config.json; give a folder written by "
+            "save_pretrained, or a checkpoint or run folder of evener"
+        )
+    return found
+
+
+def _load_model(path: str, seq_len: int) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path is {str(folder)!r}, which has no config.json; give a folder written by "
-            "save_pretrained or a checkpoint of evener"
-        )
+    folder = model_folder(path)
     try:
         require_regular(folder)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -190,10 +195,10 @@ def _load_model(folder: Path, seq_len: int) -> nn.Module:
         )
     except Exception as error:  # damaged files, other kinds of models: each fails in its own way
         raise ConfigError(
-            f"model.path {str(folder)!r} cannot be loaded: {in_short(error)}; give a folder "
+            f"model.path {path!r} cannot be loaded: {in_short(error)}; give a folder "
             "written by save_pretrained or a checkpoint of evener"
         ) from error
-    _refuse_long_samples(model.config, seq_len, f"in {str(folder)!r}")
+    _refuse_long_samples(model.config, seq_len, f"in {path!r}")
     return model
 
 
@@ -210,14 +215,22 @@ def _check_type(name: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return
-    known = "is no causal language model" if name in CONFIG_MAPPING_NAMES else "is not known"
-    close = difflib.get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.5)
-    raise ConfigError(
-        f"model.type {name!r} {known} to transformers; give such as "
-        f"{', '.join(close or ('llama', 'gpt2', 'qwen3'))}"
-    )
+    lacks = "is no causal language model" if name in CONFIG_MAPPING_NAMES else "is not known"
+    check_type(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, f"{lacks} to transformers")
+
+
+def check_type(name: str, known: Mapping[str, Any], lacks: str) -> None:
+    """Refuse a ``model.type`` that is not among those ``known``; ``lacks`` says what it is not.
+
+    Raises:
+        ConfigError: Names those that are spelt alike.
+    """
+    if name not in known:
+        close = difflib.get_close_matches(name, known, cutoff=0.5)
+        raise ConfigError(
+            f"model.type {name!r} {lacks}; give such as "
+            f"{', '.join(close or ('llama', 'gpt2', 'qwen3'))}"
+        )
 
 
 def in_short(error: Exception) -> str:
@@ -226,25 +239,33 @@ def in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
-def with_given_keys(chosen: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
-    """Keys of ``model.config`` over those that evener chooses, by whichever name they are given.
+def scratch_keys(config: ModelConfig, **chosen: Any) -> dict[str, Any]:
+    """Return the keys of ``model.config`` over those that evener chooses, whatever their names.
 
     Types have names of their own for some keys, such as gpt2's ``n_positions``. Both in one call
     would silently set the one that comes last.
     """
     from transformers import CONFIG_MAPPING
 
+    usual = SMALL_LLAMA if config.type == "llama" and not config.config else {}
     own_names = getattr(CONFIG_MAPPING[config.type], "attribute_map", {})
-    left = {k: v for k, v in chosen.items() if own_names.get(k, k) not in config.config}
+    left = {
+        key: value
+        for key, value in {**usual, **chosen}.items()
+        if own_names.get(key, key) not in config.config
+    }
     return left | dict(config.config)
 
 
-def refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
-    """Refuses keys of ``model.config`` that the type does not have.
+def configure(config: ModelConfig, keys: Mapping[str, Any]) -> Any:
+    """Return the transformers configuration of ``model.type`` with ``keys``.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: Names the first key of ``model.config`` that the type does not have.
     """
+    from transformers import AutoConfig
+
+    built = AutoConfig.for_model(config.type, **keys)
     known = set(type(built)().to_dict()) | set(built.attribute_map)
     for key, value in config.config.items():
         if key not in known:
@@ -252,6 +273,21 @@ def refuse_unknown_keys(config: ModelConfig, built: Any) -> None:
                 f"unknown key 'model.config.{key}' (value {value!r}) for model.type "
                 f"{config.type!r}; see the keys of transformers' {type(built).__name__}"
             )
+    return built
+
+
+@contextlib.contextmanager
+def building(config: ModelConfig, what: str) -> Iterator[None]:
+    """Raise ``ConfigError`` for whatever an architecture makes of numbers that do not fit."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"no {what} can be built from model.type={config.type!r} and "
+            f"model.config={dict(config.config)}: {in_short(error)}"
+        ) from error
 
 
 @contextlib.contextmanager

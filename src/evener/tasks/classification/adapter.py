@@ -1,9 +1,6 @@
 """The LoRA adapter on a frozen base: made, loaded, saved alone and merged into the base."""
 
 import copy
-import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +12,9 @@ from torch import Tensor, nn
 
 from evener.config.classify import LoraConfig
 from evener.devices import copied
-from evener.errors import ConfigError, EvenerError
+from evener.errors import ConfigError
 from evener.files import require_regular
+from evener.tasks.classification.base_model import Base
 from evener.tasks.language_model import in_short, quiet
 
 _DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -196,72 +194,36 @@ def adapter_settings(network: nn.Module) -> dict[str, Any]:
     }
 
 
-def save_adapter(
-    network: nn.Module, folder: Path, base_path: str, dropout: Mapping[str, float]
-) -> None:
-    """Writes adapter and head, and the configuration to load the base with.
+def save_adapter(network: nn.Module, folder: Path, base: Base) -> None:
+    """Write adapter and head, and the configuration to load the base with.
 
     ``PeftModel.from_pretrained`` loads them onto the base.
     """
-    _config_of(network).base_model_name_or_path = base_path
+    _config_of(network).base_model_name_or_path = base.path
     with hushed():
         network.save_pretrained(folder)  # type: ignore[operator]
         # The classes, and what pads: decoders look for the last token before that.
         config = copy.deepcopy(network.get_base_model().config)  # type: ignore[operator]
-        _restore(config, dropout)
+        _restore_dropout(config, base)
         config.to_json_file(folder / BASE_CONFIG)
     (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
 
 
-def save_merged(network: nn.Module, folder: Path, dropout: Mapping[str, float]) -> None:
-    """Writes the base with the adapter merged into it.
+def save_whole(network: nn.Module, folder: Path, base: Base, *, merged: bool) -> None:
+    """Write the base with the adapter merged into it, or as it was before the adapter.
 
     ``AutoModelForSequenceClassification.from_pretrained`` loads it.
     """
     with hushed(), torch.no_grad():
-        whole = copied(network, torch.device("cpu")).merge_and_unload()
-        _restore(whole.config, dropout)
+        own = copied(network, torch.device("cpu"))
+        whole = own.merge_and_unload() if merged else own.unload()
+        _restore_dropout(whole.config, base)
         whole.save_pretrained(folder)
 
 
-def save_base(network: nn.Module, folder: Path, dropout: Mapping[str, float]) -> None:
-    """Writes the base as it was before the adapter."""
-    with hushed():
-        bare = copied(network, torch.device("cpu")).unload()
-        _restore(bare.config, dropout)
-        bare.save_pretrained(folder)
-
-
-def _restore(config: Any, dropout: Mapping[str, float]) -> None:
-    for key, rate in dropout.items():
+def _restore_dropout(config: Any, base: Base) -> None:
+    for key, rate in base.dropout.items():
         setattr(config, key, rate)
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of ``folder``.
-
-    Raises:
-        EvenerError: It cannot be written.
-    """
-    fresh = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        fresh.mkdir(parents=True)
-        yield fresh
-        if folder.exists():
-            shutil.rmtree(folder)
-        fresh.rename(folder)
-    except OSError as error:
-        raise EvenerError(
-            f"{folder} cannot be written: {error}; free disk space there or choose another folder"
-        ) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a JSON file."""
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

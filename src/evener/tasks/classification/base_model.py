@@ -1,7 +1,5 @@
 """The frozen base of a classifier, with a head for the classes and room for an adapter."""
 
-import difflib
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,67 +10,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.checkpoint import find_newest
-from evener.config.folders import CHECKPOINTS
+from evener.config.classify import ClassifyModelConfig
+from evener.config.loading import load_config
 from evener.config.runs import ModelConfig
 from evener.errors import ConfigError
-from evener.files import require_regular
+from evener.files import blake2b, require_regular
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.language_model import (
-    SMALL_LLAMA,
+    building,
+    check_type,
+    configure,
     in_short,
+    model_folder,
     quiet,
-    refuse_unknown_keys,
+    scratch_keys,
     vocabulary_size,
-    with_given_keys,
 )
 from evener.tasks.tokenizer import check_vocabulary
 
+GivenModel = ModelConfig | Mapping[str, Any] | str | Path
+"""A base: a local folder, keys such as ``{"type": "bert", "config": {...}}``, or an object."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A base model with a head for the classes.
+    """What is known of a frozen base.
 
     Attributes:
-        model: In float32 on the CPU, in ``eval()``, without dropout.
+        path: Its folder, absolute; empty where it started from random weights.
+        fingerprint: Tells the backbone from others.
         dropout: The rates that were switched off, by configuration key.
         new_modules: What the folder held no weights of, by module name, so that it is trained and
             saved with the adapter. Empty where the whole base started from random weights.
-        new_head: Whether the last layer is one of these, or starts from random weights.
-        fingerprint: Tells the backbone from others.
+        new_head: Whether the head started from random weights: neither base nor adapter had one.
     """
 
-    model: nn.Module
+    path: str
+    fingerprint: str
     dropout: dict[str, float]
     new_modules: tuple[str, ...]
     new_head: bool
-    fingerprint: str
 
 
 _HASHED_ELEMENTS = 4096
 """Of each tensor so many, evenly spread, go into a fingerprint: enough to tell models apart."""
 
 
-def base_folder(path: str) -> Path:
-    """The folder that holds a base model: the one named, or a run's newest checkpoint in it.
+def model_config_of(given: GivenModel) -> ModelConfig:
+    """Return the configuration of a base.
 
     Raises:
-        ConfigError: Neither has a ``config.json``.
+        ConfigError: An unknown key, or a bad value.
     """
-    folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    newest = find_newest(folder / CHECKPOINTS)
-    if newest is not None and (newest.path / "config.json").is_file():
-        return newest.path
-    raise ConfigError(
-        f"model.path is {path!r}, which has no config.json; give a folder written by "
-        "save_pretrained, or a checkpoint or run folder of evener"
-    )
+    if isinstance(given, ModelConfig):
+        return given
+    if isinstance(given, str | Path):
+        return ClassifyModelConfig(path=str(given))
+    return load_config(ClassifyModelConfig, None, base=given)
 
 
-def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder) -> Base:
-    """Makes a base model with a new head, in float32 on the CPU, without dropout.
+def build_base(
+    config: ModelConfig, labels: Sequence[str], encoder: TextEncoder
+) -> tuple[nn.Module, Base]:
+    """Make a base model with a new head, in float32 on the CPU, in ``eval()``, without dropout.
 
     What is frozen is not dropped out: only the adapter is regularised, and a replica's random
     numbers come from one place. A new head depends on torch's random generator.
@@ -113,12 +113,12 @@ def build_base(config: ModelConfig, labels: Sequence[str], encoder: TextEncoder)
             "tokens; lower seq_len"
         )
     prefix = f"{model.base_model_prefix}."
-    return Base(
-        model=model.eval(),
+    return model.eval(), Base(
+        path=str(model_folder(config.path).absolute()) if config.path else "",
+        fingerprint=_fingerprint(model, new),
         dropout=_switch_off_dropout(model),
         new_modules=_modules_of(new, prefix),
         new_head=config.path is None or any(not name.startswith(prefix) for name in new),
-        fingerprint=_fingerprint(model, new),
     )
 
 
@@ -182,7 +182,7 @@ def _fingerprint(model: nn.Module, new: frozenset[str]) -> str:
         model: With a head, which is left out.
         new: Parameters that hold random numbers, left out, too.
     """
-    hasher = hashlib.blake2b(digest_size=16)
+    hasher = blake2b()
     prefix = f"{model.base_model_prefix}."
     for name, parameter in sorted(model.base_model.named_parameters()):  # type: ignore[union-attr]
         if prefix + name in new:
@@ -198,7 +198,7 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[nn.Module, frozenset[str
     """The model of a folder, and its parameters of which the folder holds no weights."""
     from transformers import AutoModelForSequenceClassification
 
-    folder = base_folder(path)
+    folder = model_folder(path)
     try:
         require_regular(folder)
         model, found = AutoModelForSequenceClassification.from_pretrained(
@@ -230,40 +230,19 @@ def _load(path: str, names: Mapping[str, Any]) -> tuple[nn.Module, frozenset[str
 
 
 def _from_scratch(config: ModelConfig, names: Mapping[str, Any], encoder: TextEncoder) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
+    from transformers.models.auto import modeling_auto
 
-    _check_type(config.type)
-    keys = dict(SMALL_LLAMA) if config.type == "llama" and not config.config else {}
-    vocab_size = encoder.tokenizer.vocab_size
-    keys |= {"vocab_size": vocab_size, "max_position_embeddings": encoder.seq_len}
-    keys = with_given_keys(keys, config)
-    try:
-        built = AutoConfig.for_model(config.type, **keys, **names)
-        refuse_unknown_keys(config, built)
+    known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    check_type(config.type, known, "has no classifier in transformers")
+    vocab_size, seq_len = encoder.tokenizer.vocab_size, encoder.seq_len
+    keys = scratch_keys(config, vocab_size=vocab_size, max_position_embeddings=seq_len)
+    with building(config, "classifier"):
+        built = configure(config, {**keys, **names})
         make = partial(AutoModelForSequenceClassification.from_config, dtype=torch.float32)
         model: nn.Module = make(built)
-        lacking = encoder.seq_len - _longest_text(model)
+        lacking = seq_len - _longest_text(model)
         if lacking > 0 and "max_position_embeddings" in keys.keys() - config.config.keys():
             built.max_position_embeddings += int(lacking)
             model = make(built)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the architecture makes of numbers that do not fit
-        raise ConfigError(
-            f"no classifier can be built from model.type={config.type!r} and "
-            f"model.config={dict(config.config)}: {in_short(error)}"
-        ) from error
     return model
-
-
-def _check_type(name: str) -> None:
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN,
-    )
-
-    if name not in KNOWN:
-        close = difflib.get_close_matches(name, KNOWN, cutoff=0.5)
-        raise ConfigError(
-            f"model.type {name!r} has no classifier in transformers; give such as "
-            f"{', '.join(close or ('llama', 'bert', 'qwen3'))}"
-        )

@@ -22,8 +22,8 @@ from evener.engine.sync import SyncEngine
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
+from evener.tasks.classification.base_model import GivenModel
 from evener.tasks.classification.encoding import Encoded
-from evener.tasks.classification.given import GivenModel
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.samples import Sample

@@ -1,5 +1,6 @@
 """``ClassifyPipeline``: a text classifier on one device, with its tokenizer and its classes."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,31 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evener.config.classify import ClassifyConfig, ClassifyModelConfig
+from evener.config.loading import load_config
 from evener.devices import copied, move
-from evener.errors import ConfigError, DataError
+from evener.errors import ConfigError, DataError, EvenerError
+from evener.files import new_folder
 from evener.loop.models import in_evaluation
 from evener.tasks.classification.adapter import (
     AdapterModel,
     add_adapter,
     load_adapter,
-    replacing,
     save_adapter,
-    save_base,
-    save_merged,
-    write_json,
+    save_whole,
 )
-from evener.tasks.classification.base_model import base_folder, build_base, folder_fingerprint
-from evener.tasks.classification.dropout import own_dropout
-from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
-from evener.tasks.classification.given import (
+from evener.tasks.classification.base_model import (
+    Base,
     GivenModel,
-    classify_config_of,
-    labels_of,
+    build_base,
     model_config_of,
 )
+from evener.tasks.classification.dropout import own_dropout
+from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, bad_character
-from evener.tasks.classification.saved import DOCUMENT, BaseNote, check_adapter, read_document
+from evener.tasks.classification.saved import DOCUMENT, check_adapter, read_document
+from evener.tasks.language_model import model_folder
 from evener.team.terminal import warn
 
 _EVAL_BATCH = 64
@@ -92,7 +92,7 @@ class ClassifyPipeline:
         labels: LabelSet,
         config: ClassifyConfig,
         *,
-        base: BaseNote,
+        base: Base,
         class_weights: Sequence[float] | None = None,
     ) -> None:
         self.model = model
@@ -129,32 +129,29 @@ class ClassifyPipeline:
         Raises:
             ConfigError: Base, adapter and tokenizer do not fit one another.
         """
-        model_config, config = model_config_of(model_config), classify_config_of(config)
-        labels = labels or labels_of(config)
+        model_config = model_config_of(model_config)
+        if not isinstance(config, ClassifyConfig):
+            config = load_config(ClassifyConfig, None, base=config)
+        labels = labels or LabelSet(config.labels)
         if class_weights is None:
             class_weights = labels.weights(config.class_weights, ())
-        folder = base_folder(model_config.path) if model_config.path else None
-        encoder = TextEncoder.load(tokenizer or folder, config.seq_len, config.end_tokens)
-        adapter = getattr(model_config, "adapter", None)
+        if tokenizer is None and model_config.path:
+            tokenizer = model_folder(model_config.path)
+        encoder = TextEncoder.load(tokenizer, config.seq_len, config.end_tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            base = build_base(model_config, labels.names, encoder)
-            note = BaseNote(
-                path=str(folder.absolute()) if folder else "",
-                fingerprint=base.fingerprint,
-                dropout=base.dropout,
-                new_head=base.new_head and adapter is None,
-            )
-            if adapter is None:
-                network = add_adapter(base.model, config.lora, base.new_modules)
-            else:
+            model, base = build_base(model_config, labels.names, encoder)
+            if adapter := getattr(model_config, "adapter", None):
                 given = Path(adapter).expanduser()
-                doubt = check_adapter(given, note, labels, folder_fingerprint)
+                doubt = check_adapter(given, base, labels)
                 if doubt and not quiet:
                     warn(doubt)
-                network = load_adapter(base.model, given, config.lora, base.new_modules)
+                network = load_adapter(model, given, config.lora, base.new_modules)
+                base = replace(base, new_head=False)
+            else:
+                network = add_adapter(model, config.lora, base.new_modules)
         made = AdapterModel(network).eval()
-        return cls(made, encoder, labels, config, base=note, class_weights=class_weights)
+        return cls(made, encoder, labels, config, base=base, class_weights=class_weights)
 
     @classmethod
     def load(cls, folder: str | Path, base: str | Path | None = None) -> Self:
@@ -338,27 +335,32 @@ class ClassifyPipeline:
         Raises:
             EvenerError: They cannot be written.
         """
-        folder = Path(folder).absolute()
-        network, note = self.model.network, self._base
-        if not note.path:
-            with replacing(folder / "base") as fresh:
-                save_base(network, fresh, note.dropout)
-                tokenizer = self.encoder.tokenizer
-                tokenizer.save(fresh)
-            note = replace(note, path=str(folder / "base"))
-        with replacing(folder / "adapter") as fresh:
-            save_adapter(network, fresh, note.path, note.dropout)
+        folder, base = Path(folder).absolute(), self._base
+        network, tokenizer = self.model.network, self.encoder.tokenizer
+        try:
+            if not base.path:
+                with new_folder(folder / "base") as fresh:
+                    save_whole(network, fresh, base, merged=False)
+                    tokenizer.save(fresh)
+                base = replace(base, path=str(folder / "base"))
             document = {
                 "labels": list(self.labels.names),
                 "seq_len": self.encoder.seq_len,
                 "end_tokens": self.config.end_tokens,
-                "base": {"path": note.path, "fingerprint": note.fingerprint},
+                "base": {"path": base.path, "fingerprint": base.fingerprint},
             }
-            write_json(fresh / DOCUMENT, document)
-            self.encoder.save(fresh)
-        with replacing(folder / "merged") as fresh:
-            save_merged(network, fresh, note.dropout)
-            self.encoder.save(fresh)
+            with new_folder(folder / "adapter") as fresh:
+                save_adapter(network, fresh, base)
+                (fresh / DOCUMENT).write_text(json.dumps(document, indent=2) + "\n")
+                self.encoder.save(fresh)
+            with new_folder(folder / "merged") as fresh:
+                save_whole(network, fresh, base, merged=True)
+                self.encoder.save(fresh)
+        except OSError as error:
+            raise EvenerError(
+                f"{folder} cannot be written: {error}; free disk space there or choose another "
+                "folder"
+            ) from error
 
     def logits(self, batch: Batch) -> Tensor:
         """Float32 logits ``(B, num_classes)`` on the device."""

@@ -55,13 +55,15 @@ class LabelSet:
     """The classes, in the order of their indices.
 
     Args:
-        names: Two or more different names.
+        names: Two or more different names; ``None`` where a configuration names no classes.
 
     Raises:
-        ConfigError: Fewer than two, or one twice.
+        ConfigError: None, fewer than two, or one twice.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str] | None) -> None:
+        if names is None:
+            raise ConfigError("ClassifyConfig.labels is missing; name the classes in order")
         if len(names) < 2 or len(set(names)) != len(names):
             raise ConfigError(f"labels are {list(names)}; give two or more different class names")
         self.names = tuple(names)

@@ -96,10 +96,10 @@ def test_an_adapter_for_other_classes_is_refused(saved: tuple[ClassifyPipeline, 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[]", "has None as its 'labels'"),
-        ('{"labels": 3}', "has 3 as its 'labels'"),
-        ('{"labels": ["a", "b"], "seq_len": "x"}', "has 'x' as its 'seq_len'"),
-        ('{"labels": [], "seq_len": 8, "end_tokens": 1, "base": {}}', "has {} as its 'base'"),
+        ("[]", r"the document is \[\], not a JSON object"),
+        ('{"labels": 3}', r"classify\.json cannot be read: labels is 3, not a list; save"),
+        ('{"labels": ["a", "b"], "seq_len": "x"}', "seq_len is 'x', not a whole number"),
+        ('{"labels": [], "seq_len": 8, "end_tokens": 1, "base": {}}', "base.path is missing"),
     ],
 )
 def test_a_note_that_was_changed_is_named(tmp_path: Path, content: str, words: str) -> None:
