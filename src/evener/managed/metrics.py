@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class EpochMetrics:
         return cls(**{**document, **lists})
 
 
-_recorder: ContextVar["ScalarRecorder | None"] = ContextVar("evener_recorder", default=None)
+_figures: ContextVar["EpochFigures | None"] = ContextVar("evener_figures", default=None)
 
 
 def record_scalar(name: str, value: float | Tensor) -> None:
@@ -79,46 +79,51 @@ def record_scalar(name: str, value: float | Tensor) -> None:
     Raises:
         UsageError: Outside ``train_fn``, or a value that is no single number.
     """
-    recorder = _recorder.get()
-    if recorder is None:
+    figures = _figures.get()
+    if figures is None:
         raise UsageError(
             f"record_scalar({name!r}, ...) was called outside train_fn; call it in the train_fn of "
             "Ddp.builder. In a loop of your own, average with ddp.weighted_mean(value, weight)"
         )
-    recorder.record(name, value)
+    figures.record(name, value)
 
 
-@dataclass(slots=True)
-class _Sum:
-    product: float | Tensor = 0.0
-    weight: float = 0.0
-
-    def add(self, product: float | Tensor, weight: float) -> None:
-        self.product = self.product + product
-        self.weight += weight
-
-
-class ScalarRecorder:
-    """Sums what one rank records, as its micro-batches turn out to be part of the model.
+class EpochFigures:
+    """Adds up an epoch: the team's committed windows, and what this rank records in its own part.
 
     A window can be dropped, and then what was recorded in it must not count. Micro-batches are
     committed in the order in which they were computed.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the team.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
         self._micro_batch: dict[str, float | Tensor] = {}
+        self.begin(0.0)
+
+    def begin(self, now_s: float) -> None:
+        """Start an epoch; what is left of the one before is forgotten."""
+        self._began_s = now_s
+        self._windows = 0
+        self._loss_sum = self._weight = self._lr = 0.0
+        self._samples = [0] * self._world_size
+        self._compute_s = [0.0] * self._world_size
         self._pending: deque[tuple[float, dict[str, float | Tensor]]] = deque()
-        self._epoch: dict[str, _Sum] = {}
+        self._scalars: dict[str, tuple[float | Tensor, float]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Lets ``record_scalar`` find this recorder for the length of the block."""
+        """Let ``record_scalar`` find these figures for the length of the block."""
         self._micro_batch = {}
-        token = _recorder.set(self)
+        token = _figures.set(self)
         try:
             yield
         finally:
-            _recorder.reset(token)
+            _figures.reset(token)
 
     def record(self, name: str, value: float | Tensor) -> None:
         """Notes a value of the micro-batch that is being computed."""
@@ -140,94 +145,63 @@ class ScalarRecorder:
             ) from None
 
     def end_micro_batch(self, weight: float) -> None:
-        """Keeps what the micro-batch has recorded until its window is committed."""
+        """Keep what the micro-batch has recorded until its window is committed."""
         self._pending.append((weight, self._micro_batch))
-        self._micro_batch = {}
 
-    def commit(self, num_micro_batches: int, *, applied: bool) -> None:
-        """Adds the oldest micro-batches to the epoch, or drops them."""
-        for _ in range(num_micro_batches):
+    def commit(self, result: WindowResult) -> None:
+        """Add a window, and what this rank has recorded in it."""
+        self._windows += 1
+        self._lr = result.lr
+        for rank, record in enumerate(result.ranks):
+            self._samples[rank] += record.samples
+            self._compute_s[rank] += record.compute_s
+        if not result.skipped:
+            self._loss_sum += result.loss * result.weight
+            self._weight += result.weight
+        for _ in range(result.ranks[self._rank].micro_batches):
             weight, values = self._pending.popleft()
-            for name, value in values.items() if applied and weight else ():
-                self._epoch.setdefault(name, _Sum()).add(value * weight, weight)
+            for name, value in values.items() if weight and not result.skipped else ():
+                product, units = self._scalars.get(name, (0.0, 0.0))
+                self._scalars[name] = product + value * weight, units + weight
 
     def leave_out(self, num_micro_batches: int) -> None:
-        """Empties the newest micro-batches: their step was left out, and they count for nothing."""
+        """Empty the newest micro-batches: their step was left out, and they count for nothing."""
         for number in range(num_micro_batches):
             self._pending[-1 - number] = (0.0, {})
 
     def drop(self, num_micro_batches: int) -> None:
-        """Forgets the newest micro-batches: they are computed once more."""
+        """Forget the newest micro-batches: they are computed once more."""
         for _ in range(num_micro_batches):
             self._pending.pop()
 
-    def end_epoch(self) -> dict[str, tuple[float, float]]:
-        """Hands out (Σ weight · value, Σ weight) by name, and starts anew."""
-        sums = {name: (float(s.product), s.weight) for name, s in self._epoch.items()}
-        self._pending.clear()
-        self._epoch = {}
-        return sums
+    def document(self, now_s: float) -> dict[str, Any]:
+        """Return the figures in JSON types, for ``average_figures``."""
+        total = sum(self._samples)
+        speeds = zip(self._samples, self._compute_s, strict=True)
+        return {
+            "windows": self._windows,
+            "scalars": {name: (float(sum_), n) for name, (sum_, n) in self._scalars.items()},
+            "totals": {
+                "avg_loss": self._loss_sum / self._weight if self._weight else float("nan"),
+                "samples": total,
+                "weight": self._weight,
+                "lr": self._lr,
+                "epoch_ms": 1000 * (now_s - self._began_s),
+                "per_rank_samples_per_s": [n / s if s else 0.0 for n, s in speeds],
+                "per_rank_batch_share": [n / total if total else 0.0 for n in self._samples],
+            },
+        }
 
 
-def average_scalars(
-    ranks: Sequence[Mapping[str, Sequence[float]]],
-) -> tuple[dict[str, float], tuple[dict[str, float], ...]]:
-    """The means over all ranks, and those of each rank, of what ``end_epoch`` gave on each."""
-    names = sorted({name for sums in ranks for name in sums})
+def average_figures(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return fields of ``EpochMetrics``, from what ``EpochFigures.document`` gave on each rank.
+
+    Rank 0 is never parked, so its totals are whole.
+    """
+    ranks = [document["scalars"] for document in documents]
     total: dict[str, float] = {}
-    for name in names:
+    for name in sorted({name for sums in ranks for name in sums}):
         pairs = [sums[name] for sums in ranks if name in sums]
         total[name] = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
-    return total, tuple({name: s[0] / s[1] for name, s in sums.items()} for sums in ranks)
-
-
-@dataclass(slots=True)
-class EpochTally:
-    """Adds up the committed windows of an epoch.
-
-    Attributes:
-        started_s: When the epoch started, on the clock of the caller.
-        samples: Samples of each rank.
-        compute_s: Seconds of compute of each rank.
-    """
-
-    world_size: int
-    started_s: float = 0.0
-    windows: int = 0
-    loss_sum: float = 0.0
-    weight: float = 0.0
-    lr: float = 0.0
-    samples: list[int] = field(default_factory=list)
-    compute_s: list[float] = field(default_factory=list)
-
-    def start(self, now_s: float) -> None:
-        """Forgets the epoch before."""
-        self.started_s, self.windows = now_s, 0
-        self.loss_sum = self.weight = self.lr = 0.0
-        self.samples, self.compute_s = [0] * self.world_size, [0.0] * self.world_size
-
-    def add(self, result: WindowResult) -> None:
-        """Adds a window when it has been committed."""
-        self.windows += 1
-        self.lr = result.lr
-        for rank, record in enumerate(result.ranks):
-            self.samples[rank] += record.samples
-            self.compute_s[rank] += record.compute_s
-        if not result.skipped:
-            self.loss_sum += result.loss * result.weight
-            self.weight += result.weight
-
-    def document(self, now_s: float) -> dict[str, Any]:
-        """The totals under their names in ``EpochMetrics``."""
-        total = sum(self.samples)
-        return {
-            "avg_loss": self.loss_sum / self.weight if self.weight else float("nan"),
-            "samples": total,
-            "weight": self.weight,
-            "lr": self.lr,
-            "epoch_ms": 1000 * (now_s - self.started_s),
-            "per_rank_samples_per_s": [
-                n / s if s else 0.0 for n, s in zip(self.samples, self.compute_s, strict=True)
-            ],
-            "per_rank_batch_share": [n / total if total else 0.0 for n in self.samples],
-        }
+    means = [{name: s[0] / s[1] for name, s in sums.items()} for sums in ranks]
+    return {**documents[0]["totals"], "scalars": total, "per_rank": means}

@@ -19,7 +19,7 @@ from evener.loop.epochs import EpochLoop
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
 from evener.managed.job import Job
-from evener.managed.metrics import EpochMetrics, EpochTally, ScalarRecorder, average_scalars
+from evener.managed.metrics import EpochFigures, EpochMetrics, average_figures
 from evener.managed.trained import TrainedState, capture_trained
 from evener.managed.travel import CarriedDataset, CarriedFunction
 from evener.observe.events import Sink
@@ -96,10 +96,9 @@ class ManagedRank(EpochLoop):
             ddp.close()
             raise
         self._engine = ddp.assembly.engine
-        self._scalars = ScalarRecorder()
         self._share = self._engine.share
-        self._tally = EpochTally(ddp.world_size)
-        self._engine.call_on_left_out(self._scalars.leave_out)
+        self._figures = EpochFigures(ddp.rank, ddp.world_size)
+        self._engine.call_on_left_out(self._figures.leave_out)
 
     def train(self) -> Iterator[EpochMetrics]:
         """Trains; all ranks iterate together.
@@ -117,11 +116,11 @@ class ManagedRank(EpochLoop):
         """Call ``epoch_fn``, and start the epoch's figures."""
         if self.job.epoch_fn is not None:
             self.job.epoch_fn(epoch, self.model)
-        self._tally.start(time.perf_counter())
+        self._figures.begin(time.perf_counter())
 
     def begin_again(self) -> None:
         """Forget what the share has recorded."""
-        self._scalars.drop(self._share.micro_batches)
+        self._figures.drop(self._share.micro_batches)
 
     def state(self) -> TrainedState:
         """The model as the team last agreed on it, on the CPU."""
@@ -161,17 +160,15 @@ class ManagedRank(EpochLoop):
         """Call ``train_fn``, and carry its loss back."""
         ddp = self.ddp
         share = self._share = self._engine.share
-        with self._scalars.recording():
+        with self._figures.recording():
             answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
-        self._scalars.end_micro_batch(share.micro_batch_weight)
+        self._figures.end_micro_batch(share.micro_batch_weight)
 
     def on_commit(self, result: WindowResult) -> None:
         """Add the window to the epoch's figures; save where it is due, then call the user."""
-        self._tally.add(result)
-        own = result.ranks[self.ddp.rank]
-        self._scalars.commit(own.micro_batches, applied=not result.skipped)
+        self._figures.commit(result)
         super().on_commit(result)
         window, checkpoint_fn = result.progress.window, self.job.checkpoint_fn
         if checkpoint_fn is not None and self.is_due(window) and self.ddp.is_main_process:
@@ -180,27 +177,17 @@ class ManagedRank(EpochLoop):
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agrees on the epoch's metrics; all ranks call it together."""
-        complete = self.loader.cursor.epoch > epoch
-        own = {
-            "windows": self._tally.windows,
-            "totals": self._tally.document(time.perf_counter()),
-            "scalars": self._scalars.end_epoch(),
-        }
-        # Rank 0 is never parked, so its totals are whole.
-        answers = self._engine.team.introduce(own)
+        answers = self._engine.team.introduce(self._figures.document(time.perf_counter()))
         if not answers[0]["windows"]:
             return None
-        scalars, per_rank = average_scalars([answer["scalars"] for answer in answers])
         return EpochMetrics.from_document(
             {
-                **answers[0]["totals"],
+                **average_figures(answers),
                 "epoch": epoch,
-                "complete": complete,
-                "scalars": scalars,
-                "per_rank": list(per_rank),
+                "complete": self.loader.cursor.epoch > epoch,
                 "eval": self._evaluate(),
                 "steps": self.ddp.progress.steps,
-                "devices": [m.device for m in self.ddp.members],
+                "devices": list(self.ddp.devices),
             }
         )
 
