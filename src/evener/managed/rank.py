@@ -58,13 +58,15 @@ class ManagedRank(EpochLoop):
         self.job = job
         torch.manual_seed(job.seed)
         self.model = job.model_fn(choose_device(job.devices, environment))
-        _check("model_fn", self.model, isinstance(self.model, nn.Module), "a torch.nn.Module")
+        _check("model_fn", self.model, nn.Module, "a torch.nn.Module")
         optimizer = job.optim_fn(list(self.model.parameters()))
-        _check_optimizer(optimizer)
+        wanted = "a torch.optim optimizer over the parameters that it is given"
+        _check("optim_fn", optimizer, Optimizer, f"{wanted}, or a list of optimizers")
         scheduler = None
         if job.scheduler is not None:
             scheduler = job.scheduler(optimizer)
-            _check_scheduler(scheduler)
+            wanted = "a torch scheduler of the optimizer that it is given, or a list of them"
+            _check("scheduler", scheduler, LRScheduler | Callable, wanted)
         ddp = Loop.setup(
             self.model,
             optimizer,
@@ -224,33 +226,15 @@ class _Movable(Protocol):
     def to(self, device: torch.device) -> Any: ...
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    each = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    _check(
-        "optim_fn",
-        optimizer,
-        all(isinstance(one, Optimizer) for one in each),
-        "a torch.optim optimizer over the parameters that it is given, or a list of optimizers",
-    )
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    each = scheduler if isinstance(scheduler, Sequence) else [scheduler]
-    if any(isinstance(s, ReduceLROnPlateau) for s in each):
+def _check(name: str, value: Any, kinds: Any, wanted: str) -> None:
+    """Refuse what a function of the user has returned, or one of several, if it does not fit."""
+    each = value if isinstance(value, Sequence) and name != "model_fn" else [value]
+    if name == "scheduler" and any(isinstance(one, ReduceLROnPlateau) for one in each):
         raise ConfigError(
             "scheduler returned a ReduceLROnPlateau, which follows a metric; a managed run steps "
             "its schedulers once per optimizer step: return another one, or use Ddp.setup"
         )
-    _check(
-        "scheduler",
-        scheduler,
-        all(isinstance(s, LRScheduler) or callable(s) for s in each),
-        "a torch scheduler of the optimizer that it is given, or a list of them",
-    )
-
-
-def _check(name: str, value: Any, fits: bool, wanted: str) -> None:
-    if not fits:
+    if not each or not all(isinstance(one, kinds) for one in each):
         raise ConfigError(f"{name} returned {value!r}, a {type(value).__name__}; return {wanted}")
 
 

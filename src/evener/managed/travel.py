@@ -11,6 +11,7 @@ import pickle
 import tempfile
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 import cloudpickle
@@ -109,27 +110,25 @@ def _anonymous_file() -> IO[bytes]:
 
 
 def _diagnose(parts: Mapping[str, Any], error: Exception) -> str:
+    what, reason = "the options", str(error)
     for option, value in parts.items():
-        reason = _refusal(value)
-        if reason is None:
+        if not (refusal := _refusal(value)):
             continue
+        what, reason = option, refusal
         for path, inner in _inside(option, value):
-            inner_reason = _refusal(inner)
-            if inner_reason is not None:
-                return (
-                    f"{path} (a {_type_name(inner)}) cannot travel to the worker processes: "
-                    f"{inner_reason}; {_REMEDY}"
-                )
-        return f"{option} cannot travel to the worker processes: {reason}; {_REMEDY}"
-    return f"the options cannot travel to the worker processes: {error}; {_REMEDY}"
+            if refusal := _refusal(inner):
+                what, reason = f"{path} (a {_type_name(inner)})", refusal
+                break
+        break
+    return f"{what} cannot travel to the worker processes: {reason}; {_REMEDY}"
 
 
-def _refusal(value: Any) -> str | None:
+def _refusal(value: Any) -> str:
     try:
         cloudpickle.dumps(value)
     except Exception as error:  # whatever a user's __reduce__ raises
         return f"{type(error).__name__}: {error}"
-    return None
+    return ""
 
 
 def _inside(option: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -155,28 +154,18 @@ def _captured(owner: Any) -> Iterator[tuple[str, Any]]:
         owner = owner.__func__
     if isinstance(owner, types.FunctionType):
         for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
-            try:
+            with suppress(ValueError):  # not assigned yet
                 yield repr(name), cell.cell_contents
-            except ValueError:
-                continue  # not assigned yet
         for name in owner.__code__.co_names:
             if name in owner.__globals__:
                 yield repr(name), owner.__globals__[name]
         for default in [*(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()]:
             yield "a default value", default
-        return
-    try:
-        attributes = vars(owner)
-    except TypeError:
-        return
-    for name, inner in attributes.items():
-        yield repr(name), inner
+    else:
+        for name, inner in getattr(owner, "__dict__", {}).items():
+            yield repr(name), inner
 
 
 def _type_name(value: Any) -> str:
     kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
