@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.replicas import ReplicaAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
@@ -26,12 +26,11 @@ from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
-from evener.errors import CheckpointError, UsageError
+from evener.errors import UsageError
 from evener.loop.likeness import check_training, check_versions, describe_training
 from evener.loop.models import (
     Models,
     Schedulers,
-    check_optimizers,
     combine_models,
     parts_of,
 )
@@ -95,7 +94,6 @@ class Assembly:
         self.apply_policy = chosen = check_policy(policy)
         config.check_policy(chosen)
         check_backend(backend)
-        check_optimizers(optimizers, scheduler)
         self.model, models = combine_models(model)
         refuse_second_team(models)
         self.environment = environment
@@ -121,7 +119,7 @@ class Assembly:
                 parts=parts_of(optimizers, self.model),
                 buckets=config.gradient_buckets,
             )
-            _start_alike(self.model, self.comm)
+            self._start_alike()
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
             self.state = TrainingState(
@@ -162,13 +160,6 @@ class Assembly:
             f"this {type(optimizer).__name__} was not given to Ddp.setup; pass it there, in the "
             "list of optimizers"
         )
-
-    def agree_on_failure(self, failure: str) -> None:
-        """Raises rank 0's failure on every rank; all ranks call it together."""
-        active = self.engine.team
-        answers = active.introduce({"failure": failure})
-        if answers[0]["failure"]:
-            raise CheckpointError(answers[0]["failure"])
 
     def close(self) -> None:
         """Gives back hooks and connections; idempotent."""
@@ -211,6 +202,13 @@ class Assembly:
                 greeting["member"] = f"{name}#{taken[name]}"
         return tuple(Member(**greeting) for greeting in greetings)
 
+    def _start_alike(self) -> None:
+        """Give every rank rank 0's parameters (frozen ones too) and buffers."""
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        layout = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
+        copies = ReplicaAverager(self.comm, self.device)
+        copies.copy_from_first([named], layout, what="initial model")
+
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
     def _make_engine(self) -> Engine:
@@ -219,7 +217,7 @@ class Assembly:
         speeds = self._config.hinted_speeds(team.world_size)
         engine: Engine
         if self.apply_policy is ApplyPolicy.SYNC:
-            planner = self._plan_shares(speeds, options.avoid_ones)
+            planner = self._plan_shares(speeds, avoid_ones=options.avoid_ones)
             engine = SyncEngine(team, planner, self.state, options)
         else:
             background = None
@@ -233,9 +231,10 @@ class Assembly:
             engine.call_on_commit(partial(_compare_hint, engine, HintWatch(speeds)))
         return engine
 
-    def _plan_shares(self, speeds: Sequence[float] | None, avoid_ones: bool) -> Policy:
-        if self._config.partition_ratios is not None:
-            return FixedShares(self.names, self._config.partition_ratios, avoid_ones=avoid_ones)
+    def _plan_shares(self, speeds: Sequence[float] | None, *, avoid_ones: bool) -> Policy:
+        ratios = self._config.partition_ratios
+        if ratios is not None:
+            return FixedShares(self.names, ratios, avoid_ones=avoid_ones)
         planner = SyncPolicy(self.names, [None] * len(self.members), avoid_ones=avoid_ones)
         if speeds is not None:
             planner.hint(list(speeds))
@@ -246,12 +245,10 @@ class Assembly:
         cadence = config.make_cadence(self.team.world_size)
         if speeds is not None:
             cadence.with_speeds(speeds)
+        guard = make_guard(config.divergence_guard, config.divergence_threshold)
+        most = config.max_batch_diff
         return CadencePolicy(
-            self.names,
-            cadence,
-            make_guard(config.divergence_guard, config.divergence_threshold),
-            max_batch_diff=config.max_batch_diff,
-            in_background=in_background,
+            self.names, cadence, guard, max_batch_diff=most, in_background=in_background
         )
 
     def _make_options(self) -> EngineOptions:
@@ -282,21 +279,6 @@ def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
         for rank in absent:
             say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
-
-
-@torch.no_grad()
-def _start_alike(model: nn.Module, comm: Communicator) -> None:
-    """Gives every rank rank 0's parameters (frozen ones too) and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if comm.world_size == 1 or not tensors:
-        return
-    tensors.sort(key=torch.Tensor.element_size, reverse=True)  # so each begins at its own multiple
-    packed = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
-    whole = torch.cat(packed)
-    comm.broadcast(whole, 0, what="initial model")
-    parts = torch.split(whole, [part.numel() for part in packed])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:

@@ -262,7 +262,9 @@ class DataSide:
                     written = save_state(self.assembly, positions, Path(path))
                 except (EvenerError, OSError) as error:
                     failure = str(error)
-        self.assembly.agree_on_failure(failure)
+        told = self.assembly.team.introduce({"failure": failure})[0]
+        if told["failure"]:
+            raise CheckpointError(told["failure"])
         if written is not None:
             self.events.checkpoint(written)
 

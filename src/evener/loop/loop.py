@@ -122,7 +122,7 @@ class Loop(DataSide):
             ConfigError: A bad option, or ranks with different models or versions.
             LaunchError: The ranks did not find one another.
         """
-        check_arguments(model, optimizer, scheduler)
+        optimizers = check_arguments(model, optimizer, scheduler)
         check_sinks(sinks)
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
@@ -132,7 +132,7 @@ class Loop(DataSide):
         team = cls(
             Assembly(
                 model,
-                [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer),
+                optimizers,
                 scheduler,
                 policy=policy,
                 backend=backend,

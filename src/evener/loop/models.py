@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,13 +36,17 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 _CALL = "Ddp.setup(model, torch.optim.AdamW(model.parameters()), scheduler)"
 
 
-def check_arguments(model: object, optimizer: object, scheduler: object) -> None:
-    """Refuses arguments in another order or of another kind than ``Ddp.setup`` takes.
+def check_arguments(model: object, optimizer: object, scheduler: Any) -> list[Optimizer]:
+    """Refuse arguments in another order or of another kind than ``Ddp.setup`` takes.
 
     Called before ranks are started, so that a mistake costs nothing.
 
+    Returns:
+        The optimizers.
+
     Raises:
-        ConfigError: Names the argument and the call that is right.
+        ConfigError: Names the argument and the call that is right. Also for an optimizer that a
+            window cannot step, or a scheduler that cannot follow one.
     """
     if isinstance(model, Optimizer):
         raise ConfigError(f"model is {_described(model)}; the model comes first: {_CALL}")
@@ -59,11 +64,23 @@ def check_arguments(model: object, optimizer: object, scheduler: object) -> None
         )
     if isinstance(scheduler, Optimizer | nn.Module | type):
         raise ConfigError(f"scheduler is {_described(scheduler)}; the order is {_CALL}")
-    if not isinstance(optimizer, Optimizer | Sequence) or isinstance(optimizer, str):
-        raise ConfigError(
-            f"optimizer is {_described(optimizer)}; give a torch.optim optimizer or a list of "
-            f"them: {_CALL}"
-        )
+    is_list = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
+    optimizers: Any = optimizer if is_list else [optimizer]
+    if not optimizers:
+        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise ConfigError(
+                f"optimizer is {_described(one)}; give a torch.optim optimizer or a list of them: "
+                f"{_CALL}"
+            )
+        if isinstance(one, torch.optim.LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates the loss several times in one step, which a window of unequal "
+                "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
+            )
+    _check_schedulers(scheduler, optimizers)
+    return list(optimizers)
 
 
 def _is_function(value: object) -> bool:
@@ -86,14 +103,11 @@ def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     Raises:
         ConfigError: None was given, or one is wrapped for data-parallel training already.
     """
-    if isinstance(models, Mapping):
-        named = dict(models)
-    else:
-        several = [models] if isinstance(models, nn.Module) else models
-        named = {str(number): part for number, part in enumerate(several)}
-    for name, part in named.items():
-        named[name] = unwrap_compiled(part)
-        _check_module(named[name])
+    several = [models] if isinstance(models, nn.Module) else models
+    pairs = several.items() if isinstance(several, Mapping) else enumerate(several)
+    named = {str(name): unwrap_compiled(part) for name, part in pairs}
+    for part in named.values():
+        _check_module(part)
     if not named:
         raise ConfigError("no model was given; pass a module, or a list or dict of modules")
     if dotted := [name for name in named if "." in name or not name]:
@@ -122,28 +136,6 @@ def _check_module(model: nn.Module) -> None:
                 f"the model{inside} is wrapped in {kind}, which would average gradients a second "
                 f"time; give Ddp.setup the plain module, without {kind}"
             )
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], scheduler: Schedulers) -> None:
-    """Refuses optimizers that a window cannot step, and schedulers that cannot follow them.
-
-    Raises:
-        ConfigError: There is none, or one steps on more than gradients; or a scheduler needs a
-            metric, or belongs to another optimizer.
-    """
-    if not optimizers:
-        raise ConfigError("no optimizer was given; pass at least one torch.optim optimizer")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer is {type(optimizer).__name__}; give a torch.optim optimizer or a list"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "LBFGS evaluates the loss several times in one step, which a window of unequal "
-                "shares cannot repeat; use an optimizer that steps on gradients, such as AdamW"
-            )
-    _check_schedulers(scheduler, optimizers)
 
 
 def _check_schedulers(scheduler: Schedulers, optimizers: Sequence[Optimizer]) -> None:
