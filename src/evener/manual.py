@@ -17,14 +17,14 @@ from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
 from evener.engine.notices import warn_of_former_name
 from evener.errors import ConfigError, NonFiniteGradientError
-from evener.loop.likeness import check_versions
+from evener.loop.likeness import check_alike, describe_versions
 from evener.team.backends import check_backend, connect_team
 from evener.team.child import apply_threads
 from evener.team.environment import DistributedTrainConfig
 from evener.team.hardware import hardware_summary
 from evener.team.members import Member, describe_self
 from evener.team.news import LEFT, tell
-from evener.team.placement import by_number, device_by_number, found_here
+from evener.team.placement import device_by_number, devices_of_host
 from evener.team.terminal import say
 
 _Named = Mapping[str, Tensor]
@@ -345,7 +345,8 @@ def wrap(
     Args:
         models: Replicas of one architecture, or the one of this process.
         devices: A device for each model (a number is one of this host's accelerator), one for all,
-            or ``"auto"``: accelerators as far as there are any, else the CPU.
+            or ``"auto"``: accelerators as far as there are any, else the CPU. A kind of device,
+            such as ``"cuda"``, deals out those of this host.
         backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``. The same
             in every call of a script.
         non_finite: ``"raise"`` refuses gradients with an inf or a NaN on every process;
@@ -417,43 +418,29 @@ def place(
     Args:
         models: The replicas.
         devices: ``"auto"`` (accelerators in turn, this host's processes one after the other, as far
-            as there are any), one device for all, or one for each.
+            as there are any), a kind of accelerator, one device for all, or one for each.
         environment: This process's place on its host.
 
     Raises:
         ConfigError: A device is unknown or not there, or there are not as many as models.
     """
     counts = count_accelerators()
-    if devices == "auto":
-        start, wanted = environment.local_rank * len(models), environment.backend.value
-        return tuple(
-            torch.device(device_by_number(wanted, start + i, environment, counts))
-            for i in range(len(models))
-        )
-    each = [devices] * len(models) if isinstance(devices, str | torch.device) else list(devices)
-    if len(each) != len(models):
+    if isinstance(devices, str | torch.device):
+        name = str(devices)
+        if name in ("auto", "accelerator", *counts):
+            first = environment.local_rank * len(models)
+            wanted = environment.backend.value if name == "auto" else name
+            return tuple(
+                torch.device(device_by_number(wanted, first + i, environment, counts))
+                for i in range(len(models))
+            )
+        devices = [name] * len(models)
+    if len(devices) != len(models):
         raise ConfigError(
-            f"{len(models)} models, but {len(each)} devices ({each}); give one device for each "
-            "model of this process"
+            f"{len(models)} models, but {len(devices)} devices ({list(devices)}); give one device "
+            "for each model of this process"
         )
-    return tuple(_device(by_number(device, counts, devices), counts) for device in each)
-
-
-def _device(device: str, counts: Mapping[str, int]) -> torch.device:
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(
-            f"device {device!r} is unknown; give 'cpu', 'cuda:0' and the like, or 'auto'"
-        ) from None
-    if chosen.type == "meta":
-        raise ConfigError("device 'meta' holds no values; give 'cpu' or 'cuda:0' and the like")
-    if chosen.type == "cpu":
-        return chosen
-    index = chosen.index or 0
-    if index >= counts.get(chosen.type, 0):
-        raise ConfigError(f"device {str(chosen)!r} is not here: torch finds {found_here(counts)}")
-    return torch.device(chosen.type, index)
+    return tuple(torch.device(name) for name in devices_of_host(devices, counts))
 
 
 # ── what replicas have in common ─────────────────────────────────────────────────────────────────
@@ -473,9 +460,10 @@ def _introduce(
         "problem": problem or buffer_problem,
         "layout": _in_words((*parameters, *buffers)),
         "members": own,
+        "versions": describe_versions(),
     }
     notes = _exchange(comm, note, what="greetings of replicas")
-    check_versions([n["members"][0]["versions"] for n in notes])
+    check_alike([n["versions"] for n in notes])
     members: list[Member] = []
     for n in notes:
         n["first"] = len(members)

@@ -27,7 +27,7 @@ from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.errors import UsageError
-from evener.loop.likeness import check_training, check_versions, describe_training
+from evener.loop.likeness import check_alike, describe_training
 from evener.loop.models import (
     Models,
     Schedulers,
@@ -191,8 +191,7 @@ class Assembly:
             precision=self.precision,
         )
         greetings = team.introduce({**asdict(own), "training": training})
-        check_versions([greeting["versions"] for greeting in greetings])
-        check_training([greeting.pop("training") for greeting in greetings])
+        check_alike([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
         for greeting in greetings:
             # Machines may share a host name; in rank order, so that every rank finds the same ids.

@@ -13,6 +13,7 @@ from evener.config.settings import DdpConfig
 from evener.errors import ConfigError
 from evener.loop.models import Schedulers
 from evener.planning.policies import ApplyPolicy
+from evener.team.members import own_versions
 
 #: Options of ``DdpConfig`` that are a rank's own business.
 _OWN_OPTIONS = frozenset({"timeout_s", "emulate_slow", "stop_when", "quiet"})
@@ -31,6 +32,8 @@ _GROUP: Final = "optimizer {0} of rank {rank}, parameter group {1}: "
 
 #: How a difference is told, by the kind of fact. Numbers stand for the fact's place.
 _SAYINGS: Final = {
+    "version": "rank 0 runs {0} {mine}, rank {rank} runs {0} {theirs}; install the same version on "
+    "every machine",
     "tensor": _MODEL.format("its {0} is {theirs}"),
     "number of tensors": _MODEL.format("{theirs} {0}s"),
     "option": "rank {rank} trains with {0} {theirs!r}, rank 0 with {mine!r}; give Ddp.setup and "
@@ -50,6 +53,12 @@ _SAYINGS: Final = {
 _COUNTED: Final = ("tensor", "held")
 
 
+def describe_versions() -> list[list[Any]]:
+    """What this rank runs, for ``check_alike``."""
+    versions = own_versions()
+    return [["version", versions[what], what] for what in ("evener", "torch")]
+
+
 def describe_training(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -57,7 +66,7 @@ def describe_training(
     policy: ApplyPolicy,
     config: DdpConfig,
 ) -> list[list[Any]]:
-    """This rank's model, options, optimizers and schedulers, for ``check_training``.
+    """This rank's model, options, optimizers and schedulers, and its versions, for ``check_alike``.
 
     Returns:
         Facts in plain JSON types, in the order in which they are compared: kind, value, place.
@@ -94,37 +103,21 @@ def describe_training(
     for number, (name, one) in enumerate(schedulers):
         settings = one.state_dict() if isinstance(one, LRScheduler) else {}
         facts += [("setting", settings[key], name, key, number) for key in sorted(settings)]
-    return [[kind, _plain(value), *map(str, place)] for kind, value, *place in facts]
+    plain = [[kind, _plain(value), *map(str, place)] for kind, value, *place in facts]
+    return [*describe_versions(), *plain]
 
 
-def check_versions(versions: Sequence[Mapping[str, str]]) -> None:
-    """Refuses ranks that run different versions, given in rank order.
-
-    Raises:
-        ConfigError: Names the first difference, the two ranks, and the remedy.
-    """
-    for rank, other in enumerate(versions):
-        for key in ("evener", "torch"):
-            mine, theirs = versions[0][key], other[key]
-            if mine != theirs:
-                raise ConfigError(
-                    f"rank 0 runs {key} {mine}, rank {rank} runs {key} {theirs}; install the same "
-                    "version on every machine"
-                )
-
-
-def check_training(trainings: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Refuses ranks that train differently.
+def check_alike(ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Refuse ranks that run different versions, or train differently.
 
     Args:
-        trainings: What ``describe_training`` gave on each rank, in rank order.
+        ranks: What ``describe_training``, or ``describe_versions``, gave on each rank, in rank
+            order.
 
     Raises:
         ConfigError: Names the first difference, the two ranks, and the remedy.
     """
-    first, *others = (
-        {(kind, *place): value for kind, value, *place in facts} for facts in trainings
-    )
+    first, *others = ({(kind, *place): value for kind, value, *place in facts} for facts in ranks)
     for rank, other in enumerate(others, 1):
         for kind, *place in {**first, **other}:
             mine, theirs = (facts.get((kind, *place), "not set") for facts in (first, other))

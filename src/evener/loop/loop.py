@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor
@@ -334,12 +333,7 @@ class Loop(DataSide):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(error, failed=error is not None or self._is_lost(None))
 
     def _close(self, error: BaseException | None, *, failed: bool) -> None:

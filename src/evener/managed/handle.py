@@ -4,7 +4,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self, final
 
 from evener.errors import WorkerError
@@ -245,12 +244,7 @@ class DdpHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._heard:
             return
         self._run.stop()

@@ -136,7 +136,7 @@ class ManagedRank(EpochLoop):
             error: What has ended this rank's part; the others are then not waited for.
         """
         try:
-            self.ddp.__exit__(None if error is None else type(error), error, None)
+            self.ddp.__exit__(None, error, None)
         finally:
             if self.checkpointer is not None:
                 self.checkpointer.close()

@@ -474,9 +474,9 @@ def test_what_cannot_be_replicas_is_refused():
         wrap([model], non_finite="skip")
     with pytest.raises(ConfigError, match=r"1 models, but 2 devices"):
         Ddp.wrap([model], ["cpu", "cpu"], environment=DistributedTrainConfig())
-    with pytest.raises(ConfigError, match="device 'gpu' is unknown"):
+    with pytest.raises(ConfigError, match=r"devices is \['gpu'\]; choose 'auto'"):
         Ddp.wrap([model], "gpu", environment=DistributedTrainConfig())
-    with pytest.raises(ConfigError, match="'cuda:99' is not here"):
+    with pytest.raises(ConfigError, match=r"devices is \['cuda:99'\], but torch finds"):
         Ddp.wrap([model], ["cuda:99"], environment=DistributedTrainConfig())
 
 
