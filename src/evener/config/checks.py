@@ -100,6 +100,22 @@ def whole_number(name: str, value: object, least: int) -> int:
     return number
 
 
+def require(name: str, value: object, kind: Any, remedy: str) -> None:
+    """Refuse an argument of another kind.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        kind: A class, or several as for ``isinstance``.
+        remedy: What to give instead.
+
+    Raises:
+        ConfigError: Names the argument and the kind of the value.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}; give {remedy}")
+
+
 # ── words for what pydantic finds ────────────────────────────────────────────────────────────────
 
 #: Beginning of pydantic's error type -> what to do.

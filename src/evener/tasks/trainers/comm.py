@@ -9,7 +9,7 @@ import torch
 from evener.comm.base import Communicator, SingleCommunicator, check_timeout
 from evener.comm.existing import default_group, numbers_in
 from evener.comm.threads import ThreadTeam
-from evener.data.sharding import is_whole
+from evener.config.checks import require, whole_number
 from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import connect_team
@@ -56,8 +56,7 @@ class DistributedComm:
         Raises:
             ConfigError: A number is not whole, or out of range.
         """
-        if not is_whole(num_ranks) or num_ranks < 1:
-            raise ConfigError(f"num_ranks is {num_ranks!r}; give a whole number of 1 or more")
+        num_ranks = whole_number("num_ranks", num_ranks, 1)
         places = [DistributedTrainConfig.of_rank(rank, num_ranks) for rank in range(num_ranks)]
         if num_ranks == 1:
             return [cls(SingleCommunicator(timeout_s=timeout_s), places[0])]
@@ -81,11 +80,8 @@ class DistributedComm:
                 is not there, or the default group numbers its ranks otherwise.
             LaunchError: A rank did not come, or was started for another ``world_size``.
         """
-        if not isinstance(config, DistributedTrainConfig):
-            raise ConfigError(
-                f"config is a {type(config).__name__}; give this rank's place, such as "
-                "DistributedTrainConfig.from_env()"
-            )
+        remedy = "this rank's place, such as DistributedTrainConfig.from_env()"
+        require("config", config, DistributedTrainConfig, remedy)
         check_timeout(timeout_s)
         device = choose_device("auto", config)
         communicator, _ = connect_team(

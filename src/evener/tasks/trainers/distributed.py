@@ -9,6 +9,7 @@ import torch
 
 from evener.comm.base import Communicator
 from evener.comm.layout import Bucket
+from evener.config.checks import require
 from evener.config.settings import DdpConfig
 from evener.data.sharding import shard_batches
 from evener.engine.team import Team
@@ -63,17 +64,25 @@ class DistributedTrainer:
         precision: str = "auto",
         options: DdpConfig | None = None,
     ) -> None:
-        _check_kinds(trainer, comm, config, options)
+        remedy = (
+            "this rank's end: DistributedComm.remote(config), or one element of the list "
+            "DistributedComm.local(num_ranks)"
+        )
+        require("comm", comm, DistributedComm, remedy)
         self.trainer = trainer
         self._comm = comm.communicator
         self.dist_config = config or comm.config
         self.rank = comm.rank
         self.world_size = comm.world_size
+        options = options or DdpConfig()
         try:
+            require("trainer", trainer, TransformerTrainer, "a TransformerTrainer(model)")
+            place = self.dist_config
+            require("config", place, DistributedTrainConfig, "a DistributedTrainConfig")
+            require("options", options, DdpConfig, "a DdpConfig")
             _check_alike(comm, self.dist_config, trainer)
             # Processes have agreed on it when they met.
             wanted = self.dist_config.comm_backend if comm.shares_process else AverageBackend.AUTO
-            options = options or DdpConfig()
             if verify_every is None:
                 verify_every = 1 if options.verify_every is None else options.verify_every
             self._ddp = trainer.join_team(
@@ -169,22 +178,6 @@ class DistributedTrainer:
     def __exit__(self, *exception: Any) -> None:
         torch.set_num_threads(self._torch_threads)
         self._ddp.__exit__(*exception)
-
-
-def _check_kinds(trainer: object, comm: object, config: object, options: object) -> None:
-    if not isinstance(comm, DistributedComm):
-        raise ConfigError(
-            f"comm is a {type(comm).__name__}; give this rank's end: DistributedComm.remote(config)"
-            ", or one element of the list DistributedComm.local(num_ranks)"
-        )
-    for name, given, kind, remedy in (
-        ("trainer", trainer, TransformerTrainer, "a TransformerTrainer(model)"),
-        ("config", config or comm.config, DistributedTrainConfig, "a DistributedTrainConfig"),
-        ("options", options or DdpConfig(), DdpConfig, "a DdpConfig"),
-    ):
-        if not isinstance(given, kind):
-            comm.close()  # the others learn at once that this rank will not come
-            raise ConfigError(f"{name} is a {type(given).__name__}; give {remedy}")
 
 
 def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:

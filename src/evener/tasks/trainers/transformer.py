@@ -1,6 +1,5 @@
 """What a rank trains a causal language model with: model, optimizer, schedule, and the team."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -10,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from evener.comm.base import Communicator
+from evener.config.checks import AboveZero, Positive, require
 from evener.config.loading import load_config
-from evener.config.runs import OptimizerConfig
+from evener.config.runs import OptimizerConfig, TaskConfig
 from evener.config.settings import DdpConfig
 from evener.data.packing import IGNORED
 from evener.ddp import Ddp
@@ -25,6 +25,14 @@ from evener.tasks.lm_batch import LMBatch
 from evener.tasks.optimization import StepSchedule, TokenSchedule, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig
+
+
+class _Options(TaskConfig):
+    """The options of a ``TransformerTrainer``, with the checks of a run's."""
+
+    optimizer: OptimizerConfig
+    max_steps: Positive | None = None
+    total_tokens: AboveZero | None = None
 
 
 @final
@@ -70,17 +78,25 @@ class TransformerTrainer:
         seed: int = 0,
         max_grad_norm: float | None = 1.0,
     ) -> None:
-        _check_model(model)
-        _check_limits(max_steps, total_tokens)
-        _check_schedule(schedule)
+        remedy = "a torch.nn.Module, such as transformers' AutoModelForCausalLM makes"
+        require("model", model, nn.Module, remedy)
+        remedy = (
+            "its settings, such as {'lr': 3e-4}: a TransformerTrainer makes a fused AdamW of them"
+        )
+        require("optimizer", optimizer or {}, OptimizerConfig | Mapping, remedy)
+        remedy = (
+            "a function of Progress that returns the factor of the learning rate, such as lambda "
+            "progress: 0.99**progress.steps"
+        )
+        require("schedule", schedule or min, Callable, remedy)
         self.model = model
         self.max_steps = max_steps
         self.total_tokens = total_tokens
-        if isinstance(optimizer, Mapping) and "max_grad_norm" in optimizer:
-            optimizer = dict(optimizer)
-            max_grad_norm = optimizer.pop("max_grad_norm")
-        self.settings = _settings(optimizer)
-        self._max_grad_norm = DdpConfig(max_grad_norm=max_grad_norm).max_grad_norm  # checked
+        given = {"max_steps": max_steps, "total_tokens": total_tokens, "optimizer": optimizer or {}}
+        if max_grad_norm != 1.0:  # the default, and then ``optimizer`` may hold it
+            given["max_grad_norm"] = max_grad_norm
+        chosen = load_config(_Options, None, base=given)
+        self.settings, self._max_grad_norm = chosen.optimizer, chosen.max_grad_norm
         self.optimizer: AdamW = make_optimizer(model, self.settings)
         self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)
         self._seed = seed
@@ -244,42 +260,6 @@ class TransformerTrainer:
                 f"the batch holds token {least if least < 0 else largest}, and the model has "
                 f"tokens 0 to {size - 1}; use the tokenizer that belongs to the model"
             )
-
-
-def _settings(given: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerConfig:
-    if isinstance(given, OptimizerConfig):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(
-            f"optimizer is a {type(given).__name__}; give its settings, such as {{'lr': 3e-4}}: a "
-            "TransformerTrainer makes a fused AdamW of them"
-        )
-    return load_config(OptimizerConfig, None, base=given)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; give a torch.nn.Module, such as transformers' "
-            "AutoModelForCausalLM makes"
-        )
-
-
-def _check_schedule(schedule: object) -> None:
-    if schedule is not None and not callable(schedule):
-        raise ConfigError(
-            f"schedule is a {type(schedule).__name__}; give a function of Progress that returns "
-            "the factor of the learning rate, such as lambda progress: 0.99**progress.steps"
-        )
-
-
-def _check_limits(max_steps: object, total_tokens: object) -> None:
-    if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
-        raise ConfigError(f"max_steps is {max_steps!r}; give 1 or more, or None for no end")
-    if total_tokens is None:
-        return
-    if not isinstance(total_tokens, int | float) or not 0 < total_tokens < math.inf:
-        raise ConfigError(f"total_tokens is {total_tokens!r}; give a number above 0, or None")
 
 
 def _schedule(

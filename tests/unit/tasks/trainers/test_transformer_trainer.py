@@ -18,7 +18,7 @@ from helpers.language import llama, lm_batch, relative_error, train_plainly, vec
         ({"optimizer": {"lr": -1}}, ["lr is -1", "more than 0"]),
         ({"max_steps": 0}, ["max_steps is 0", "1 or more"]),
         ({"max_steps": True}, ["max_steps is True"]),
-        ({"max_steps": "4"}, ["max_steps is '4'", "1 or more"]),
+        ({"max_steps": "4"}, ["max_steps is '4'", "a whole number"]),
         ({"max_steps": 2.5}, ["max_steps is 2.5"]),
         ({"total_tokens": "x"}, ["total_tokens is 'x'"]),
         ({"total_tokens": 0}, ["total_tokens is 0"]),
