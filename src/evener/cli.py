@@ -18,15 +18,11 @@ import evener
 from evener.config.options import ClassifyOptions, PretrainOptions
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
-from evener.team.child import (
-    apply_threads,
-    end_in_silence,
-    loading_libraries,
-    run_child,
-)
+from evener.team.child import apply_threads, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import check_kind, local_devices
 from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
+from evener.team.signals import end_in_silence
 
 app = typer.Typer(
     name="evener",

@@ -19,11 +19,11 @@ from evener.engine.notices import warn_of_former_name
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.loop.likeness import check_alike, describe_versions
 from evener.team.backends import check_backend, connect_team
-from evener.team.child import apply_threads
+from evener.team.channel import LEFT
+from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
 from evener.team.hardware import hardware_summary
 from evener.team.members import Member, describe_self
-from evener.team.news import LEFT, tell
 from evener.team.placement import device_by_number, devices_of_host
 from evener.team.terminal import say
 

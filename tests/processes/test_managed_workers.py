@@ -115,7 +115,7 @@ def test_an_exception_before_the_team_has_formed_ends_it_soon():
     assert caught.value.state is None
     assert handle.state is None
     # The other one, which would wait for it for minutes, was ended.
-    assert signal.SIGKILL in handle._run._workers[0].outcome.signals
+    assert signal.SIGKILL in handle._run.children[0].signals
 
 
 def test_a_killed_worker_is_named_and_the_others_keep_the_model():
@@ -131,7 +131,7 @@ def test_a_killed_worker_is_named_and_the_others_keep_the_model():
 
 
 def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch):
-    monkeypatch.setattr("evener.managed.workers.SURVIVORS_S", 0.5)
+    monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 0.5)
     handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
     assert next(handle.metrics()).epoch == 0
     pids = handle._run.pids

@@ -24,7 +24,7 @@ RANK_1_OF_2 = {
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
-    for name in (*RANK_1_OF_2, "EVENER_LAUNCHED", "EVENER_NEWS_FD", "SLURM_JOB_ID"):
+    for name in (*RANK_1_OF_2, "EVENER_LAUNCHED", "EVENER_CHANNEL_FD", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 

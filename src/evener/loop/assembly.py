@@ -42,11 +42,11 @@ from evener.planning.hints import HintWatch
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy
 from evener.team.backends import check_backend, check_policy, connect_team
-from evener.team.child import apply_threads
+from evener.team.channel import LEFT
+from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
 from evener.team.hardware import team_lines
 from evener.team.members import Member, describe_self
-from evener.team.news import LEFT, tell
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
 

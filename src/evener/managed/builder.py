@@ -70,7 +70,7 @@ class DdpBuilder:
             LaunchError: A worker could not be started.
         """
         from evener.managed.handle import DdpHandle, InlineRun  # which stand on Ddp
-        from evener.managed.workers import WorkerTeam
+        from evener.managed.processes import WorkerTeam
 
         job = make_job(*self._functions, cast("ManagedOptions", self._options))
         return DdpHandle(InlineRun(job) if len(job.devices) == 1 else WorkerTeam(job))

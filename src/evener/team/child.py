@@ -5,15 +5,15 @@ import gc
 import io
 import os
 import signal
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from evener.errors import UserError
-from evener.team import news
+from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
 from evener.team.failures import describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
@@ -23,6 +23,19 @@ from evener.team.uncaught import explain
 PARENT_PID = "EVENER_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
+
+_supervisors: list[Channel] = []
+
+
+def _is_supervised() -> bool:
+    """Whether somebody listens to this process: not to children of a rank."""
+    return any(not channel.has_ended for channel in _supervisors)
+
+
+def tell(**message: Any) -> None:
+    """Tell the supervisor of this rank, where there is one, and not from children of the rank."""
+    for channel in _supervisors:
+        channel.tell(message)
 
 
 def run_child(main: Callable[[], int | None]) -> int:
@@ -45,7 +58,7 @@ def run_child(main: Callable[[], int | None]) -> int:
         return main() or 0
     except SystemExit as stop:
         # Python may take seconds to end, and by then others have told that they lost this rank.
-        if exit_code_of(stop) and news.has_line():
+        if exit_code_of(stop) and _is_supervised():
             report_failure(stop)
         raise
     except KeyboardInterrupt:
@@ -72,26 +85,6 @@ def follows_from_ctrl_c(error: BaseException) -> bool:
     return False
 
 
-@contextmanager
-def start_in_silence() -> Iterator[None]:
-    """Let processes that are started inside of it hear SIGINT only when ``run_child`` runs.
-
-    Python would print a traceback where Ctrl-C comes while it still starts up. A blocked signal
-    waits; processes inherit the mask, and ``run_child`` lets it through.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def end_in_silence() -> None:
-    """Let Ctrl-C end this process without a word from now on: it is ending anyway."""
-    with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def report_failure(error: Exception | SystemExit) -> int:
     """Tells the launcher, or else the terminal, about an exception.
 
@@ -99,9 +92,8 @@ def report_failure(error: Exception | SystemExit) -> int:
         What the process should exit with.
     """
     explain(error)
-    if news.has_line():
-        rank = int(os.environ["RANK"])
-        news.tell(failure=asdict(describe(error, rank=rank, time=time.time())))
+    if _is_supervised():
+        tell(failure=asdict(describe(error)))
     elif isinstance(error, UserError):
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     else:
@@ -129,16 +121,22 @@ def apply_threads(config: DistributedTrainConfig) -> int:
     return torch.get_num_threads()
 
 
-def prepare_rank() -> None:
-    """What a rank's process does first: die with its parent, show crashes, write lines at once."""
+def prepare_rank() -> Channel | None:
+    """What a rank's process does first: die with its parent, show crashes, write lines at once.
+
+    Returns:
+        The connection to the supervisor, where this process has been given one.
+    """
     die_with(int(os.environ[PARENT_PID]))
-    news.open_line()
+    if given := os.environ.pop(CHANNEL_FD, None):
+        _supervisors.append(Channel(socket.socket(fileno=int(given))))
     faulthandler.enable()
     sys.unraisablehook = _show_unraisable
     if STORE_FD in os.environ:
         # For this process only: whatever it starts must not hold the store's port.
         os.set_inheritable(int(os.environ[STORE_FD]), False)
     write_lines_at_once()
+    return _supervisors[-1] if given else None
 
 
 def _show_unraisable(unraisable: Any) -> None:

@@ -1,5 +1,6 @@
 """What a rank that fails tells its launcher, before it exits."""
 
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ class FailureReport:
     """What ended a rank.
 
     Attributes:
-        rank: Which rank.
         time: Unix seconds at which the exception reached the top.
         kind: Name of the exception's class.
         message: Its text.
@@ -31,9 +31,9 @@ class FailureReport:
         follow_up: Most likely caused by the failure of another rank.
         exit_code: What the rank ends with.
         notes: What was added to the exception, such as where it was raised.
+        steps: Optimizer steps that a worker of a managed run had applied; -1 before it joined.
     """
 
-    rank: int
     time: float
     kind: str
     message: str
@@ -42,6 +42,7 @@ class FailureReport:
     follow_up: bool
     exit_code: int
     notes: str = ""
+    steps: int = -1
 
     @property
     def is_exit(self) -> bool:
@@ -49,13 +50,12 @@ class FailureReport:
         return self.kind == SystemExit.__name__
 
 
-def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
+def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
     """Makes the report of an exception.
 
     Args:
         error: The exception.
-        rank: Rank on which it was raised.
-        time: Unix seconds.
+        steps: See ``FailureReport``.
     """
     start = _without_runner(error.__traceback__)
     lines = traceback.format_exception(type(error), error, start)
@@ -63,8 +63,7 @@ def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
     # Also of scripts that do not use evener's exchange.
     collective = isinstance(error, CollectiveError) or is_of_an_exchange(error)
     return FailureReport(
-        rank=rank,
-        time=time,
+        time=time.time(),
         kind=type(error).__name__,
         message=str(error),
         traceback="".join(lines),
@@ -72,6 +71,7 @@ def describe(error: BaseException, *, rank: int, time: float) -> FailureReport:
         follow_up=collective and not isinstance(error, UserError),
         exit_code=exit_code_of(error),
         notes="\n".join(getattr(error, "__notes__", ())),
+        steps=steps,
     )
 
 

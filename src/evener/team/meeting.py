@@ -2,30 +2,30 @@
 
 The launcher of node 0 listens where the team's store will be. The others connect, say who they are,
 and learn which ranks are theirs; then the listening socket is handed on to rank 0. Messages are
-lines of JSON of limited length. As with torch's own store, nothing authenticates them: use a
-private network.
+of limited length. As with torch's own store, nothing authenticates them: use a private network.
+
+The launchers keep their connections while ranks run, and node 0 passes on what each says. A
+connection that breaks says nothing about the ranks, which have connections of their own.
 """
 
 import errno
-import json
 import secrets
-import selectors
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 
-from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
+from evener.comm.addresses import is_unknown_name, listens_everywhere
 from evener.errors import LaunchError
+from evener.team.channel import Channel, Message
 from evener.team.nodes import Node
-from evener.team.peers import Peers
-from evener.team.ranks import MAX_NPROC, LocalRanks
+from evener.team.ranks import MAX_NPROC, LocalRanks, open_port
 from evener.team.terminal import say
 from evener.version import __version__
 
-_LONGEST_LINE_BYTES = 4096
+_LONGEST_MESSAGE_BYTES = 4096
 _LARGEST_NUMBER = 10**6
 _BACKLOG = 512
 # Connections that have not said yet who they are. A launcher speaks as soon as it has connected, so
@@ -36,6 +36,33 @@ _SILENCE_S = 10.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _CONNECT_S = 5.0
+
+
+class Peers:
+    """The launchers that this one is connected to: all others on node 0, node 0 elsewhere."""
+
+    def __init__(self, channels: Sequence[Channel] = ()) -> None:
+        self.channels = list(channels)
+
+    def tell(self, message: Message) -> None:
+        """Tells the other launchers, as far as they can be reached."""
+        for channel in self.channels:
+            channel.tell(message)
+
+    def hear(self) -> list[Message]:
+        """Messages that have come since the last call; each is passed on."""
+        heard = [(channel, message) for channel in self.channels for message in channel.receive()]
+        for source, message in heard:
+            for channel in self.channels:
+                if channel is not source:
+                    channel.tell(message)
+        self.channels = [channel for channel in self.channels if not channel.has_ended]
+        return [message for _, message in heard]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        for channel in self.channels:
+            channel.close()
 
 
 def meet(
@@ -59,8 +86,8 @@ def meet(
             port is in use.
     """
     if node.number > 0:
-        ranks, connection = _join(node, nproc)
-        return ranks, None, Peers([connection])
+        ranks, channel = _join(node, nproc)
+        return ranks, None, Peers([channel])
     listener = _listen(node, listen=True)
     if listens_everywhere(listener):
         say(
@@ -86,22 +113,20 @@ def number_ranks(node: Node, counts: Mapping[int, int]) -> list[LocalRanks]:
         node: Any of them.
         counts: Ranks of each.
     """
-    world_size, first, places = sum(counts.values()), 0, []
-    for number in range(node.nnodes):
-        places.append(
-            LocalRanks(
-                first=first,
-                count=counts[number],
-                world_size=world_size,
-                host=node.host,
-                port=node.port,
-            )
-        )
-        first += counts[number]
-    return places
+    world_size = sum(counts.values())
+    firsts = [sum(counts[n] for n in range(number)) for number in range(node.nnodes)]
+    return [_ranks_of(node, first, counts[n], world_size) for n, first in enumerate(firsts)]
 
 
-# ── messages ─────────────────────────────────────────────────────────────────────────────────────
+def _ranks_of(node: Node, first: int, count: int, world_size: int) -> LocalRanks:
+    return LocalRanks(
+        first=first, count=count, world_size=world_size, host=node.host, port=node.port
+    )
+
+
+def _open(connection: socket.socket) -> Channel:
+    connection.setblocking(False)
+    return Channel(connection, _LONGEST_MESSAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +139,7 @@ class _Hello:
     nproc: int
 
 
-def _encode(**values: object) -> bytes:
-    return json.dumps(values).encode() + b"\n"
-
-
-def _decode(line: bytes) -> dict[str, Any] | None:
-    """Return a message; ``None`` for what none of our launchers has sent."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):  # lists in lists in lists exhaust the parser's stack
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _parse_hello(message: Mapping[str, Any]) -> _Hello | None:
+def _parse_hello(message: Message) -> _Hello | None:
     numbers = [message.get(name) for name in ("node", "nnodes", "nproc")]
     version = message.get("evener")
     if not isinstance(version, str):
@@ -175,23 +187,15 @@ def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
 
 def _listen(node: Node, *, listen: bool) -> socket.socket:
     try:
-        listener = bind(node.host, node.port)
-        try:
-            if listen:
-                listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        return open_port(node.host, node.port, backlog=_BACKLOG if listen else 0)
     except OSError as error:
         raise LaunchError(
             f"node 0 cannot listen on port {node.port} ({error.strerror}): end the program that "
             "uses it (perhaps an earlier run), or give every machine another with --port; "
             "--master-addr must be an address of node 0"
         ) from None
-    return listener
 
 
-@dataclass(slots=True)
 class _Host:
     """Node 0 while it waits for the others.
 
@@ -199,178 +203,144 @@ class _Host:
     fit is told why and ends, and node 0 prints the same and keeps waiting.
     """
 
-    node: Node
-    nproc: int
-    listener: socket.socket
-    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _strangers: dict[socket.socket, bytearray] = field(default_factory=dict)
-    _nodes: dict[socket.socket, _Hello] = field(default_factory=dict)
-    _refusals: list[str] = field(default_factory=list)
-    _is_reached: bool = False
+    def __init__(self, node: Node, nproc: int, listener: socket.socket) -> None:
+        self._node = node
+        self._nproc = nproc
+        self._listener = listener
+        self._token = secrets.token_hex(8)
+        self._is_reached = False  # by itself, under the address that all are given
+        self._strangers: list[Channel] = []  # oldest first
+        self._nodes: dict[Channel, _Hello] = {}
+        self._refusals: list[str] = []
 
     def gather(self) -> tuple[LocalRanks, Peers]:
         """Waits until all are here, and tells each which ranks are its own."""
-        token = secrets.token_hex(8)
-        self.listener.setblocking(False)
-        self._selector.register(self.listener, selectors.EVENT_READ)
+        self._listener.setblocking(False)
         try:
-            with self._call_oneself(token):
-                self._wait(token)
-            places = number_ranks(self.node, self._counts)
-            for connection, hello in self._nodes.items():
-                place = places[hello.node]
-                self._tell(connection, first_rank=place.first, world_size=place.world_size)
-            peers = Peers([*self._nodes])
-            self._nodes.clear()  # they stay open
-            return places[0], peers
-        except LaunchError as error:
-            for connection in self._nodes:
-                self._tell(connection, error=str(error))
+            with closing(self._call_oneself()):
+                self._wait()
+        except BaseException as error:
+            for channel in self._nodes:
+                if isinstance(error, LaunchError):
+                    channel.tell({"error": str(error)})
+                channel.close()
             raise
         finally:
-            for connection in [*self._strangers, *self._nodes]:
-                self._drop(connection)
-            self._selector.close()
+            for channel in self._strangers:
+                channel.close()
+        places = number_ranks(self._node, self._counts)
+        for channel, hello in self._nodes.items():
+            place = places[hello.node]
+            channel.tell({"first_rank": place.first, "world_size": place.world_size})
+        return places[0], Peers([*self._nodes])
 
     @property
     def _counts(self) -> dict[int, int]:
-        return {0: self.nproc, **{hello.node: hello.nproc for hello in self._nodes.values()}}
+        return {0: self._nproc, **{hello.node: hello.nproc for hello in self._nodes.values()}}
 
-    def _call_oneself(self, token: str) -> socket.socket:
+    def _call_oneself(self) -> Channel:
         # Rank 0 is going to meet its own store under this address: a wrong one is noticed here.
         try:
-            own = socket.create_connection((self.node.host, self.node.port), _CONNECT_S)
+            address = (self._node.host, self._node.port)
+            own = Channel(socket.create_connection(address, _CONNECT_S))
         except (OSError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or "no answer"
             raise LaunchError(self._is_no_address(why)) from None
-        own.sendall(_encode(token=token))
+        own.tell({"token": self._token})
         return own
 
     def _is_no_address(self, why: str) -> str:
         return (
-            f"node 0 does not reach itself at {self.node.where} ({why}): --master-addr must be an "
+            f"node 0 does not reach itself at {self._node.where} ({why}): --master-addr must be an "
             "address of node 0 that every machine can reach (`ip address` lists them)"
         )
 
-    def _wait(self, token: str) -> None:
+    def _wait(self) -> None:
         started = time.monotonic()
         said = False
-        while not self._is_reached or len(self._nodes) < self.node.nnodes - 1:
+        while not self._is_reached or len(self._nodes) < self._node.nnodes - 1:
             waited_s = time.monotonic() - started
-            if waited_s >= self.node.timeout_s:
+            if waited_s >= self._node.timeout_s:
                 refused = f"; refused: {self._refusals[-1]}" if self._refusals else ""
                 raise LaunchError(
-                    f"node 0 waited {self.node.timeout_s:.0f} s at {self.node.where} for "
+                    f"node 0 waited {self._node.timeout_s:.0f} s at {self._node.where} for "
                     f"{self._missing}: start the same command there with its --node-rank, or look "
                     f"at its output{refused}"
                 )
             if waited_s > 1.0 and not said:
                 said = True
-                say(f"evener: node 0 waits at {self.node.where} for {self._missing}")
-            left_s = min(_LONGEST_PAUSE_S, self.node.timeout_s - waited_s)
-            ready = self._selector.select(left_s)
+                say(f"evener: node 0 waits at {self._node.where} for {self._missing}")
+            left_s = min(_LONGEST_PAUSE_S, self._node.timeout_s - waited_s)
+            visitors = [channel.fileno() for channel in (*self._nodes, *self._strangers)]
+            ready = wait([self._listener, *visitors], left_s)
             # Nothing more on its way: this process may merely have been held up for so long.
             if not ready and not self._is_reached and waited_s > _CONNECT_S:
                 raise LaunchError(self._is_no_address("another machine has this address"))
-            for key, _ in ready:
-                if key.fileobj is self.listener:
-                    self._welcome(token)
-                elif key.fileobj in self._nodes:
-                    self._drop(key.fileobj)  # it ended before all were here, or is none of ours
-                elif key.fileobj in self._strangers:
-                    self._read(key.fileobj, token)
+            self._drop_those_that_went()
+            if self._listener in ready:
+                self._welcome()
+            for stranger in [*self._strangers]:
+                self._hear(stranger)
 
     @property
     def _missing(self) -> str:
-        absent = [str(n) for n in range(self.node.nnodes) if n not in self._counts]
-        return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.node.nnodes}"
+        absent = [str(n) for n in range(self._node.nnodes) if n not in self._counts]
+        return f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self._node.nnodes}"
 
-    def _welcome(self, token: str) -> None:
+    def _welcome(self) -> None:
         try:
-            connection, _ = self.listener.accept()
+            connection, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._make_room()
             return  # else it has gone again
-        connection.setblocking(False)
-        self._strangers[connection] = bytearray()
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._strangers.append(_open(connection))
         # At once: what has said who it is can no longer be taken for the oldest stranger.
-        self._read(connection, token)
+        self._hear(self._strangers[-1])
         if len(self._strangers) > _MOST_STRANGERS:
             self._make_room()
 
     def _make_room(self) -> None:
         """Drops the stranger that has been silent for longest."""
         if self._strangers:
-            self._drop(next(iter(self._strangers)))
-        else:  # all descriptors are in use elsewhere; select would return at once
+            self._strangers.pop(0).close()
+        else:  # all descriptors are in use elsewhere; wait would return at once
             time.sleep(_FIRST_PAUSE_S)
 
-    def _read(self, connection: socket.socket, token: str) -> None:
-        try:
-            chunk = connection.recv(_LONGEST_LINE_BYTES)
-        except BlockingIOError:
+    def _hear(self, stranger: Channel) -> None:
+        messages = stranger.receive()
+        if not messages and not stranger.has_ended:
             return
-        except OSError:
-            chunk = b""
-        line = self._strangers[connection]
-        line += chunk
-        if not chunk or len(line) > _LONGEST_LINE_BYTES:
-            self._drop(connection)
-            return
-        if not line.endswith(b"\n"):
-            return
-        message = _decode(bytes(line)) or {}
+        self._strangers.remove(stranger)
+        message = messages[0] if messages else {}
+        self._is_reached |= message.get("token") == self._token
         hello = _parse_hello(message)
-        if message.get("token") == token:
-            self._is_reached = True
-            self._drop(connection)
-        elif hello is None:
-            self._drop(connection)
+        if hello is not None and self._admits(stranger, hello):
+            self._nodes[stranger] = hello
+            stranger.tell({"waiting": True})
         else:
-            self._answer(connection, hello)
+            stranger.close()
 
-    def _answer(self, connection: socket.socket, hello: _Hello) -> None:
+    def _admits(self, stranger: Channel, hello: _Hello) -> bool:
+        """Whether a launcher fits; one that does not is told why."""
         # One that went and comes again may be heard before the end of its first connection is.
-        for known in [known for known in self._nodes if _has_stirred(known)]:
-            self._drop(known)
-        if wrong := check_hello(self.node, hello, self._counts):
-            self._refuse(connection, wrong)
-        else:
-            del self._strangers[connection]
-            self._nodes[connection] = hello
-            self._tell(connection, waiting=True)
+        self._drop_those_that_went()
+        wrong = check_hello(self._node, hello, self._counts)
+        if wrong:
+            with suppress(OSError):
+                wrong = f"{wrong} (from {stranger.peer[0]})"
+            stranger.tell({"error": wrong})
+            if wrong not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
+                self._refusals.append(wrong)
+                say(f"evener: refused a launcher: {wrong}; still waiting for {self._missing}")
+        return not wrong
 
-    def _refuse(self, connection: socket.socket, wrong: str) -> None:
-        with suppress(OSError):
-            wrong = f"{wrong} (from {connection.getpeername()[0]})"
-        self._tell(connection, error=wrong)
-        self._drop(connection)
-        if wrong not in self._refusals and len(self._refusals) < _MOST_REFUSALS:
-            self._refusals.append(wrong)
-            say(f"evener: refused a launcher: {wrong}; still waiting for {self._missing}")
-
-    def _tell(self, connection: socket.socket, **values: object) -> None:
-        with suppress(OSError):  # it is missed where its ranks should be
-            connection.sendall(_encode(**values))
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        self._nodes.pop(connection, None)
-        self._strangers.pop(connection, None)
-        connection.close()
-
-
-def _has_stirred(connection: socket.socket) -> bool:
-    """Return whether a launcher that has nothing more to say has closed or said something."""
-    try:
-        connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+    def _drop_those_that_went(self) -> None:
+        """Drops launchers that ended before all were here, or that are none and say more."""
+        for channel in [*self._nodes]:
+            if channel.receive() or channel.has_ended:
+                del self._nodes[channel]
+                channel.close()
 
 
 # ── the other nodes ──────────────────────────────────────────────────────────────────────────────
@@ -380,7 +350,7 @@ class _ClosedError(Exception):
     """What listens at the address closed the connection before it had answered."""
 
 
-def _join(node: Node, nproc: int) -> tuple[LocalRanks, socket.socket]:
+def _join(node: Node, nproc: int) -> tuple[LocalRanks, Channel]:
     deadline = time.monotonic() + node.timeout_s
     pause_s, said = _FIRST_PAUSE_S, False
     closed_at: float | None = None
@@ -389,10 +359,11 @@ def _join(node: Node, nproc: int) -> tuple[LocalRanks, socket.socket]:
         try:
             address = (node.host, node.port)
             connection = socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s)))
+            channel = _open(connection)
             try:
-                return _ask(node, nproc, connection, deadline), connection
+                return _ask(node, nproc, channel, deadline), channel
             except BaseException:
-                connection.close()
+                channel.close()
                 raise
         except _ClosedError:
             # Node 0 does that to the oldest of many connections which have not said who they are.
@@ -420,42 +391,36 @@ def _join(node: Node, nproc: int) -> tuple[LocalRanks, socket.socket]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _ask(node: Node, nproc: int, connection: socket.socket, deadline: float) -> LocalRanks:
+def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRanks:
     """Says who this node is, and waits for its ranks.
 
     Raises:
         LaunchError: Node 0 refused it, did not answer in time, or is something else.
         _ClosedError: The connection ended before any answer.
     """
-    hello = {"evener": __version__, "node": node.number, "nnodes": node.nnodes, "nproc": nproc}
-    answers = _Answers(connection)
+    channel.tell(
+        {"evener": __version__, "node": node.number, "nnodes": node.nnodes, "nproc": nproc}
+    )
     try:
-        connection.sendall(_encode(**hello))
-        line = answers.first(node, deadline)
-        if not line:
+        answer = _first_answer(node, channel, deadline)
+        if answer is None:
             raise _ClosedError
-        if (_decode(line) or {}).get("waiting") is True:
-            line = answers.next(deadline)
+        if answer.get("waiting") is True:
+            answer = channel.next(deadline)
     except TimeoutError:
         raise LaunchError(
             f"node {node.number} waited {node.timeout_s:.0f} s at {node.where} for node 0 to name "
             "its ranks: another node is missing (node 0 says which), or what listens there is "
             "something else"
         ) from None
-    except OSError:
-        if not answers.have_come:
-            raise _ClosedError from None
-        line = b""
-    answer = _decode(line) or {}
+    if answer is None:
+        raise LaunchError(_is_no_answer(node, "closed the connection"))
     if isinstance(answer.get("error"), str):
         raise LaunchError(_printable(answer["error"]))
     first, world_size = answer.get("first_rank"), answer.get("world_size")
     if type(first) is not int or type(world_size) is not int:
-        what = "answered something else" if line else "closed the connection"
-        raise LaunchError(_is_no_answer(node, what))
-    return LocalRanks(
-        first=first, count=nproc, world_size=world_size, host=node.host, port=node.port
-    )
+        raise LaunchError(_is_no_answer(node, "answered something else"))
+    return _ranks_of(node, first, nproc, world_size)
 
 
 def _is_no_answer(node: Node, what: str) -> str:
@@ -466,40 +431,17 @@ def _is_no_answer(node: Node, what: str) -> str:
     )
 
 
-@dataclass(slots=True)
-class _Answers:
-    """Lines that come over a connection, of limited length."""
-
-    connection: socket.socket
-    have_come: bool = False
-    _rest: bytes = b""
-
-    def first(self, node: Node, deadline: float) -> bytes:
-        """The first line, which node 0 sends at once; prints whom it waits for if it does not."""
-        try:
-            return self.next(min(deadline, time.monotonic() + _SILENCE_S))
-        except TimeoutError:
-            if time.monotonic() >= deadline:
-                raise
-            host, port = self.connection.getpeername()[:2]
-            say(
-                f"evener: {host} port {port} accepted the connection of node {node.number} "
-                f"{_SILENCE_S:.0f} s ago and has not answered; waiting for it until "
-                f"{node.timeout_s:.0f} s are over. Is that node 0 of this run, or another program?"
-            )
-            return self.next(deadline)
-
-    def next(self, deadline: float) -> bytes:
-        """The next line; empty when the connection has ended. Raises ``TimeoutError``."""
-        while b"\n" not in self._rest and len(self._rest) <= _LONGEST_LINE_BYTES:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self.connection.settimeout(left_s)
-            chunk = self.connection.recv(_LONGEST_LINE_BYTES)
-            if not chunk:
-                break
-            self._rest += chunk
-            self.have_come = True
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
+def _first_answer(node: Node, channel: Channel, deadline: float) -> Message | None:
+    """The first answer, which node 0 sends at once; prints whom it waits for if it does not."""
+    try:
+        return channel.next(min(deadline, time.monotonic() + _SILENCE_S))
+    except TimeoutError:
+        if time.monotonic() >= deadline:
+            raise
+        host, port = channel.peer[:2]
+        say(
+            f"evener: {host} port {port} accepted the connection of node {node.number} "
+            f"{_SILENCE_S:.0f} s ago and has not answered; waiting for it until "
+            f"{node.timeout_s:.0f} s are over. Is that node 0 of this run, or another program?"
+        )
+        return channel.next(deadline)

@@ -4,7 +4,6 @@ import os
 import select
 import selectors
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -28,17 +27,24 @@ class OutputPump:
     A thread, because a terminal that has been stopped (Ctrl-S) blocks the writer, and the launcher
     has to go on hearing signals. Bytes are not decoded. When a target is closed (``| head``), the
     pipe is still read, so that no rank blocks on it.
-
-    Args:
-        streams: ``(prefix, source, target)`` each: a mark for every line, a pipe (the caller's to
-            close, after ``finish``), and the descriptor that its lines go to.
     """
 
-    def __init__(self, streams: Sequence[tuple[bytes, IO[bytes], int]]) -> None:
-        self._streams = [_Stream(*stream) for stream in streams]
+    def __init__(self) -> None:
+        self._streams: list[_Stream] = []
         self._closed_targets: set[int] = set()
         self._writing = False
         self._thread = threading.Thread(target=self._run, name="evener-output", daemon=True)
+
+    def carry(self, prefix: bytes, source: IO[bytes] | None, target: int) -> None:
+        """Add a pipe, before the start.
+
+        Args:
+            prefix: A mark for every line.
+            source: The pipe, closed once it has ended; ``None`` for none.
+            target: Descriptor that its lines go to.
+        """
+        if source is not None:
+            self._streams.append(_Stream(prefix, source, target))
 
     def start(self) -> None:
         """Starts copying."""
@@ -72,6 +78,7 @@ class OutputPump:
                     self._take(stream, chunk)
                     if not chunk:
                         selector.unregister(stream.source)
+                        stream.source.close()
 
     def _take(self, stream: _Stream, chunk: bytes) -> None:
         stream.rest += chunk

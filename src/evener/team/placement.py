@@ -10,12 +10,13 @@ from evener.comm.existing import close_in_children, find_place
 from evener.comm.groups import connect
 from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError
+from evener.team.channel import JOINED, JOINING
+from evener.team.child import tell
 from evener.team.environment import (
     DistributedBackend,
     DistributedRole,
     DistributedTrainConfig,
 )
-from evener.team.news import JOINED, JOINING, tell
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | int | torch.device]

@@ -5,21 +5,22 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evener.comm.addresses import bind
 from evener.errors import ConfigError, LaunchError
+from evener.team.channel import CHANNEL_FD
 from evener.team.child import PARENT_PID
 from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.host import threads_per_rank
-from evener.team.news import NEWS_FD
 
 #: More ranks than this on one host are taken for a typing error.
 MAX_NPROC = 256
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 # What another launcher may have left in our environment, and would mislead the ranks.
 _FOREIGN_PREFIX = "TORCHELASTIC_"
 _FOREIGN = frozenset(
     {
-        NEWS_FD,
+        CHANNEL_FD,
         STORE_FD,
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
@@ -45,7 +46,7 @@ class LocalRanks:
     first: int = 0
     count: int
     world_size: int
-    host: str = _LOOPBACK
+    host: str = LOOPBACK
     port: int
 
 
@@ -103,17 +104,23 @@ def bind_store(port: int | None, *, listen: bool) -> socket.socket:
     """
     if port is not None and not 1 <= port <= 65_535:
         raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
-    store = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    # Lets a plain torch script open the port itself while we keep others from being given it.
-    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        store.bind((_LOOPBACK, port or 0))
-        if listen:
-            store.listen(MAX_NPROC)
+        # A plain torch script can open the port itself while we keep others from being given it.
+        return open_port(LOOPBACK, port or 0, backlog=MAX_NPROC if listen else 0)
     except OSError as error:
-        store.close()
         raise LaunchError(
-            f"port {port} cannot be opened on {_LOOPBACK} ({error.strerror}); choose another with "
+            f"port {port} cannot be opened on {LOOPBACK} ({error.strerror}); choose another with "
             "--port, or leave --port out to get a free one"
         ) from error
-    return store
+
+
+def open_port(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Opens a port, and listens there unless the backlog is 0; raises OSError."""
+    opened = bind(host, port)
+    try:
+        if backlog:
+            opened.listen(backlog)
+    except OSError:
+        opened.close()
+        raise
+    return opened

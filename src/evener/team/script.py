@@ -16,7 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from evener.errors import LaunchError
-from evener.team.child import end_in_silence, run_child, write_lines_at_once
+from evener.team.child import run_child, write_lines_at_once
+from evener.team.signals import end_in_silence
 
 
 def run_program(argv: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
 """Signals as data: a flag that a rank reads between windows, a queue that the launcher waits on."""
 
 import os
-import select
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, Self
 
 #: Ctrl-C, a scheduler's request, and the warning that SLURM sends before the time limit.
@@ -43,12 +43,7 @@ class StopSignals:
                     self._previous[signum] = signal.signal(signum, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
         self._previous.clear()
@@ -88,12 +83,7 @@ class OneInterrupt:
             self._installed = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -108,7 +98,7 @@ class SignalQueue:
     """Receives signals as data, in order, where a launcher waits for them.
 
     While it is entered, stop requests, a closed terminal and ends of child processes do nothing but
-    wake ``wait``. Main thread only.
+    wake who waits on ``fileno``. Main thread only.
     """
 
     _RECEIVED = (*STOPPING, signal.SIGHUP, signal.SIGCHLD)
@@ -131,12 +121,7 @@ class SignalQueue:
                 signal.signal(signum, _do_nothing)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, previous in self._previous.items():
             signal.signal(signum, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
@@ -144,19 +129,38 @@ class SignalQueue:
         os.close(self._reader)
         os.close(self._writer)
 
-    def wait(self, timeout_s: float, also: Sequence[int] = ()) -> list[signal.Signals]:
-        """Signals that have arrived, oldest first.
+    def fileno(self) -> int:
+        """Return the descriptor, to wait on."""
+        return self._reader
 
-        Args:
-            timeout_s: Longest wait for the first one.
-            also: Descriptors that end the wait, too, when there is something to be read.
-        """
-        select.select([self._reader, *also], [], [], timeout_s)
+    def take(self) -> list[signal.Signals]:
+        """Return the signals that have arrived, oldest first, without those of ended children."""
         try:
-            return [signal.Signals(number) for number in os.read(self._reader, 4096)]
+            arrived = [signal.Signals(number) for number in os.read(self._reader, 4096)]
         except BlockingIOError:
             return []
+        return [signum for signum in arrived if signum != signal.SIGCHLD]
 
 
 def _do_nothing(_signum: int, _frame: FrameType | None) -> None:
     """The number already went to the queue, through the wake-up descriptor."""
+
+
+@contextmanager
+def start_in_silence() -> Iterator[None]:
+    """Let processes that are started inside of it hear SIGINT only when ``run_child`` runs.
+
+    Python would print a traceback where Ctrl-C comes while it still starts up. A blocked signal
+    waits; processes inherit the mask, and ``run_child`` lets it through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_in_silence() -> None:
+    """Let Ctrl-C end this process without a word from now on: it is ending anyway."""
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,8 +2,7 @@
 
 The process turns into the launcher (``exec``), so nothing of what the script has loaded so far
 stays in memory, and every rank, rank 0 among them, runs the script from its beginning. It never
-imports torch: ``python -P -m evener.team.starting NPROC COMMAND`` is the launcher's own
-program.
+imports torch.
 """
 
 import multiprocessing
@@ -20,8 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evener.errors import ConfigError
-from evener.team.child import end_in_silence, run_child, start_in_silence
-from evener.team.launch import launch
+from evener.team.signals import start_in_silence
 
 # Options of the interpreter that are followed by an argument, in the same word or in the next.
 _WITH_ARGUMENT = "cmWX"
@@ -200,7 +198,14 @@ def _become_launcher(
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(started.folder)
-    command = [*_python(), "evener.team.starting", str(nproc), *started.program]
+    command = [
+        *_python(),
+        "evener.team.launch",
+        str(nproc),
+        *_python(),
+        "evener.team.script",
+        *started.program,
+    ]
     os.execve(sys.executable, command, dict(environ))
 
 
@@ -213,19 +218,3 @@ def _python() -> list[str]:
 def _say(text: str) -> None:
     sys.stderr.write(f"evener: {text}\n")
     sys.stderr.flush()
-
-
-def main(argv: Sequence[str]) -> int:
-    """Launches the ranks; the body of the program that a plainly started script turns into.
-
-    Args:
-        argv: Number of ranks, then the script (or ``-m`` and the module) and its arguments.
-    """
-    command = [*_python(), "evener.team.script", *argv[1:]]
-    return run_child(lambda: launch(command, nproc=int(argv[0])))
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    end_in_silence()
-    sys.exit(code)

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evener.errors import CollectiveMismatchError
 from evener.team.failures import FailureReport
@@ -19,31 +19,33 @@ _LIKELY_CAUSES: dict[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How one rank ended.
+@dataclass(slots=True, kw_only=True)
+class RankRecord:
+    """What is known of one rank's process.
 
     Attributes:
         rank: Which rank.
         pid: Its process.
-        code: Exit code; ``-n`` when signal n ended it.
-        time: Unix seconds at which the launcher saw the end.
+        has_ended: Whether its supervisor has seen its end.
+        code: Exit code, ``-n`` when signal n ended it; 0 while it runs.
+        time: Unix seconds at which its supervisor saw the end.
         report: What the rank wrote about its failure, if it did.
-        signals: Signals that the launcher had sent to it.
+        signals: Signals that its supervisor has sent to it.
         desertion: How it has left others waiting for it, in words; empty if it has not.
     """
 
     rank: int
     pid: int
-    code: int
-    time: float
-    report: FailureReport | None
-    signals: frozenset[int]
+    has_ended: bool = False
+    code: int = 0
+    time: float = 0.0
+    report: FailureReport | None = None
+    signals: set[int] = field(default_factory=set)
     desertion: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, and not merely as it was told to."""
+        """Whether it fails or ended badly, and not merely as it was told to."""
         if self.desertion:
             return True
         if self.report is not None and not self.report.is_exit:
@@ -53,7 +55,7 @@ class Outcome:
         return self.code != 0 and not self.signals
 
 
-def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
+def first_failure(outcomes: Sequence[RankRecord]) -> RankRecord | None:
     """The failure that the others followed from; ``None`` if no rank failed.
 
     Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
@@ -61,7 +63,7 @@ def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
     of ranks that came for different things, where one of them had a reason of its own.
     """
 
-    def order(outcome: Outcome) -> tuple[bool, bool, float]:
+    def order(outcome: RankRecord) -> tuple[bool, bool, float]:
         report = outcome.report
         if report is None:
             return False, False, outcome.time
@@ -71,7 +73,7 @@ def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
     return min((o for o in outcomes if o.failed), key=order, default=None)
 
 
-def exit_code(outcomes: Sequence[Outcome], stop_signal: int | None) -> int:
+def exit_code(outcomes: Sequence[RankRecord], stop_signal: int | None) -> int:
     """What the launcher should exit with.
 
     Args:
@@ -86,7 +88,7 @@ def exit_code(outcomes: Sequence[Outcome], stop_signal: int | None) -> int:
     return 0
 
 
-def explain(outcomes: Sequence[Outcome], stop_signal: int | None) -> str:
+def explain(outcomes: Sequence[RankRecord], stop_signal: int | None) -> str:
     """The words for a person, ready to print; empty if there is nothing to say."""
     first = _shown_failure(outcomes, stop_signal)
     if first is None:
@@ -110,7 +112,7 @@ def explain(outcomes: Sequence[Outcome], stop_signal: int | None) -> str:
     return text
 
 
-def _shown_failure(outcomes: Sequence[Outcome], stop_signal: int | None) -> Outcome | None:
+def _shown_failure(outcomes: Sequence[RankRecord], stop_signal: int | None) -> RankRecord | None:
     first = first_failure(outcomes)
     # When ranks are told to stop, some lose their peers on the way out: that is no failure.
     if stop_signal is not None and first is not None and first.report and first.report.follow_up:
@@ -118,7 +120,7 @@ def _shown_failure(outcomes: Sequence[Outcome], stop_signal: int | None) -> Outc
     return first
 
 
-def silent_end(outcome: Outcome) -> str:
+def silent_end(outcome: RankRecord) -> str:
     """Words for the end of a rank that left no report."""
     who = f"rank {outcome.rank} (pid {outcome.pid})"
     if outcome.desertion:
@@ -130,7 +132,7 @@ def silent_end(outcome: Outcome) -> str:
     return f"{who} was killed by {name}: {cause}"
 
 
-def _early_end(first: Outcome, outcomes: Sequence[Outcome]) -> str:
+def _early_end(first: RankRecord, outcomes: Sequence[RankRecord]) -> str:
     # A script that returns early on one rank ends well; its peers can only say that it has gone.
     gone = [o.rank for o in outcomes if o.code == 0 and o.report is None]
     if not gone or first.report is None or not first.report.follow_up:
@@ -142,7 +144,7 @@ def _early_end(first: Outcome, outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _in_short(outcome: Outcome) -> str:
+def _in_short(outcome: RankRecord) -> str:
     if outcome.report is not None and not outcome.report.is_exit:
         return f"rank {outcome.rank} ({outcome.report.kind})"
     if outcome.code < 0:

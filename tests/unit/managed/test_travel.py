@@ -1,7 +1,6 @@
 """Functions and data on their way into worker processes, and messages back."""
 
 import pickle
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,6 @@ from torch import nn
 
 from evener.engine.results import Progress
 from evener.errors import ConfigError, LaunchError
-from evener.managed.channel import Channel
 from evener.managed.trained import TrainedState, capture_trained, pack_trained, unpack_trained
 from evener.managed.travel import CarriedDataset, CarriedFunction, pack, unpack
 
@@ -104,29 +102,6 @@ def test_classes_of_a_cell_reach_processes_that_load_data():
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_messages_arrive_whole_however_they_are_cut():
-    ours, theirs = socket.socketpair()
-    channel, other = Channel(ours), Channel(theirs)
-    with pytest.raises(BlockingIOError):
-        channel.receive(wait=False)
-    payload = memoryview(bytes(range(256)) * 4000)
-    sender = threading.Thread(target=other.send, args=("state", {"a": [1.5, None]}, [payload]))
-    sender.start()
-    messages = []
-    while not messages:
-        messages += channel.receive() or []
-    sender.join()
-    (message,) = messages
-    assert (message.kind, message.document) == ("state", {"a": [1.5, None]})
-    assert bytes(message.payload) == bytes(payload)
-    other.send("one")
-    other.send("two", {"nan": float("inf")})
-    other.close()
-    assert [m.kind for m in channel.receive() or []] == ["one", "two"]
-    assert channel.receive() is None
-    channel.close()
 
 
 class Various(nn.Module):

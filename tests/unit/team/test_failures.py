@@ -1,4 +1,5 @@
 import os
+import socket
 import sys
 from dataclasses import asdict
 
@@ -6,8 +7,9 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from evener.errors import CollectiveMismatchError, ConfigError, DataError, PeerLostError
-from evener.team import news
-from evener.team.child import report_failure, run_child
+from evener.team import child
+from evener.team.channel import CHANNEL_FD, JOINING, Channel, Message
+from evener.team.child import report_failure, run_child, tell
 from evener.team.failures import FailureReport, describe
 
 
@@ -32,36 +34,48 @@ def caught(error):
     ],
 )
 def test_what_kind_of_failure_it_is(error, user_error, follow_up, code):
-    report = describe(caught(error), rank=1, time=2.0)
+    report = describe(caught(error))
     assert (report.user_error, report.follow_up, report.exit_code) == (user_error, follow_up, code)
     assert report.kind == type(error).__name__
     assert report.message == str(error)
     assert report.traceback.startswith("Traceback")
 
 
+class Launcher:
+    """What a launcher hears of this process, as its rank 1."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def hear(self) -> Message:
+        heard: Message = {}
+        for message in self.channel.receive():
+            heard |= message
+        return heard
+
+
 @pytest.fixture
 def launcher(monkeypatch):
-    """What a launcher hears of this process, as its rank 1."""
-    reader, writer = os.pipe()
-    monkeypatch.setenv(news.NEWS_FD, str(writer))
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(news, "_line", [])
-    news.open_line()
-    listener = news.Listener(reader)
-    yield listener
-    listener.close()
-    os.close(writer)
+    ours, theirs = socket.socketpair()
+    monkeypatch.setenv(CHANNEL_FD, str(theirs.detach()))
+    monkeypatch.setenv(child.PARENT_PID, str(os.getppid()))
+    monkeypatch.setattr(child, "_supervisors", [])
+    monkeypatch.setattr(child, "die_with", lambda pid: None)
+    own = child.prepare_rank()
+    assert CHANNEL_FD not in os.environ
+    yield Launcher(Channel(ours))
+    own.close()
+    ours.close()
 
 
 def test_news_arrive_whole(launcher):
-    report = describe(caught(ValueError("ünï\ncode \udcff" + "x" * 1000)), rank=1, time=2.5)
-    launcher.hear()
-    assert (launcher.place, launcher.failure) == ("", None)
-    news.tell(place=news.JOINING)
-    news.tell(failure=asdict(report))
-    launcher.hear()
-    assert FailureReport(**launcher.failure) == report
-    assert (launcher.place, launcher.has_ended) == (news.JOINING, False)
+    report = describe(caught(ValueError("ünï\ncode \udcff" + "x" * 1000)))
+    assert launcher.hear() == {}
+    tell(place=JOINING)
+    tell(failure=asdict(report))
+    heard = launcher.hear()
+    assert FailureReport(**heard["failure"]) == report
+    assert (heard["place"], launcher.channel.has_ended) == (JOINING, False)
 
 
 def test_a_rank_tells_its_launcher_and_not_the_terminal(launcher, capsys):
@@ -70,8 +84,7 @@ def test_a_rank_tells_its_launcher_and_not_the_terminal(launcher, capsys):
         raise ConfigError("lr is -1")
 
     assert run_child(fail) == 2
-    launcher.hear()
-    assert launcher.failure["message"] == "lr is -1"
+    assert launcher.hear()["failure"]["message"] == "lr is -1"
     assert capsys.readouterr() == ("", "")
 
 
@@ -110,7 +123,7 @@ def test_system_exit_passes():
 def test_the_launcher_knows_of_system_exit_before_python_has_ended(launcher, given, code):
     with pytest.raises(SystemExit):
         run_child(lambda: sys.exit(given))
-    launcher.hear()
-    report = None if launcher.failure is None else FailureReport(**launcher.failure)
+    heard = launcher.hear()
+    report = FailureReport(**heard["failure"]) if heard else None
     assert (report.exit_code if report else None) == code
     assert report is None or (report.is_exit and not report.follow_up)

@@ -16,7 +16,8 @@ def pumped(tmp_path):
         path = tmp_path / "target"
         source = os.pipe()
         with os.fdopen(source[0], "rb", buffering=0) as reader, path.open("wb") as target:
-            pump = OutputPump([(b"[rank 1] ", reader, target.fileno())])
+            pump = OutputPump()
+            pump.carry(b"[rank 1] ", reader, target.fileno())
             pump.start()
             for chunk in chunks:
                 os.write(source[1], chunk)
@@ -54,7 +55,8 @@ def test_a_closed_target_does_not_stop_the_reading():
     source, target = os.pipe(), os.pipe()
     os.close(target[0])
     with os.fdopen(source[0], "rb", buffering=0) as reader:
-        pump = OutputPump([(b"", reader, target[1])])
+        pump = OutputPump()
+        pump.carry(b"", reader, target[1])
         pump.start()
         for _ in range(64):  # far more than a pipe holds
             os.write(source[1], b"line\n" * 8_000)
@@ -72,7 +74,8 @@ def test_a_reader_that_pauses_is_waited_for():
         with suppress(BlockingIOError):
             while True:
                 full += theirs.send(b"x" * 4096)
-        pump = OutputPump([(b"", reader, theirs.fileno())])
+        pump = OutputPump()
+        pump.carry(b"", reader, theirs.fileno())
         pump.start()
         os.write(source[1], b"the end\n")
         os.close(source[1])

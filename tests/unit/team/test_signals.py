@@ -1,6 +1,7 @@
 import os
 import signal
 import threading
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -74,10 +75,12 @@ def test_does_nothing_outside_the_main_thread():
 def test_the_queue_hands_out_signals_in_order_and_puts_handlers_back():
     before = handlers()
     with SignalQueue() as queue:
-        assert queue.wait(0) == []
+        assert queue.take() == []
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGCHLD)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert queue.wait(10) == [signal.SIGTERM, signal.SIGUSR1]
-        assert queue.wait(0) == []
+        assert wait([queue.fileno()], 10)
+        assert queue.take() == [signal.SIGTERM, signal.SIGUSR1]
+        assert queue.take() == []
     assert handlers() == before
     assert signal.set_wakeup_fd(-1) == -1

@@ -3,12 +3,11 @@ import signal
 import pytest
 
 from evener.team.failures import FailureReport
-from evener.team.verdict import Outcome, exit_code, explain, first_failure
+from evener.team.verdict import RankRecord, exit_code, explain, first_failure
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):
     return FailureReport(
-        rank=rank,
         time=time,
         kind=kind,
         message=text or f"message of {kind}",
@@ -20,13 +19,13 @@ def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, 
 
 
 def outcome(rank, code=0, time=0.0, what=None, signals=()):
-    return Outcome(
+    return RankRecord(
         rank=rank,
         pid=100 + rank,
         code=code,
         time=time,
         report=what,
-        signals=frozenset(signals),
+        signals=set(signals),
     )
 
 

@@ -1,0 +1,356 @@
+"""Starts the ranks of one host, watches them, and ends them together.
+
+``evener launch`` and managed runs have a supervisor each, which decides what their ranks are told
+and when they have to end.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar, Final, Self
+
+from evener.errors import LaunchError
+from evener.team import lifeline
+from evener.team.channel import CHANNEL_FD, Channel, Message
+from evener.team.environment import STORE_FD
+from evener.team.failures import FailureReport
+from evener.team.output import OutputPump
+from evener.team.ranks import LocalRanks, rank_environment
+from evener.team.signals import start_in_silence
+from evener.team.terminal import say
+from evener.team.verdict import RankRecord
+
+#: What is said of a rank that has called ``exec``.
+ANOTHER_PROGRAM: Final = (
+    "has become another program (exec), while the other ranks count on it; start that program "
+    "beside the rank, as by subprocess.run"
+)
+
+# What a rank says wakes its supervisor, and so do signals; the rest it looks for.
+_LOOK_S = 0.1
+# A rank that lost its peer may say so while the peer still unwinds from what really happened: the
+# others are left alone for so long, so that it can say it.
+_SETTLE_S = 2.0
+# A killed process is gone at once, unless it hangs inside the kernel.
+_DEATH_S = 10.0
+# Output that is on its way gets so long, unless a reader such as a pager holds it up.
+_DRAIN_S = 2.0
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(slots=True, kw_only=True)
+class Child(RankRecord):
+    """A rank's process, as the process that started it sees it.
+
+    Attributes:
+        process: Leader of a session and a process group of its own.
+        channel: To it.
+        place: The last place that it told: ``""`` at first, then such as ``JOINING``.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    place: str = ""
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        handed: Mapping[str, int],
+        *,
+        stdin: int | None,
+        is_piped: bool,
+    ) -> Self:
+        """Start a rank; it dies with the thread that calls this.
+
+        Args:
+            command: Program and arguments.
+            environ: Its environment.
+            handed: Descriptors that it inherits, by the variable that names each.
+            stdin: Its standard input, as ``subprocess`` takes it.
+            is_piped: Whether its output comes through pipes, rather than going where ours goes.
+
+        Raises:
+            LaunchError: The process could not be started.
+        """
+        ours, theirs = socket.socketpair()
+        handed = {**handed, CHANNEL_FD: theirs.fileno()}
+        target = subprocess.PIPE if is_piped else None
+        try:
+            with theirs, start_in_silence():
+                process = subprocess.Popen(
+                    command,
+                    env={**environ, **{name: str(number) for name, number in handed.items()}},
+                    stdin=stdin,
+                    stdout=target,
+                    stderr=target,
+                    pass_fds=list(handed.values()),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            raise LaunchError(
+                f"rank {environ['RANK']} could not be started ({command[0]}: {error.strerror}); "
+                "check that the program exists and that the machine has memory and processes left"
+            ) from error
+        rank = int(environ["RANK"])
+        return cls(rank=rank, pid=process.pid, process=process, channel=Channel(ours))
+
+    @property
+    def is_another_program(self) -> bool:
+        """Whether it has called ``exec``, which closes its channel while it runs on."""
+        return not self.has_ended and self.channel.has_ended and _still_runs(self.pid)
+
+    def take(self, message: Message) -> None:
+        """Take in what it says of itself."""
+        self.place = message.get("place", self.place)
+        if "failure" in message:
+            self.report = FailureReport(**message["failure"])
+
+    def look(self) -> bool:
+        """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
+        code = self.process.poll()
+        if code is not None:
+            self._end(code)
+            _kill_group(self.pid)
+        return code is not None
+
+    def give_up(self) -> None:
+        """Take it for killed, though it has not ended."""
+        self._end(-signal.SIGKILL)
+
+    def _end(self, code: int) -> None:
+        self.has_ended, self.code, self.time = True, code, time.time()
+
+    def desert(self, words: str) -> None:
+        """Note how it has left others waiting for it."""
+        self.desertion = words
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended by itself."""
+        self.process.send_signal(signum)
+        if self.process.returncode is None:
+            self.signals.add(signum)
+
+    def kill(self) -> None:
+        """End it, and what it has started, at once."""
+        self.signals.add(signal.SIGKILL)
+        _kill_group(self.pid)
+
+
+class Supervisor(ABC):
+    """Starts the ranks of one host, watches them, and ends them together.
+
+    Each rank gets a session of its own, so that a terminal's Ctrl-C reaches this process alone. The
+    first rank of a host writes straight to the terminal; each line of the others is marked with its
+    rank. Nothing that the ranks have started outlives ``run``, nor this process.
+
+    Attributes:
+        children: The ranks that have been started.
+    """
+
+    #: Standard input of the first rank, as ``subprocess`` takes it.
+    stdin: ClassVar[int | None] = None
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+        self._lifeline: subprocess.Popen[bytes] | None = None
+        self._pump: OutputPump | None = None
+        self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
+        self._lateness = ""  # what is said of those who miss it
+        self._settles_at: float | None = None  # likewise; None while no rank has lost another
+        self._killed = False
+
+    def run(
+        self,
+        command: Sequence[str],
+        ranks: LocalRanks,
+        store: socket.socket | None,
+        environ: Mapping[str, str],
+        handed: Mapping[str, int] = _NOTHING,
+    ) -> None:
+        """Run a command as the ranks of this host, until all have ended.
+
+        Args:
+            command: Program and arguments, the same for every rank.
+            ranks: The ranks of this host.
+            store: Socket for rank 0, which opens the store on it; closed here.
+            environ: What the environment of each rank is made from.
+            handed: Descriptors that every rank inherits, by the variable that names each.
+
+        Raises:
+            LaunchError: A rank could not be started.
+        """
+        try:
+            # Rank 0's alone once it has started: if it dies, others see that nobody answers.
+            with store or nullcontext():
+                self._start(command, ranks, store, environ, handed)
+            self._watch()
+        finally:
+            self._end_all()
+
+    # ── what differs ─────────────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def _decide(self) -> None:
+        """Heed requests, look at the ranks, and tell those that have to end."""
+
+    @abstractmethod
+    def _announce_kill(self, why: str, alive: Sequence[Child]) -> None:
+        """Say that ranks are killed."""
+
+    @property
+    def _requests(self) -> Sequence[int]:
+        """Descriptors to wait on besides those of the ranks."""
+        return ()
+
+    def _end_late(self) -> None:
+        """The deadline has come, and some run on."""
+        self._kill(self._lateness)
+
+    def _is_hurried(self) -> bool:
+        """Return whether output that is still on its way shall be left."""
+        return False
+
+    # ── for all ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _alive(self) -> list[Child]:
+        return [child for child in self.children if not child.has_ended]
+
+    def _start(
+        self,
+        command: Sequence[str],
+        ranks: LocalRanks,
+        store: socket.socket | None,
+        environ: Mapping[str, str],
+        handed: Mapping[str, int],
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._lifeline = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for local_rank in range(ranks.count):
+            is_first = local_rank == 0
+            child = Child.start(
+                command,
+                rank_environment(environ, ranks, local_rank),
+                {**handed, STORE_FD: store.fileno()} if store is not None and is_first else handed,
+                stdin=self.stdin if is_first else subprocess.DEVNULL,
+                is_piped=not is_first,
+            )
+            self.children.append(child)
+            self._tell_lifeline("+", child)
+        self._pump = OutputPump()
+        for child in self.children:
+            mark = f"[rank {child.rank}] ".encode()
+            self._pump.carry(mark, child.process.stdout, 1)
+            self._pump.carry(mark, child.process.stderr, 2)
+        self._pump.start()
+
+    def _watch(self) -> None:
+        while alive := self._alive:
+            channels = [child.channel for child in self.children if not child.channel.has_ended]
+            wait([*(channel.fileno() for channel in channels), *self._requests], _LOOK_S)
+            for child in alive:
+                self._look_after(child)
+            for child in self.children:  # after their ends: what they told before has come
+                for message in child.channel.receive():
+                    self._take(child, message)
+            self._decide()
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                if self._killed:
+                    break
+                self._end_late()
+        for child in self._alive:
+            say(
+                f"evener: rank {child.rank} (pid {child.pid}) does not end even when killed: it "
+                "hangs in the kernel, in a device driver or a network file system"
+            )
+            child.give_up()
+
+    def _look_after(self, child: Child) -> None:
+        if child.look():
+            self._tell_lifeline("-", child)
+
+    def _take(self, child: Child, message: Message) -> None:
+        child.take(message)
+
+    def _failed_for_sure(self) -> bool:
+        follow_ups = 0
+        for child in self.children:
+            if child.report is not None and child.report.follow_up and not child.desertion:
+                follow_ups += 1
+            elif child.report is not None or child.failed:
+                return True
+        if not follow_ups:
+            return False
+        self._settles_at = self._settles_at or time.monotonic() + _SETTLE_S
+        return time.monotonic() >= self._settles_at
+
+    def _set_deadline(self, seconds: float, lateness: str) -> None:
+        self._deadline, self._lateness = time.monotonic() + seconds, lateness
+
+    def _kill(self, why: str) -> None:
+        alive = self._alive
+        self._announce_kill(why, alive)
+        for child in alive:
+            child.kill()
+        self._killed = True
+        self._set_deadline(_DEATH_S, why)
+
+    def _end_all(self) -> None:
+        """Leave nothing behind; harmless when all has ended already."""
+        for child in self._alive:
+            _kill_group(child.pid)
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(_DEATH_S)
+        self._drain()
+        for child in self.children:
+            child.channel.close()
+        if self._lifeline is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._lifeline.communicate(timeout=_DEATH_S)
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + _DRAIN_S
+        while self._pump is not None and not self._pump.finish(_LOOK_S):
+            is_late = time.monotonic() >= deadline and not self._pump.is_writing
+            if is_late or self._is_hurried():
+                return
+
+    def _tell_lifeline(self, sign: str, child: Child) -> None:
+        """Add (``+``) or remove (``-``) the process group of a rank."""
+        if self._lifeline is not None and self._lifeline.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._lifeline.stdin.write(f"{sign}{child.pid}\n".encode())
+                self._lifeline.stdin.flush()
+
+
+def _kill_group(group: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def _still_runs(pid: int) -> bool:
+    """Return whether a process that has closed its channel runs on, as another program.
+
+    One that is ending closes its files, too, but has no memory any more by then. Needs ``/proc``.
+    """
+    with suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    return False

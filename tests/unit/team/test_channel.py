@@ -1,0 +1,84 @@
+"""What processes tell one another arrives whole, and what is no message harms nobody."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from evener.team.channel import Channel
+from helpers.limits import PATIENCE_S
+
+
+@pytest.fixture
+def ends():
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_messages_arrive_whole_however_they_are_cut(ends):
+    channel, other = ends
+    assert channel.receive() == []
+    payload = memoryview(bytes(range(256)) * 4000)
+    message = {"state": {"a": [1.5, None]}}
+    sender = threading.Thread(target=other.tell, args=(message, [payload]))
+    sender.start()
+    heard = channel.next(time.monotonic() + PATIENCE_S)
+    sender.join()
+    assert (heard["state"], bytes(heard["payload"])) == (message["state"], bytes(payload))
+    other.tell({"number": 1})
+    other.tell({"nan": float("inf")})
+    other.close()
+    assert [[*m] for m in channel.receive()] == [["number"], ["nan"]]
+    assert channel.has_ended
+    assert channel.receive() == []
+    assert channel.next(0.0) is None
+    channel.tell({"to": "nobody"})
+
+
+def test_messages_are_taken_one_by_one_and_waited_for_until_a_deadline(ends):
+    channel, other = ends
+    for number in range(3):
+        other.tell({"number": number})
+    assert channel.next(time.monotonic() + PATIENCE_S) == {"number": 0}
+    assert channel.receive() == [{"number": 1}, {"number": 2}]
+    with pytest.raises(TimeoutError):
+        channel.next(time.monotonic() + 0.01)
+
+
+@pytest.mark.parametrize(
+    ("said", "messages", "ends_it"),
+    [
+        (b"GET / HTTP/1.1\r\n", [{}], False),
+        (b"[]\n", [{}], False),
+        (b"[" * 90 + b"\n", [{}], False),
+        (b'{"payload_bytes": 5}\n', [{"payload_bytes": 5}], False),
+        (b"x" * 200, [{}], True),
+    ],
+)
+def test_a_stranger_says_nothing_that_harms(said, messages, ends_it):
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, limit_bytes=100)
+    with theirs:
+        theirs.sendall(said)
+        assert channel.receive() == messages
+        assert channel.has_ended is ends_it
+    channel.close()
+
+
+def test_a_forked_child_does_not_keep_it_open(ends):
+    channel, other = ends
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    os.close(reader)
+    other.close()
+    assert channel.next(time.monotonic() + PATIENCE_S) is None
+    os.close(writer)
+    os.waitpid(child, 0)
