@@ -20,7 +20,7 @@ from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.team.child import apply_threads, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
-from evener.team.host import check_kind, local_devices
+from evener.team.host import local_devices
 from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, NodeOptions, choose_node
 from evener.team.signals import end_in_silence
 
@@ -334,7 +334,10 @@ def _launch_classification(
             )
         parent = options.parent
         if presets.find_demo_base(parent) is None:
-            check_kind(config.devices)  # else it would be said after that training
+            if config.devices not in ("auto", "cpu"):  # else it would be said after that training
+                from evener.team.placement import check_devices
+
+                check_devices(config.devices)
             if not options.quiet:
                 print("there is no base model yet: pretraining the demo's first", file=sys.stderr)
             demo = (*_PYTHON, "evener", *presets.demo_arguments(parent, quiet=options.quiet))

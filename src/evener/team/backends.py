@@ -16,7 +16,7 @@ from evener.comm.preflight import run_preflight
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
-from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
 from evener.team.placement import join
 
 
@@ -48,29 +48,13 @@ class ExchangeFacts:
 
 
 def check_backend(backend: str) -> AverageBackend:
-    """The backend of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    try:
-        return AverageBackend(backend)
-    except ValueError:
-        names = ", ".join(AverageBackend)
-        raise ConfigError(f"backend is {backend!r}; choose one of {names}") from None
+    """The backend of that name; raises ConfigError if there is none."""
+    return choose("backend", backend, AverageBackend)
 
 
 def check_policy(policy: str) -> ApplyPolicy:
-    """The policy of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    try:
-        return ApplyPolicy(policy)
-    except ValueError:
-        names = ", ".join(ApplyPolicy)
-        raise ConfigError(f"policy is {policy!r}; choose one of {names}") from None
+    """The policy of that name; raises ConfigError if there is none."""
+    return choose("policy", policy, ApplyPolicy)
 
 
 def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from evener.comm.addresses import is_loopback
 from evener.errors import ConfigError
+from evener.parsing import short
 from evener.team import slurm
 from evener.team.address import parse_address
 
@@ -21,6 +22,7 @@ STORE_FD = "EVENER_STORE_FD"
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _LOOPBACK = "127.0.0.1"
+_NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -49,6 +51,30 @@ class AverageBackend(StrEnum):
     NCCL = "nccl"
     GLOO = "gloo"
     CPU = "cpu"
+
+
+_CHOICES: Final[Mapping[str, type[StrEnum]]] = {
+    "role": DistributedRole,
+    "backend": DistributedBackend,
+    "comm_backend": AverageBackend,
+}
+
+
+def choose(name: str, value: str, kind: type[_Choice]) -> _Choice:
+    """Return the member of an enumeration that has a value.
+
+    Args:
+        name: What is chosen, for errors.
+        value: As the user gives it: the member, or its value.
+        kind: The enumeration.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(kind)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +120,8 @@ class DistributedTrainConfig:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: texts become enums here, and nowhere else
-        set_field(self, "role", _choice("role", self.role, DistributedRole))
-        set_field(self, "backend", _choice("backend", self.backend, DistributedBackend))
-        set_field(self, "comm_backend", _choice("comm_backend", self.comm_backend, AverageBackend))
+        for name, kind in _CHOICES.items():
+            set_field(self, name, choose(name, getattr(self, name), kind))
         host, port = parse_address(
             self.coordinator_addr, "coordinator_addr", may_bind=self.rank == 0
         )
@@ -108,16 +133,55 @@ class DistributedTrainConfig:
         set_field(self, "coordinator_addr", host)
         set_field(self, "coordinator_port", port or self.coordinator_port)
         set_field(self, "hosts_store", self.hosts_store and self.rank == 0)
-        _check_numbers(self)
+        self._check_numbers()
         if not self.local_world_size:
             known = self.world_size if is_loopback(host) else self.local_rank + 1
             set_field(self, "local_world_size", known)
-        _check_local_numbers(self)
+        self._check_local_numbers()
         if self.role is not _role(self.rank):
             raise ConfigError(
                 f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
                 f"all others are workers, so pass role={_role(self.rank).value!r}"
             )
+
+    def _check_numbers(self) -> None:
+        shown = self._shown
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise ConfigError(f"{shown(name)} is {short(value)}; give a whole number")
+        rank, world_size = shown("rank"), shown("world_size")
+        if self.world_size < 1:
+            raise ConfigError(f"{world_size} is {self.world_size}; a team has at least one rank")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"{rank} is {self.rank}, but {world_size} is {self.world_size}; ranks count from 0 "
+                f"to {world_size} - 1, so start {self.world_size} processes with {rank} 0 to "
+                f"{self.world_size - 1}"
+            )
+        if not 0 <= self.coordinator_port <= 65_535:
+            raise ConfigError(
+                f"coordinator_port is {self.coordinator_port}; give a port from 1 to 65535"
+            )
+
+    def _check_local_numbers(self) -> None:
+        local_rank, local_world_size = self._shown("local_rank"), self._shown("local_world_size")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ConfigError(
+                f"{local_rank} is {self.local_rank}, but {local_world_size} is "
+                f"{self.local_world_size}; local ranks count from 0 to {local_world_size} - 1 on "
+                "each host"
+            )
+        if self.local_world_size > self.world_size:
+            raise ConfigError(
+                f"{local_world_size} is {self.local_world_size}, but {self._shown('world_size')} "
+                f"is {self.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE "
+                "and WORLD_SIZE in the environment)"
+            )
+
+    def _shown(self, name: str) -> str:
+        """What a number is called where the user can change it."""
+        return name.upper() if self.launched_by in ("evener", "torchrun") else name
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
@@ -139,7 +203,13 @@ class DistributedTrainConfig:
         if "RANK" in environ or "WORLD_SIZE" in environ:
             return _from_variables(environ, launched_by="torchrun")
         if slurm.in_step(environ):
-            return _from_slurm(environ)
+            place = slurm.read_place(environ)
+            if place["world_size"] == 1:
+                # Such as the shell of `srun --pty bash`: it may start ranks of its own.
+                return cls()
+            # A batch script may choose the port itself.
+            port = _port(environ, default=slurm.choose_port(environ))
+            return cls.of_rank(**place, coordinator_port=port, launched_by="slurm")
         if partial := [n for n in (*_REQUIRED, "LOCAL_RANK") if environ.get(n)]:
             raise ConfigError(_partial(environ, partial))
         return cls()
@@ -199,61 +269,21 @@ class DistributedTrainConfig:
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
     if missing := [name for name in _REQUIRED if not environ.get(name)]:
         raise ConfigError(_partial(environ, [n for n in _REQUIRED if n not in missing]))
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"RANK is {rank}, but WORLD_SIZE is {world_size}; ranks count from 0 to "
-            f"WORLD_SIZE - 1, so start {world_size} processes with RANK 0 to {world_size - 1}"
-        )
+    rank = _integer(environ, "RANK")
     host = _master_addr(environ, may_bind=rank == 0)
-    # Some launchers set the four variables only. A loopback address means one host for all ranks;
-    # otherwise one rank per host, as those launchers do.
-    one_host = is_loopback(host)
-    local_rank = _integer(environ, "LOCAL_RANK", default=rank if one_host else 0)
-    local_world_size = _integer(
-        environ, "LOCAL_WORLD_SIZE", default=world_size if one_host else local_rank + 1
-    )
-    if not 0 <= local_rank < local_world_size:
-        raise ConfigError(
-            f"LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is {local_world_size}; local ranks "
-            "count from 0 to LOCAL_WORLD_SIZE - 1 on each host"
-        )
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return DistributedTrainConfig(
-        world_size=world_size,
-        rank=rank,
-        local_rank=local_rank,
-        role=_role(rank),
+    return DistributedTrainConfig.of_rank(
+        rank,
+        _integer(environ, "WORLD_SIZE"),
+        # Some launchers set the four variables only. A loopback address means one host for all
+        # ranks; otherwise one rank per host, as those launchers do.
+        local_rank=_integer(environ, "LOCAL_RANK", default=rank if is_loopback(host) else 0),
+        local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=0),
         coordinator_addr=host,
         coordinator_port=_port(environ),
-        local_world_size=local_world_size,
         hosts_store=not agent_store,
         store_fd=_integer(environ, STORE_FD) if environ.get(STORE_FD) else None,
         launched_by=launched_by,
-    )
-
-
-def _from_slurm(environ: Mapping[str, str]) -> DistributedTrainConfig:
-    task = slurm.read_task(environ)
-    if task.rank >= task.world_size:
-        raise ConfigError(
-            f"SLURM_PROCID is {task.rank}, but the step has {task.world_size} tasks "
-            "(SLURM_NTASKS); start all ranks with one srun"
-        )
-    if task.world_size == 1:
-        # Such as the shell of `srun --pty bash`: it has no others, and may start ranks of its own.
-        return DistributedTrainConfig()
-    return DistributedTrainConfig(
-        world_size=task.world_size,
-        rank=task.rank,
-        local_rank=task.local_rank,
-        role=_role(task.rank),
-        coordinator_addr=task.host,
-        # A batch script may choose host and port itself.
-        coordinator_port=_port(environ) if environ.get("MASTER_PORT") else task.port,
-        # Tasks by node may be those of the whole job, of which a step has fewer.
-        local_world_size=min(task.local_world_size, task.world_size),
-        launched_by="slurm",
     )
 
 
@@ -283,19 +313,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         ) from None
 
 
-def _port(environ: Mapping[str, str]) -> int:
-    port = _integer(environ, "MASTER_PORT")
+def _port(environ: Mapping[str, str], default: int | None = None) -> int:
+    port = _integer(environ, "MASTER_PORT", default)
     if not 1 <= port <= 65_535:
         raise ConfigError(f"MASTER_PORT is {port}; give a port from 1 to 65535")
     return port
-
-
-def _choice(name: str, value: str, kind: type[_Choice]) -> _Choice:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = ", ".join(kind)
-        raise ConfigError(f"{name} is {value!r}; choose one of {allowed}") from None
 
 
 def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
@@ -306,36 +328,3 @@ def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
             f"MASTER_ADDR={host} and MASTER_PORT={port}"
         )
     return host
-
-
-def _check_numbers(config: DistributedTrainConfig) -> None:
-    for name in ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; give a whole number")
-    if config.world_size < 1:
-        raise ConfigError(f"world_size is {config.world_size}; a team has at least one rank")
-    if not 0 <= config.rank < config.world_size:
-        raise ConfigError(
-            f"rank is {config.rank}, but world_size is {config.world_size}; ranks count from 0 to "
-            "world_size - 1"
-        )
-    if not 0 <= config.coordinator_port <= 65_535:
-        raise ConfigError(
-            f"coordinator_port is {config.coordinator_port}; give a port from 1 to 65535"
-        )
-
-
-def _check_local_numbers(config: DistributedTrainConfig) -> None:
-    if config.local_world_size > config.world_size:
-        raise ConfigError(
-            f"local_world_size is {config.local_world_size}, but world_size is "
-            f"{config.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE and "
-            "WORLD_SIZE in the environment)"
-        )
-    if not 0 <= config.local_rank < config.local_world_size:
-        raise ConfigError(
-            f"local_rank is {config.local_rank}, but local_world_size is "
-            f"{config.local_world_size}; local ranks count from 0 to local_world_size - 1 on each "
-            "host"
-        )

@@ -61,21 +61,6 @@ def local_devices(
     return (ask_torch or _count_by_torch)()
 
 
-def check_kind(devices: str) -> None:
-    """Refuses a kind of device that this host does not have; loads torch only to look for one.
-
-    Args:
-        devices: ``DistributedBackend`` by name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if devices not in ("auto", "cpu"):
-        from evener.team.placement import check_devices
-
-        check_devices(devices)
-
-
 def available_cores() -> int:
     """Cores that this process may run on: fewer than the machine's under ``taskset`` or SLURM."""
     if sys.platform != "linux":

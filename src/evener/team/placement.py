@@ -12,11 +12,7 @@ from evener.devices import count_accelerators, kind_of
 from evener.errors import ConfigError
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
-from evener.team.environment import (
-    DistributedBackend,
-    DistributedRole,
-    DistributedTrainConfig,
-)
+from evener.team.environment import DistributedBackend, DistributedTrainConfig
 
 #: What ``Ddp.setup`` takes for ``devices``.
 Devices = str | int | torch.device | Sequence[str | int | torch.device]
@@ -199,14 +195,13 @@ def place_in(group: Any) -> DistributedTrainConfig:
     close_in_children(group)
     if found.listen_fd is not None:
         _spent_sockets.discard(found.listen_fd)  # a new socket may get the number of an old one
-    return DistributedTrainConfig(
-        world_size=found.world_size,
-        rank=found.rank,
+    return DistributedTrainConfig.of_rank(
+        found.rank,
+        found.world_size,
         local_rank=found.local_rank,
-        role=DistributedRole.WORKER if found.rank else DistributedRole.COORDINATOR,
+        local_world_size=found.local_world_size,
         coordinator_addr=found.address,
         coordinator_port=found.port,
-        local_world_size=found.local_world_size,
         store_fd=found.listen_fd,
         launched_by="torch.distributed",
     )

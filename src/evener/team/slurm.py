@@ -7,7 +7,7 @@ host of task 0 is the first one of the first component that takes part.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from evener.errors import ConfigError
 
@@ -16,27 +16,6 @@ PORTS = range(20_000, 30_000)
 
 # Step numbers from here on are SLURM's own: the batch script, the shell of `salloc`, and such.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmTask:
-    """One task of a step that ``srun`` started.
-
-    Attributes:
-        rank: Number of the task in the step.
-        world_size: Tasks in the step, over all components of a heterogeneous job.
-        local_rank: Number of the task on its node.
-        local_world_size: Tasks on this node.
-        host: Host of task 0, or what a batch script has put into ``MASTER_ADDR``.
-        port: Derived from job and step, so that every task comes to the same one.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str
-    port: int
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
@@ -50,8 +29,13 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
 
 
-def read_task(environ: Mapping[str, str]) -> SlurmTask:
-    """This process's place in its step.
+def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
+    """This process's place in its step, over all components of a heterogeneous job.
+
+    Returns:
+        Fields of ``DistributedTrainConfig``: ``rank``, ``world_size``, ``local_rank``,
+        ``local_world_size`` and ``coordinator_addr``, the host of task 0 or what a batch script has
+        put into ``MASTER_ADDR``.
 
     Raises:
         ConfigError: A variable that ``srun`` sets is missing or makes no sense; or this is task 0,
@@ -59,18 +43,28 @@ def read_task(environ: Mapping[str, str]) -> SlurmTask:
     """
     # The step's own count first: `srun --preserve-env` leaves the job's in SLURM_NTASKS.
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    rank = _integer(environ, "SLURM_PROCID")
-    local_rank = _integer(environ, "SLURM_LOCALID")
+    rank, local_rank = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_LOCALID")
+    if rank >= world_size:
+        raise ConfigError(
+            f"SLURM_PROCID is {rank}, but the step has {world_size} tasks (SLURM_NTASKS); start "
+            "all ranks with one srun"
+        )
+    # Tasks by node may be those of the whole job, of which a step has fewer.
+    local_world_size = min(max(_tasks_on_this_node(environ), local_rank + 1), world_size)
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "local_rank": local_rank,
+        "local_world_size": local_world_size,
+        "coordinator_addr": environ.get("MASTER_ADDR") or _host_of_task_0(environ, rank),
+    }
+
+
+def choose_port(environ: Mapping[str, str]) -> int:
+    """A port derived from job and step, so that every task comes to the same one."""
     job, step = _integer(environ, "SLURM_JOB_ID"), int(_step_text(environ))
-    return SlurmTask(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=max(_tasks_on_this_node(environ), local_rank + 1),
-        host=environ.get("MASTER_ADDR") or _host_of_task_0(environ, rank),
-        # Steps of one job may run at once: a prime stride keeps them and neighbouring jobs apart.
-        port=PORTS[(job + 1009 * step) % len(PORTS)],
-    )
+    # Steps of one job may run at once: a prime stride keeps them and neighbouring jobs apart.
+    return PORTS[(job + 1009 * step) % len(PORTS)]
 
 
 def hosts_of(compact: str) -> Iterator[str]:

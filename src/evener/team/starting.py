@@ -7,6 +7,7 @@ imports torch.
 
 import multiprocessing
 import os
+import re
 import site
 import subprocess
 import sys
@@ -14,34 +15,18 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from evener.errors import ConfigError
 from evener.team.signals import start_in_silence
+from evener.team.terminal import say
 
-# Options of the interpreter that are followed by an argument, in the same word or in the next.
-_WITH_ARGUMENT = "cmWX"
+# Options of the interpreter, of which the last may have an argument, in the same word or the next.
+_OPTIONS = re.compile(r"-[^cmWX]*(?:([cmWX])(.*))?", re.DOTALL)
 _LONG_WITH_ARGUMENT = ("--check-hash-based-pycs",)
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """How this process was started.
-
-    Attributes:
-        program: Script and arguments, or ``-m``, module and arguments.
-        folder: The current folder of that moment, as far as it can be known.
-    """
-
-    program: tuple[str, ...]
-    folder: str
-
-
-def start_all_ranks(
-    devices: Sequence[str], *, optional: bool, quiet: bool, environ: dict[str, str] | None = None
-) -> None:
+def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> None:
     """Runs the script once for each device; returns only where that is impossible.
 
     Args:
@@ -49,7 +34,6 @@ def start_all_ranks(
         optional: The user did not ask for several: where the script cannot be started again, go on
             with one rank and say how to use all.
         quiet: Do not say what is being done.
-        environ: Instead of the process's environment.
 
     Raises:
         ConfigError: The script cannot be started again, and several devices were asked for.
@@ -58,26 +42,34 @@ def start_all_ranks(
         return
     names = ", ".join(devices)
     try:
-        started = how_started()
+        program, folder = how_started()
     except ConfigError as error:
         if not optional:
             raise ConfigError(
                 f"devices names {len(devices)} devices ({names}), but {error}"
             ) from None
         if not quiet:
-            _say(f"using {devices[0]} of {names}: {error}")
+            say(f"evener: using {devices[0]} of {names}: {error}")
         return
     # The launcher that this process becomes lets Ctrl-C through when it can take it.
     with start_in_silence():
         if not quiet:
-            program = started.program
             shown = Path(program[0]).name if program[0] != "-m" else program[1]
-            _say(f"{shown} was started plainly: running it once for each of {names}")
-        _become_launcher(started, len(devices), os.environ if environ is None else environ)
+            say(f"evener: {shown} was started plainly: running it once for each of {names}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.chdir(folder)
+        rank = [*_python(), "evener.team.script", *program]
+        launcher = [*_python(), "evener.team.launch", str(len(devices)), *rank]
+        os.execv(sys.executable, launcher)
 
 
-def how_started() -> Started:
+def how_started() -> tuple[list[str], str]:
     """The command that this process was started with.
+
+    Returns:
+        Script and arguments, or ``-m``, module and arguments; and the current folder of that
+        moment, as far as it can be known.
 
     Raises:
         ConfigError: It cannot be given again; says why and what to do.
@@ -109,7 +101,7 @@ def how_started() -> Started:
             f"the script is run by {runner}, which would do everything else again, too; to use all "
             f"devices {remedy}"
         )
-    return Started(tuple(program), folder)
+    return program, folder
 
 
 def _runner(files: Sequence[str]) -> str | None:
@@ -150,27 +142,22 @@ def program_of(words: Sequence[str]) -> list[str]:
     Returns:
         Nothing for ``-c``, a script on standard input and an interactive session.
     """
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        word = words[at]
-        if word == "-":
-            return []
-        at += 1
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
         if word.startswith("--"):
-            at += word in _LONG_WITH_ARGUMENT
+            rest = rest[int(word in _LONG_WITH_ARGUMENT) :]
             continue
-        for place, letter in enumerate(word[1:], start=1):
-            if letter not in _WITH_ARGUMENT:
-                continue
-            attached = word[place + 1 :]
-            if letter == "c":
-                return []
-            if letter == "m":
-                rest = [attached, *words[at:]] if attached else list(words[at:])
-                return ["-m", *rest] if rest else []
-            at += not attached
-            break
-    return list(words[at:])
+        options = _OPTIONS.fullmatch(word)
+        assert options is not None  # it matches all that begins like this
+        letter, argument = options.groups("")
+        if word == "-" or letter == "c":
+            return []
+        if letter and not argument:
+            argument = rest.pop(0) if rest else ""
+        if letter == "m":
+            return ["-m", argument, *rest] if argument else []
+    return rest
 
 
 def starting_folder(program: Sequence[str], now: str, main_file: str | None) -> str:
@@ -192,29 +179,7 @@ def starting_folder(program: Sequence[str], now: str, main_file: str | None) -> 
     return now
 
 
-def _become_launcher(
-    started: Started, nproc: int, environ: dict[str, str] | os._Environ[str]
-) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.chdir(started.folder)
-    command = [
-        *_python(),
-        "evener.team.launch",
-        str(nproc),
-        *_python(),
-        "evener.team.script",
-        *started.program,
-    ]
-    os.execve(sys.executable, command, dict(environ))
-
-
 def _python() -> list[str]:
     # As multiprocessing does for its children: -W, -X, -O and the like are handed on.
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *([] if "-P" in flags else ["-P"]), "-m"]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"evener: {text}\n")
-    sys.stderr.flush()

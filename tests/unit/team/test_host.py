@@ -11,10 +11,10 @@ from evener.errors import ConfigError, LaunchError
 from evener.team.host import (
     _count_by_torch,
     available_cores,
-    check_kind,
     local_devices,
     threads_per_rank,
 )
+from evener.team.placement import check_devices
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,6 @@ def test_a_kind_of_device_that_is_not_here_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
     for there in ("auto", "cpu", "xpu", "accelerator"):
-        check_kind(there)
+        check_devices(there)
     with pytest.raises(ConfigError, match="devices is 'mps', but torch finds 1 xpu device"):
-        check_kind("mps")
+        check_devices("mps")
