@@ -9,10 +9,8 @@ from evener.errors import ConfigError
 from evener.parsing import short
 from evener.yaml_files import read_yaml
 
-_KEYS = (
-    *("world_size", "rank", "local_rank", "local_world_size", "coordinator_port"),
-    *("role", "coordinator_addr", "backend", "comm_backend"),
-)
+_NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
+_KEYS = (*_NUMBERS, "role", "coordinator_addr", "backend", "comm_backend")
 #: Where else in a file the keys may stand.
 _SECTIONS = (("training", "distributed"), ("distributed",))
 
@@ -33,9 +31,12 @@ def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
                 f"{', '.join(_KEYS)}"
             )
     place = {**document, **changes}
+    for key in _NUMBERS:
+        if key in place and type(place[key]) is not int:
+            raise ConfigError(f"{where}: {key} is {short(place[key])}; give a whole number")
     if "world_size" not in place:
         raise ConfigError(f"{where}: world_size is missing; give the number of ranks")
-    if isinstance(place["world_size"], int) and place["world_size"] > 1:
+    if place["world_size"] > 1:
         for key in ("rank", "coordinator_addr"):
             if key not in place:
                 raise ConfigError(
