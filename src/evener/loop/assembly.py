@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate, groupby
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -49,6 +50,9 @@ from evener.team.hardware import team_lines
 from evener.team.members import Member, describe_self
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
+
+#: Bytes of a model that are copied at once.
+_PIECE_BYTES = 1 << 26
 
 
 class Assembly:
@@ -206,7 +210,13 @@ class Assembly:
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         layout = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
         copies = ReplicaAverager(self.comm, self.device)
-        copies.copy_from_first([named], layout, what="initial model")
+        ends = accumulate(tensor.nbytes for tensor in named.values())
+        # In pieces, as there may be no room for the whole model twice.
+        pieces = groupby(zip(layout, ends, strict=True), key=lambda entry: entry[1] // _PIECE_BYTES)
+        for _, piece in pieces:
+            copies.copy_from_first(
+                [named], tuple(entry for entry, _ in piece), what="initial model"
+            )
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 

@@ -20,6 +20,8 @@ from evener.engine.loaders.planned import split
 from evener.engine.results import WindowResult
 from evener.engine.sync import SyncEngine
 from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, UsageError
+from evener.loop.reporting import SinkMaker
+from evener.observe.events import Sink
 from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
 from evener.tasks.classification.base_model import GivenModel
@@ -74,6 +76,9 @@ class DataParallelCoordinator:
             ``["cuda:0", "cuda:1", "cpu"]``, one device, or a number of them.
         partition_ratios: Shares relative to one another, instead of measured speeds.
         emulate_slow: Factor by device number by which to slow it on purpose.
+        verify_every: After every so many batches, compare all replicas by hashes, and raise
+            ``ReplicasDifferError`` where they differ; 0 does not look.
+        sinks: Take the run's events; see ``Ddp.setup``. Closed by ``close``.
 
     Attributes:
         devices: The device of each replica.
@@ -92,6 +97,8 @@ class DataParallelCoordinator:
         *,
         partition_ratios: Sequence[float] | None = None,
         emulate_slow: Mapping[int, float] | None = None,
+        verify_every: int = 0,
+        sinks: Sequence[Sink | SinkMaker] = (),
     ) -> None:
         names = devices_of_host(devices, count_accelerators())
         self.devices = tuple(torch.device(name) for name in names)
@@ -105,6 +112,7 @@ class DataParallelCoordinator:
             non_finite=first.config.non_finite,
             partition_ratios=partition_ratios,
             emulate_slow=emulate_slow or {},
+            verify_every=verify_every,
             quiet=True,
         )
         self._torch_threads = torch.get_num_threads()
@@ -115,9 +123,8 @@ class DataParallelCoordinator:
         self._replicas: list[_Replica] = []
         self._ends = DistributedComm.local(len(names))
         try:
-            self._replicas = self._on_all(
-                _Replica, self.pipelines, self._ends, repeat(names), repeat(options)
-            )
+            given = (names, options, sinks)
+            self._replicas = self._on_all(_Replica, self.pipelines, self._ends, *map(repeat, given))
         except BaseException:
             self.close()
             raise
@@ -291,6 +298,7 @@ class _Replica:
         end: Joins the replicas.
         devices: Of all replicas.
         options: Those of the team.
+        sinks: Take its events.
     """
 
     def __init__(
@@ -299,6 +307,7 @@ class _Replica:
         end: DistributedComm,
         devices: Sequence[str],
         options: DdpConfig,
+        sinks: Sequence[Sink | SinkMaker],
     ) -> None:
         config = pipeline.config
         self._pipeline = pipeline
@@ -313,6 +322,7 @@ class _Replica:
                 config=options,
                 environment=end.config,
                 communicator=end.communicator,
+                sinks=sinks,
             )
         except BaseException:
             end.close()  # or the others would wait for this one

@@ -3,15 +3,21 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from evener import BatchResult, DataParallelCoordinator, Sample
+from evener import BatchResult, DataParallelCoordinator, Sample, Sink
 from evener.engine.loss_scale import FIRST_SCALE
-from evener.errors import ConfigError, DataError, NonFiniteGradientError, UsageError
+from evener.errors import (
+    ConfigError,
+    DataError,
+    NonFiniteGradientError,
+    ReplicasDifferError,
+    UsageError,
+)
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from helpers.classification import LABELS, TINY_BERT, TINY_LLAMA, config, samples
 from helpers.clocks import RankClocks
@@ -27,7 +33,8 @@ def batches() -> list[list[Sample]]:
 def make(
     devices: Any = ("cpu",), model: dict[str, Any] = TINY_LLAMA, **options: Any
 ) -> DataParallelCoordinator:
-    chosen = {k: options.pop(k) for k in ("partition_ratios", "emulate_slow") if k in options}
+    names = ("partition_ratios", "emulate_slow", "verify_every", "sinks")
+    chosen = {k: options.pop(k) for k in names if k in options}
     return DataParallelCoordinator(model, config(**options), list(devices), **chosen)
 
 
@@ -427,6 +434,39 @@ def test_after_close_it_refuses_and_the_classifier_lives_on() -> None:
     with pytest.raises(UsageError, match="closed"):
         coordinator.train_batch_parallel(samples(2))
     assert len(coordinator.primary_pipeline.predict(["a text"])) == 1
+
+
+class Notes(Sink):
+    """Keeps the events of a run."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def test_batches_can_be_watched() -> None:
+    notes = Notes()
+    with make(["cpu"] * 2, partition_ratios=[2, 1], sinks=[notes]) as coordinator:
+        result = coordinator.train_batch_parallel(samples(6))
+    kinds = [event["type"] for event in notes.events]
+    assert (kinds[0], kinds[-1]) == ("run_started", "run_finished")
+    (window,) = (event for event in notes.events if event["type"] == "window")
+    assert [row["samples"] for row in window["ranks"]] == [4, 2]
+    assert window["loss"] == result.avg_loss
+
+
+def test_replicas_that_differ_are_noticed() -> None:
+    with make(["cpu"] * 2, verify_every=1) as coordinator:
+        coordinator.train_batch_parallel(samples(4))
+        with torch.no_grad():
+            next(p for p in coordinator.pipelines[1].model.parameters() if p.requires_grad)[0] += 1
+        with pytest.raises(ReplicasDifferError, match="rank 1 is not that of rank 0"):
+            coordinator.train_batch_parallel(samples(4))
 
 
 # ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────
