@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from evener.tasks.classification.coordinator import (
         DataParallelCoordinator as DataParallelCoordinator,
     )
-    from evener.tasks.classification.job import ClassifyResult as ClassifyResult
     from evener.tasks.classification.pipeline import ClassifyPipeline as ClassifyPipeline
     from evener.tasks.classification.samples import Sample as Sample
     from evener.tasks.lm_batch import LMBatch as LMBatch
-    from evener.tasks.pretraining import PretrainResult as PretrainResult
     from evener.tasks.pretraining import pretrain as pretrain
+    from evener.tasks.results import ClassifyResult as ClassifyResult
+    from evener.tasks.results import PretrainResult as PretrainResult
     from evener.tasks.trainers.comm import DistributedComm as DistributedComm
     from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
     from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
@@ -74,7 +74,7 @@ _MODULE_OF: Final = {
     "CheckpointError": "evener.errors",
     "ClassifyConfig": "evener.config.classify",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
-    "ClassifyResult": "evener.tasks.classification.job",
+    "ClassifyResult": "evener.tasks.results",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
     "CollectiveTimeoutError": "evener.errors",
@@ -99,7 +99,7 @@ _MODULE_OF: Final = {
     "Member": "evener.team.members",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
-    "PretrainResult": "evener.tasks.pretraining",
+    "PretrainResult": "evener.tasks.results",
     "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
     "RankRecord": "evener.engine.results",

@@ -19,7 +19,7 @@ from helpers.ranks import Rank, RankTeam, run_ranks
 
 NEEDED = (
     "evener.cli",
-    "evener.tasks.classification.job",
+    "evener.tasks.classification.task",
     "peft",
     "transformers.models.llama.modeling_llama",
 )
@@ -177,15 +177,15 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(folder: Path) -> Non
 
 def stop_before_training(rank: Rank, folder: str, command: Sequence[str]) -> int:
     """A rank that is told to stop when the head is about to be fitted."""
-    from evener.tasks.classification import job
+    from evener.tasks.classification import task
 
-    fit_head = job.fit_head
+    fit_head = task.fit_head
 
     def told_to_stop(*arguments: Any) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
         return fit_head(*arguments)
 
-    job.fit_head = told_to_stop
+    task.fit_head = told_to_stop
     return be_evener(rank, folder, command)
 
 

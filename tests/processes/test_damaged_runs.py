@@ -98,7 +98,7 @@ def test_classification_resumes_from_the_newest_checkpoint_that_is_sound(tmp_pat
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
 
     def classify(*arguments: str) -> str:
-        needed = ("evener.cli", "evener.tasks.classification.job", "peft")
+        needed = ("evener.cli", "evener.tasks.classification.task", "peft")
         Zygote.get().preload(*needed, "transformers.models.llama.modeling_llama")
         command = ["classify", "run.yaml", *arguments]
         with RankTeam(be_evener, 1, str(tmp_path), command) as team:

@@ -103,7 +103,6 @@ class RunConfig(JobConfig):
         optimizer: AdamW and its schedule, by committed tokens.
         eval: Held-out loss.
         sample: Text written by the model at the end.
-        measure: Measure each rank alone and an equal split, at the end.
     """
 
     data: DataConfig = DataConfig()
@@ -111,7 +110,6 @@ class RunConfig(JobConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: HeldoutLossConfig = HeldoutLossConfig()
     sample: SampleConfig = SampleConfig()
-    measure: bool = False
 
 
 def load_run_config(

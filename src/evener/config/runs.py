@@ -131,6 +131,7 @@ class JobConfig(TaskConfig, TrainingOptions):
         policy: When ranks average, and what; see ``ApplyPolicy``.
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
+        measure: Measure each rank alone and an equal split, at the end.
         tensorboard: Write TensorBoard files.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.
     """
@@ -144,6 +145,7 @@ class JobConfig(TaskConfig, TrainingOptions):
     policy: Literal["sync", "cadence", "async"] = "sync"
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
+    measure: bool = False
     tensorboard: bool = False
     sinks: Annotated[
         list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]],

@@ -1,6 +1,7 @@
 """The optimizer of a run, and the learning rate by what the team has committed."""
 
 import math
+from typing import Literal
 
 import torch
 from torch import nn
@@ -46,59 +47,36 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) 
         group["weight_decay"] = weight_decay
 
 
-class TokenSchedule:
-    """Linear warm-up, then cosine, by tokens that the team has committed.
-
-    ``total_tokens`` is set once the corpus is known.
-    """
-
-    def __init__(self, settings: OptimizerConfig) -> None:
-        self._warmup = settings.warmup
-        self._least = settings.min_lr_ratio
-        self.total_tokens = 1.0
-
-    def __call__(self, progress: Progress) -> float:
-        """The factor of the base learning rate for the next update."""
-        return _warmup_cosine(progress.weight / self.total_tokens, self._warmup, self._least)
-
-
-class SampleSchedule:
-    """Linear warm-up, then cosine, by samples that the team has committed.
-
-    ``total_samples`` is set once the data is known.
-    """
-
-    def __init__(self, settings: OptimizerConfig) -> None:
-        self._warmup = settings.warmup
-        self._least = settings.min_lr_ratio
-        self.total_samples = 1.0
-
-    def __call__(self, progress: Progress) -> float:
-        """The factor of the base learning rate for the next update."""
-        return _warmup_cosine(progress.samples / self.total_samples, self._warmup, self._least)
-
-
-class StepSchedule:
-    """Linear warm-up, then cosine, by optimizer steps of the team.
+class WarmupCosine:
+    """Linear warm-up, then cosine, by what the team has committed.
 
     Args:
         settings: Part of the run that is warm-up, and the last rate.
-        total_steps: Steps of the run.
+        counted: What the length of the run is counted in: ``"weight"`` (tokens of a language
+            model), ``"samples"`` or ``"steps"``.
+        total: Length of the run, where it is known.
     """
 
-    def __init__(self, settings: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        settings: OptimizerConfig,
+        counted: Literal["weight", "samples", "steps"],
+        total: float = 1.0,
+    ) -> None:
         self._warmup = settings.warmup
         self._least = settings.min_lr_ratio
-        self.total_steps = total_steps
+        self._counted = counted
+        self._total = total
+
+    def set_total(self, total: float) -> None:
+        """Set the length of the run."""
+        self._total = max(1.0, total)
 
     def __call__(self, progress: Progress) -> float:
-        """The factor of the base learning rate for the next update."""
-        return _warmup_cosine(progress.steps / self.total_steps, self._warmup, self._least)
-
-
-def _warmup_cosine(done: float, warmup: float, least: float) -> float:
-    done = min(1.0, done)
-    if done < warmup:
-        return max(done / warmup, 1e-3)
-    part = (done - warmup) / max(1e-9, 1 - warmup)
-    return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * part))
+        """Return the factor of the base learning rate for the next update."""
+        count: float = getattr(progress, self._counted)
+        done = min(1.0, count / self._total)
+        if done < self._warmup:
+            return max(done / self._warmup, 1e-3)
+        part = (done - self._warmup) / max(1e-9, 1 - self._warmup)
+        return self._least + (1 - self._least) * 0.5 * (1 + math.cos(math.pi * part))

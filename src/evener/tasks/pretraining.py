@@ -4,40 +4,16 @@ What they need comes in when they are called: a public name is cheap to import.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evener.config.options import Allowed, Keys, PretrainOptions, file_or_keys
 from evener.errors import ConfigError
+from evener.tasks.results import PretrainResult
 from evener.team.child import loading_libraries
+from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
-from evener.team.terminal import warn
-
-if TYPE_CHECKING:
-    import torch
-
-    from evener.config.pretrain import RunConfig
-    from evener.tasks.text_data import Vocabulary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PretrainResult:
-    """What ``pretrain`` has come to; the same on every rank.
-
-    Attributes:
-        run_folder: Events, summary, checkpoints.
-        checkpoint: The last one; ``AutoModelForCausalLM.from_pretrained`` and
-            ``AutoTokenizer.from_pretrained`` load it.
-        heldout_loss: Mean cross-entropy per held-out token in nats; ``None`` where it was not
-            evaluated after the last step.
-        stopped: A signal ended the run early; ``resume=True`` goes on.
-    """
-
-    run_folder: Path
-    checkpoint: Path
-    heldout_loss: float | None
-    stopped: bool
 
 
 def run_pretraining(options: PretrainOptions) -> int:
@@ -101,7 +77,6 @@ def _run(
     options: PretrainOptions, records: Iterable[Any] | None, signals: StopSignals
 ) -> PretrainResult:
     from evener.config.pretrain_presets import resolve_config
-    from evener.team.environment import DistributedTrainConfig
 
     environment = DistributedTrainConfig.from_env()
     config = resolve_config(options, holds_runs=environment.rank < environment.local_world_size)
@@ -110,57 +85,9 @@ def _run(
             f"data.path is {config.data.path!r}, but a data set is given as well; leave one of "
             "them out"
         )
-    with loading_libraries():
-        import torch
+    with loading_libraries():  # torch, transformers
+        from evener.tasks.causal_lm import CausalLanguageModel
+        from evener.tasks.job import run_job
 
-        from evener.engine.emulate import parse_emulation
-        from evener.tasks.causal_lm import PretrainingRun
-        from evener.tasks.optimization import TokenSchedule
-        from evener.tasks.text_data import choose_vocabulary
-        from evener.tasks.trainers.transformer import TransformerTrainer
-
-    if config.idle_options and environment.rank == 0:
-        warn(f"{', '.join(config.idle_options)}: no effect with policy 'sync'")
-    slow = parse_emulation(options.emulate_slow, environment.world_size)
-    torch.manual_seed(config.seed)
-    with loading_libraries():  # transformers
-        vocabulary = choose_vocabulary(config.data)
-        model = _build_model(config, vocabulary)
-    schedule = TokenSchedule(config.optimizer)
-    trainer = TransformerTrainer(
-        model,
-        config.optimizer,
-        schedule=schedule,
-        max_steps=config.max_steps,
-        max_grad_norm=config.max_grad_norm,
-    )
-    ddp = trainer.join_team(
-        policy=config.policy,
-        backend=config.backend,
-        devices=config.devices,
-        precision=config.precision,
-        config=config.ddp_config(
-            emulate_slow=slow,
-            stop_when=lambda: signals.requested is not None,
-            quiet=options.quiet,
-        ),
-        environment=environment,
-    )
-    # Only now: until here there is nothing to save, and a signal ends the process at once.
-    with signals, ddp:
-        run = PretrainingRun(config, options, trainer, vocabulary.tokenizer, records, schedule)
-        return run.go()
-
-
-def _build_model(config: "RunConfig", vocabulary: "Vocabulary") -> "torch.nn.Module":
-    from evener.tasks.language_model import build_model, vocabulary_size
-    from evener.tasks.tokenizer import check_vocabulary
-
-    model = build_model(
-        config.model,
-        vocab_size=vocabulary.size,
-        seq_len=config.data.seq_len,
-        eos_id=vocabulary.eos_id,
-    )
-    check_vocabulary(vocabulary.size, vocabulary_size(model))
-    return model
+        task = CausalLanguageModel(config, options, records)
+    return PretrainResult(**asdict(run_job(task, config, options, signals, environment)))

@@ -12,8 +12,8 @@ KEYS = (
     "anchor, overhead_target, max_anchor, max_batch_diff, divergence_guard, "
     "divergence_threshold, lr_scale_ratio, max_grad_norm, non_finite, speed_hint, "
     "partition_ratios, verify_every, timeout_s, micro_batch_size, precision, seed, name, eval, "
-    "checkpoint, batch_size, max_steps, epochs, policy, backend, devices, tensorboard, sinks, "
-    "data, model, optimizer, sample, measure"
+    "checkpoint, batch_size, max_steps, epochs, policy, backend, devices, measure, tensorboard, "
+    "sinks, data, model, optimizer, sample"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio"
 

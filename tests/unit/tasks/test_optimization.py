@@ -3,7 +3,7 @@ from torch import nn
 
 from evener.config.runs import OptimizerConfig
 from evener.engine.results import Progress
-from evener.tasks.optimization import TokenSchedule, apply_settings, make_optimizer
+from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -32,19 +32,19 @@ def test_present_settings_go_before_those_of_a_checkpoint() -> None:
 
 
 def test_the_rate_rises_with_tokens_and_falls_along_a_cosine() -> None:
-    schedule = TokenSchedule(OptimizerConfig(warmup=0.2, min_lr_ratio=0.1))
-    schedule.total_tokens = 1000.0
+    schedule = WarmupCosine(OptimizerConfig(warmup=0.2, min_lr_ratio=0.1), "weight")
+    schedule.set_total(1000.0)
     factors = [schedule(Progress(weight=weight)) for weight in (0, 100, 200, 600, 1000, 2000)]
     assert factors == pytest.approx([1e-3, 0.5, 1.0, 0.55, 0.1, 0.1])
 
 
 def test_no_warm_up_begins_at_the_top() -> None:
-    schedule = TokenSchedule(OptimizerConfig(warmup=0.0))
+    schedule = WarmupCosine(OptimizerConfig(warmup=0.0), "weight")
     assert schedule(Progress()) == 1.0
 
 
 def test_nothing_but_warm_up_rises_to_the_end() -> None:
-    schedule = TokenSchedule(OptimizerConfig(warmup=1.0))
-    schedule.total_tokens = 10.0
+    schedule = WarmupCosine(OptimizerConfig(warmup=1.0), "weight")
+    schedule.set_total(10.0)
     assert schedule(Progress(weight=5)) == 0.5
     assert schedule(Progress(weight=10)) == 1.0

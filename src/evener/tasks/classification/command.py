@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evener.config.classify_presets import (
     find_demo_base,
@@ -19,11 +19,11 @@ from evener.config.classify_presets import (
 from evener.config.folders import runs_of
 from evener.config.options import ClassifyOptions, Keys, file_or_keys
 from evener.errors import ConfigError
+from evener.tasks.results import ClassifyResult
+from evener.team.child import loading_libraries
+from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
 from evener.team.terminal import say
-
-if TYPE_CHECKING:
-    from evener.tasks.classification.job import ClassifyResult
 
 
 def run_classification(options: ClassifyOptions) -> int:
@@ -50,7 +50,7 @@ def classify(
     out: str | Path = "runs",
     resume: bool = False,
     quiet: bool = False,
-) -> "ClassifyResult":
+) -> ClassifyResult:
     """Trains a text classifier, as ``evener classify`` does; all ranks call it together.
 
     In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
@@ -124,15 +124,7 @@ def predict_file(options: ClassifyOptions) -> int:
 
 def _run(
     options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
-) -> "ClassifyResult":
-    from evener.ddp import Ddp
-    from evener.engine.emulate import parse_emulation
-    from evener.tasks.classification.job import ClassificationRun
-    from evener.tasks.classification.pipeline import ClassifyPipeline
-    from evener.tasks.classification.run_data import agree_on_data, load_data
-    from evener.tasks.optimization import SampleSchedule, make_optimizer
-    from evener.team.environment import DistributedTrainConfig
-
+) -> ClassifyResult:
     environment = DistributedTrainConfig.from_env()
     config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)
     if needs_demo_base(config):
@@ -144,33 +136,9 @@ def _run(
             )
         model = config.model.model_copy(update={"path": str(base)})
         config = config.model_copy(update={"model": model})
-    slow = parse_emulation(options.emulate_slow, environment.world_size)
-    data = load_data(config, samples)
-    pipeline = ClassifyPipeline.build(
-        config.model,
-        config,
-        data.labels,
-        tokenizer=Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None,
-        class_weights=data.labels.weights(config.class_weights, data.train.indices),
-        quiet=environment.rank != 0,
-    )
-    schedule = SampleSchedule(config.optimizer)
-    ddp = Ddp.setup(
-        pipeline.model,
-        make_optimizer(pipeline.model, config.optimizer),
-        schedule,
-        policy=config.policy,
-        backend=config.backend,
-        devices=config.devices,
-        precision=config.precision,
-        config=config.ddp_config(
-            emulate_slow=slow,
-            stop_when=lambda: signals.requested is not None,
-            quiet=options.quiet,
-        ),
-        environment=environment,
-    )
-    # Only now: until here there is nothing to save, and a signal ends the process at once.
-    with signals, ddp:
-        agree_on_data(ddp.assembly.team, data)
-        return ClassificationRun(config, options, ddp, pipeline, data, schedule).go()
+    with loading_libraries():  # torch, transformers
+        from evener.tasks.classification.task import TextClassifier
+        from evener.tasks.job import run_job
+
+        task = TextClassifier(config, samples, quiet=environment.rank != 0)
+    return task.result(run_job(task, config, options, signals, environment))

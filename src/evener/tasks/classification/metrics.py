@@ -91,10 +91,3 @@ def count_confusion(true: Sequence[int], predicted: Sequence[int], num_classes: 
     for t, p in zip(true, predicted, strict=True):
         table[t][p] += 1
     return tuple(map(tuple, table))
-
-
-def add_confusions(parts: Sequence[Confusion]) -> Confusion:
-    """Adds tables of equal size."""
-    return tuple(
-        tuple(sum(cells) for cells in zip(*rows, strict=True)) for rows in zip(*parts, strict=True)
-    )

@@ -7,6 +7,8 @@ from evener.config.classify import ClassifyEvalConfig
 from evener.parsing import Fields
 from evener.tasks.classification.metrics import Evaluation
 
+_KINDS = ("frozen", "start", "probe", "best")
+
 
 class EvaluationHistory:
     """The evaluations of a run; the same on every rank that takes part.
@@ -16,31 +18,42 @@ class EvaluationHistory:
 
     Attributes:
         begun: Whether all that comes before the first window is done.
-        frozen: Of the base with a random head, before anything was trained.
-        start: The same where the head was not random: the base or an adapter brought it.
-        probe: Of the base with a head that was fitted to it, before the adapter was trained.
-        best: The best so far, and the window it was made after.
-        last_window: The newest one's window.
+        known: Evaluations by kind. ``frozen``: of the base with a random head, before anything was
+            trained. ``start``: the same where the head was not random, as the base or an adapter
+            brought it. ``probe``: of the base with a head that was fitted to it, before the adapter
+            was trained. ``best``: the best so far.
+        best_window: Windows before the best one.
+        last_window: Windows before the newest one.
         since_best: Evaluations since the best.
     """
 
     def __init__(self, settings: ClassifyEvalConfig) -> None:
         self._settings = settings
         self.begun = False
-        self.frozen: Evaluation | None = None
-        self.start: Evaluation | None = None
-        self.probe: Evaluation | None = None
-        self.best: Evaluation | None = None
+        self.known: dict[str, Evaluation] = {}
         self.best_window = -1
         self.last_window = -1
         self.since_best = 0
 
+    @property
+    def best(self) -> Evaluation | None:
+        """The best evaluation so far."""
+        return self.known.get("best")
+
+    def note(self, kind: str, evaluation: Evaluation) -> None:
+        """Keep an evaluation from before the first window."""
+        self.known[kind] = evaluation
+
+    def begin(self) -> None:
+        """Note that all that comes before the first window is done."""
+        self.begun = True
+
     def add(self, window: int, evaluation: Evaluation) -> bool:
-        """Takes an evaluation; true when it is the best so far."""
-        metric = self._settings.metric
+        """Take an evaluation; return whether it is the best so far."""
+        metric, best = self._settings.metric, self.best
         self.last_window = window
-        if self.best is None or evaluation.score(metric) > self.best.score(metric):
-            self.best, self.best_window, self.since_best = evaluation, window, 0
+        if best is None or evaluation.score(metric) > best.score(metric):
+            self.known["best"], self.best_window, self.since_best = evaluation, window, 0
             return True
         self.since_best += 1
         return False
@@ -52,29 +65,26 @@ class EvaluationHistory:
         return bool(patience) and self.since_best >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """Return all of it as plain JSON types."""
+        known = {kind: evaluation.to_json() for kind, evaluation in self.known.items()}
         return {
             "begun": self.begun,
-            "frozen": None if self.frozen is None else self.frozen.to_json(),
-            "start": None if self.start is None else self.start.to_json(),
-            "probe": None if self.probe is None else self.probe.to_json(),
-            "best": None if self.best is None else self.best.to_json(),
+            **{kind: known.get(kind) for kind in _KINDS},
             "best_window": self.best_window,
             "last_window": self.last_window,
             "since_best": self.since_best,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``.
+        """Restore ``state_dict``.
 
         Raises:
             ValueError: It is damaged.
         """
         fields = Fields(dict(state))
         self.begun = fields.flag("begun")
-        for name in ("frozen", "start", "probe", "best"):
-            known = None if fields[name] is None else Evaluation.from_json(fields[name])
-            setattr(self, name, known)
+        documents = {kind: fields[kind] for kind in _KINDS}
+        self.known = {k: Evaluation.from_json(d) for k, d in documents.items() if d is not None}
         self.best_window = fields.whole("best_window", least=-1)
         self.last_window = fields.whole("last_window", least=-1)
         self.since_best = fields.whole("since_best")

@@ -22,7 +22,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.tasks.blocks import gradient_buckets
 from evener.tasks.language_model import mean_loss, vocabulary_size
 from evener.tasks.lm_batch import LMBatch
-from evener.tasks.optimization import StepSchedule, TokenSchedule, make_optimizer
+from evener.tasks.optimization import WarmupCosine, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
 from evener.team.environment import DistributedTrainConfig
 
@@ -266,7 +266,5 @@ def _schedule(
     settings: OptimizerConfig, max_steps: int | None, total_tokens: float | None
 ) -> Callable[[Progress], float] | None:
     if total_tokens is not None:
-        schedule = TokenSchedule(settings)
-        schedule.total_tokens = float(total_tokens)
-        return schedule
-    return StepSchedule(settings, max_steps) if max_steps is not None else None
+        return WarmupCosine(settings, "weight", float(total_tokens))
+    return WarmupCosine(settings, "steps", max_steps) if max_steps is not None else None

@@ -6,7 +6,7 @@ import pytest
 
 from evener.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.baseline import linear_accuracy
-from evener.tasks.classification.metrics import Evaluation, add_confusions, count_confusion
+from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.progress import EvaluationHistory
 from evener.tasks.classification.report import confusion_svg, write_report
 
@@ -23,12 +23,6 @@ def test_accuracy_and_f1_by_hand() -> None:
 
 def test_a_class_that_is_never_hit_has_f1_zero() -> None:
     assert Evaluation(loss=1.0, confusion=((2, 0), (3, 0))).f1 == pytest.approx((4 / 7, 0.0))
-
-
-def test_parts_add_up_to_the_whole() -> None:
-    true, found = [0, 1, 1, 0, 1], [0, 0, 1, 1, 1]
-    parts = [count_confusion(true[s], found[s], 2) for s in (slice(0, 2), slice(2, 5))]
-    assert add_confusions(parts) == count_confusion(true, found, 2) == ((1, 1), (1, 2))
 
 
 def test_an_evaluation_survives_json() -> None:

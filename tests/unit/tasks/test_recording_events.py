@@ -12,7 +12,7 @@ from evener.engine.results import Progress, RankRecord, WindowResult
 from evener.loop.reporting import StragglerWatch
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
-from evener.tasks.recording.recorder import RunRecorder
+from evener.tasks.recording import RunTally, record
 from helpers.teams import run_team, setup
 
 
@@ -64,34 +64,31 @@ def result(window: int, samples: tuple[int, ...], **changes: Any) -> WindowResul
     return WindowResult(**{**values, **changes})
 
 
-def start(recorder: RunRecorder, resumed_from: Path | None = None) -> None:
-    recorder.start(
-        run="x",
-        policy="sync",
-        unit="tokens",
-        num_samples=40,
-        total_windows=8,
-        resumed_from=resumed_from,
-    )
+def start(ddp: Ddp, folder: Path, resumed_from: Path | None = None) -> RunTally:
+    tally = record(ddp, folder)
+    facts: dict[str, Any] = {"run": "x", "unit": "tokens", "num_samples": 40, "total_windows": 8}
+    ddp.events.start(**facts, resumed_from=resumed_from)
+    return tally
 
 
 def test_a_session_in_events(tmp_path: Path) -> None:
     def body(comm: Communicator) -> tuple[float, int]:
         sink = Kept()
         with team_of(comm, emulate_slow={1: 3.0}) as ddp:
-            recorder = RunRecorder(ddp, tmp_path)
-            recorder.add_sink(sink)
-            start(recorder)
-            recorder.window(result(0, (3, 1)))
-            recorder.window(result(1, (3, 1)))
-            recorder.window(result(2, (4, 0)))
-            recorder.evaluation(3, 1.5, 70.0, 0.5)
-            recorder.finish(3, "stopped", "later")
-            recorder.close()
-            recorder.close()
+            events = ddp.events
+            if comm.rank == 0:
+                events.add_sink(sink)
+            tally = start(ddp, tmp_path)
+            events.window(result(0, (3, 1)))
+            events.window(result(1, (3, 1)))
+            events.window(result(2, (4, 0)))
+            events.evaluation(3, 1.5, 70.0, 0.5)
+            events.finish(3, "stopped", "later")
+            events.close()
+            events.close()
             if comm.rank == 0:
                 assert sink.events == read_events(tmp_path / "events.jsonl")
-            return recorder.tally.total.weight, len(sink.events) * sink.closed
+            return tally.sums.total.weight, len(sink.events) * sink.closed
 
     # The other rank keeps silent.
     assert run_team(2, body) == [(120.0, 10), (0.0, 0)]
@@ -121,30 +118,19 @@ def test_a_session_in_events(tmp_path: Path) -> None:
 
 def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
     with team_of(SingleCommunicator()) as ddp:
-        first = RunRecorder(ddp, tmp_path)
-        start(first)
+        start(ddp, tmp_path)
         for window in range(4):
-            first.window(result(window, (4,)))
-        first.close()
+            ddp.events.window(result(window, (4,)))
+    with team_of(SingleCommunicator()) as ddp:
         # Resumed after window 1: windows 2 and 3 are void.
         ddp.assembly.engine.progress = Progress(window=2)
-        second = RunRecorder(ddp, tmp_path)
-        start(second, resumed_from=Path("step-2"))
-        second.window(result(2, (4,)))
-        second.close()
-    assert second.tally.total.windows == 3
-    assert second.tally.total.weight == 120.0
+        tally = start(ddp, tmp_path, resumed_from=Path("step-2"))
+        ddp.events.window(result(2, (4,)))
+    assert tally.sums.total.windows == 3
+    assert tally.sums.total.weight == 120.0
     kinds = [event["type"] for event in read_events(tmp_path / "events.jsonl")]
     resumed = kinds.index("run_resumed")
     assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
-
-
-def test_a_run_that_never_started_does_not_end(tmp_path: Path) -> None:
-    with team_of(SingleCommunicator()) as ddp:
-        recorder = RunRecorder(ddp, tmp_path)
-        recorder.finish(0, "failed", "no tensorboard")
-        recorder.close()
-    assert read_events(tmp_path / "events.jsonl") == []
 
 
 # ── stragglers ───────────────────────────────────────────────────────────────────────────────────

@@ -9,9 +9,8 @@ from torch import nn
 from evener.comm.base import SingleCommunicator
 from evener.ddp import Ddp
 from evener.observe.summary import RunSummary
-from evener.tasks.recording.closing import show, summarise
-from evener.tasks.recording.recorder import RunRecorder
-from evener.tasks.recording.rehearsal import Speeds
+from evener.tasks.recording import record, show, summarise
+from evener.tasks.rehearsal import Speeds
 from helpers.event_cases import committed_window, started
 from helpers.teams import setup
 
@@ -24,25 +23,22 @@ def ddp():
 
 
 def summary_of(ddp: Ddp, folder: Path, speeds: Speeds | None, num_windows: int = 6) -> RunSummary:
-    recorder = RunRecorder(ddp, folder)
+    tally = record(ddp, folder)
     member = ddp.members[0].member
-    recorder.emit(started(members=[member]))
+    tally.emit(started(members=[member]))
     for window in range(num_windows):
         event = committed_window(window, samples=(10,), losses=(2.0,), times_s=((0.9, 0.0, 0.1),))
         event["ranks"][0]["member"] = member
-        recorder.emit(event)
-    recorder.close()
+        tally.emit(event)
     return summarise(
         ddp,
-        recorder,
+        tally,
         folder,
         batch_size=10,
-        policy="sync",
         unit="tokens",
         heldout_loss=1.25,
         speeds=speeds,
         checkpoint=folder / "step-6",
-        elapsed_s=12.5,
     )
 
 
@@ -52,7 +48,7 @@ def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
     assert (summary.solo_tokens_per_s, summary.solo_source) == ((120.0,), "measured")
     assert summary.equal_split_tokens_per_s == 90.0
     assert summary.of_ideal == pytest.approx(100 / 120)
-    assert (summary.heldout_loss, summary.elapsed_s) == (1.25, 12.5)
+    assert (summary.heldout_loss, summary.elapsed_s) == (1.25, 5.0)
     assert (summary.world_size, summary.policy, summary.backend) == (1, "sync", "none")
     assert summary.checkpoint == str(tmp_path / "step-6")
     (rank,) = summary.ranks

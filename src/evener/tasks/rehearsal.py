@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from evener.protocol.row import Purpose
 
 #: Runs one micro-batch of the given samples forward and backward: calls ``Ddp.backward``.
 TrainMicroBatch = Callable[[Sequence[int]], None]
+#: How often each way is run, after a short first time; the median counts.
+ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +62,8 @@ class Rehearsal:
         self._alone = GradientAverager(assembly.flat, SingleCommunicator())
         self._together = GradientAverager(assembly.flat, assembly.comm)
 
-    def measure(self, rounds: int) -> Speeds | None:
-        """Measures all ways; all ranks call it together, before or between epochs.
-
-        Args:
-            rounds: How often each way is run; the median counts.
+    def measure(self) -> Speeds | None:
+        """Measure all ways; all ranks call it together, before or between epochs.
 
         Returns:
             The speeds, the same on every rank; ``None`` when a rank was told to stop.
@@ -74,7 +74,7 @@ class Rehearsal:
         equal: list[float] = []
         equal_shares = apportion(self._batch_size, [1.0] * world_size)
         try:
-            for number in range(rounds + 1):
+            for number in range(ROUNDS + 1):
                 for rank in range(world_size):
                     shares = [0] * world_size
                     shares[rank] = self._batch_size
@@ -88,8 +88,8 @@ class Rehearsal:
             self._restore(state)
         # The first round, a short one, pays for caches and allocations.
         return Speeds(
-            solo=tuple(_median(speeds[1:]) for speeds in solo),
-            equal_split=_median(equal[1:]) if equal else None,
+            solo=tuple(median(speeds[1:]) for speeds in solo),
+            equal_split=median(equal[1:]) if equal else None,
         )
 
     def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:
@@ -157,11 +157,3 @@ class Rehearsal:
             optimizer.load_state_dict(saved)
         self._assembly.flat.zero_()
         self._assembly.buffers.restore()
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[middle]
-    return (ordered[middle - 1] + ordered[middle]) / 2

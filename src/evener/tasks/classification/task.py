@@ -1,0 +1,332 @@
+"""Text classification as a task of the driver: what is a LoRA classifier's own."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evener.checkpoint import Checkpoint
+from evener.config.classify import ClassifyRunConfig
+from evener.errors import CheckpointError
+from evener.parsing import Fields
+from evener.tasks.classification.adapter import adapter_settings
+from evener.tasks.classification.baseline import linear_accuracy
+from evener.tasks.classification.encoding import Batch, Encoded, EncodedSamples
+from evener.tasks.classification.head import fit_head
+from evener.tasks.classification.metrics import Evaluation
+from evener.tasks.classification.pipeline import ClassifyPipeline
+from evener.tasks.classification.progress import EvaluationHistory
+from evener.tasks.classification.report import write_report
+from evener.tasks.classification.run_data import agree_on_data, load_data
+from evener.tasks.job import Job, Task
+from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
+from evener.tasks.results import ClassifyResult, TaskResult
+from evener.tasks.resuming import RUN
+
+HISTORY = "evaluations.json"
+"""Document of a checkpoint: the evaluations until then."""
+
+BEST_STEM = "best"
+BEST = f"{BEST_STEM}.safetensors"
+"""Asset of a checkpoint: the best adapter and head until then."""
+
+
+class TextClassifier(Task):
+    """Trains a LoRA adapter and a head on a frozen base.
+
+    Args:
+        config: What the user asked for.
+        samples: Labelled texts instead of the file of ``data.path``.
+        quiet: Leave warnings about the base to another rank.
+
+    Raises:
+        ConfigError: Base, adapter and tokenizer do not fit one another.
+        DataError: The data is missing, malformed, has unknown labels, or lacks a class.
+    """
+
+    prefetch = "thread"
+    results = ("adapter", "merged", "report.html")
+    lengths = "epochs, max_steps or eval.patience"
+
+    def __init__(
+        self, config: ClassifyRunConfig, samples: Iterable[Any] | None, *, quiet: bool
+    ) -> None:
+        self._config = config
+        self._data = data = load_data(config, samples)
+        self._pipeline = pipeline = ClassifyPipeline.build(
+            config.model,
+            config,
+            data.labels,
+            tokenizer=Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None,
+            class_weights=data.labels.weights(config.class_weights, data.train.indices),
+            quiet=quiet,
+        )
+        self.model = pipeline.model
+        self.optimizer = make_optimizer(pipeline.model, config.optimizer)
+        self.schedule = self._rates = WarmupCosine(config.optimizer, "samples")
+        if config.class_weights is not None:
+            self.unit = "weighted samples"
+        encoder = pipeline.encoder
+        self._train, self._heldout = (
+            EncodedSamples(encoder, side.texts, side.indices) for side in (data.train, data.heldout)
+        )
+        self._history = EvaluationHistory(config.eval)
+        self._best: dict[str, bytes] = {}
+        self._description = {
+            "data": data.signature,
+            "labels": list(data.labels.names),
+            "base": pipeline.base_fingerprint,
+            "adapter": adapter_settings(pipeline.model.network),
+            "encoder": encoder.fingerprint,
+            "config": config.model_dump(mode="json"),
+        }
+
+    def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
+        """Compare the data of all ranks."""
+        agree_on_data(job.team, self._data)
+        return self._train, self._heldout
+
+    def collate(self, samples: list[Encoded]) -> Batch:
+        """Put texts side by side."""
+        return self._pipeline.encoder.collate(samples)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, float]:
+        """Return the mean cross-entropy by class weight, and what the samples weigh."""
+        result = self._pipeline.loss(batch)
+        return result.loss, result.weight
+
+    def measure(self, samples: list[Encoded]) -> Sequence[float]:
+        """Return the loss, the weight, and the confusion by rows."""
+        pipeline = self._pipeline
+        found = pipeline.compare(samples, pipeline.judge(samples))
+        weight = pipeline.weight_of([label for _, label in samples])
+        return found.loss * weight, weight, *(float(n) for row in found.confusion for n in row)
+
+    def set_length(self, epochs: float) -> None:
+        """Give the learning rate its end."""
+        self._rates.set_total(epochs * len(self._train))
+
+    def begin(self, job: Job) -> None:
+        """Measure what is there, fit the head, and measure again."""
+        history, config = self._history, self._config
+        if history.begun:  # else: a run may have been stopped before its first window
+            return
+        kind = "frozen" if self._pipeline.has_new_head else "start"
+        if kind not in history.known:
+            self._evaluate(job, kind)
+        if config.fit_head and config.model.adapter is None:
+            job.say("fitting the head to the frozen base ...")
+            if fit_head(job.ddp, self._pipeline, self._train):
+                self._evaluate(job, "probe")
+        if not job.ddp.stopping:
+            history.begin()
+        words = {
+            "with a random head": "frozen",
+            "with the head that was there": "start",
+            "with a fitted one": "probe",
+        }
+        known = {how: history.known[kind] for how, kind in words.items() if kind in history.known}
+        if known:
+            text = ", ".join(f"{found.accuracy:.1%} {how}" for how, found in known.items())
+            job.say(f"held-out accuracy before training: {text}")
+
+    def judge(self, window: int, totals: Sequence[float]) -> str:
+        """Keep the adapter if it is the best so far."""
+        found = self._evaluation_of(totals)
+        is_best = window != self._history.last_window and self._take(window, found)
+        return (
+            f"held-out accuracy {found.accuracy:.1%}, macro F1 {found.macro_f1:.3f}, "
+            f"loss {found.loss:.3f}{' (best)' if is_best else ''}"
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether patience has run out."""
+        return self._history.is_exhausted
+
+    @property
+    def best_loss(self) -> float | None:
+        """That of the best adapter, which is what the run leaves."""
+        return self._history.best.loss if self._history.best else None
+
+    def _evaluate(self, job: Job, kind: str) -> None:
+        totals = job.totals()
+        if totals is not None:
+            found = self._evaluation_of(totals)
+            self._history.note(kind, found)
+            if kind != "frozen":  # training may do no better than what was there
+                self._take(job.ddp.window, found)
+
+    def _evaluation_of(self, totals: Sequence[float]) -> Evaluation:
+        (loss, weight, *counts), size = totals, len(self._pipeline.labels)
+        rows = (counts[start : start + size] for start in range(0, size * size, size))
+        return Evaluation(
+            loss=loss / weight if weight else float("nan"),
+            confusion=tuple(tuple(int(count) for count in row) for row in rows),
+        )
+
+    def _take(self, window: int, evaluation: Evaluation) -> bool:
+        """Note an evaluation; keep what is the best so far."""
+        is_best = self._history.add(window, evaluation)
+        if is_best:
+            state = self.model.state_dict()
+            self._best[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
+        return is_best
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────
+
+    def documents(self) -> dict[str, Any]:
+        """Return what the run was trained on, and its evaluations."""
+        return {RUN: self._description, HISTORY: self._history.state_dict()}
+
+    def assets(self) -> Mapping[str, bytes]:
+        """Return the best adapter."""
+        return self._best
+
+    def adopt(self, documents: Mapping[str, Any]) -> None:
+        """Take over rank 0's evaluations."""
+        self._history.load_state_dict(documents[HISTORY])
+
+    def recognise(self, checkpoint: Checkpoint) -> bool:
+        """Look for damage in the run's description, its evaluations and the best adapter."""
+        try:
+            run = Fields(checkpoint.document(RUN))
+            run.texts("labels")
+            run.fields("adapter")
+            for key in ("base", "data", "encoder"):
+                run.text(key)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path / RUN} is damaged: {error}") from error
+        if self._unlike(run.values):
+            return False
+        try:
+            history = EvaluationHistory(self._config.eval)
+            history.load_state_dict(checkpoint.document(HISTORY))
+            for known in history.known.values():
+                if len(known.confusion) != len(self._data.labels):
+                    raise ValueError(f"it has {len(known.confusion)} classes")
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path / HISTORY} is damaged: {error}") from error
+        if BEST in checkpoint.manifest.files:
+            best, own = checkpoint.tensors(BEST_STEM), self.model.state_dict()
+            if {name: _layout(t) for name, t in best.items()} != {
+                name: _layout(t) for name, t in own.items()
+            }:
+                raise CheckpointError(f"{checkpoint.path / BEST} is not of this adapter")
+        return True
+
+    def _unlike(self, saved: Mapping[str, Any]) -> str:
+        """Return what a run was trained with that this one is not, and what to put back."""
+        for key, what, settings in (
+            ("base", "another base model", "model.path or model.config"),
+            ("labels", "other classes", "labels"),
+            ("data", "other data, or the same split differently", "data.*, labels and seed"),
+            ("adapter", "another adapter", "lora.* and model.adapter"),
+            ("encoder", "another tokenizer or length", "data.tokenizer, seq_len and end_tokens"),
+        ):
+            if saved.get(key) != self._description[key]:
+                return f"was trained with {what}; put {settings} back"
+        return ""
+
+    def resume(self, job: Job, checkpoint: Checkpoint) -> None:
+        """Load a checkpoint of this adapter on this base and data."""
+        if unlike := self._unlike(checkpoint.document(RUN)):
+            raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
+        super().resume(job, checkpoint)
+        apply_settings(self.optimizer, self._config.optimizer)
+        self._history.load_state_dict(checkpoint.document(HISTORY))
+        if BEST in checkpoint.manifest.files:
+            self._best[BEST] = checkpoint.asset(BEST)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────
+
+    def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
+        """Return how good the best adapter is, and what to compare it with."""
+        data, history, folder = self._data, self._history, job.folder
+        best = history.best
+        linear = None
+        if self._config.eval.baseline and not stopped:
+            job.say("training a bag-of-words model to compare with ...")
+            linear = linear_accuracy(
+                data.train.texts,
+                data.train.indices,
+                data.heldout.texts,
+                data.heldout.indices,
+            )
+        before = {
+            f"{kind}_accuracy": history.known[kind].accuracy if kind in history.known else None
+            for kind in ("frozen", "start", "probe")
+        }
+        return {
+            "accuracy": best.accuracy if best else None,
+            "macro_f1": best.macro_f1 if best else None,
+            "majority_accuracy": best.majority_accuracy if best else None,
+            "linear_accuracy": linear,
+            **before,
+            "best_step": history.best_window,
+            "early_stopped": history.is_exhausted,
+            "confusion": [list(row) for row in best.confusion] if best else None,
+            "labels": list(data.labels.names),
+            "num_train": len(self._train),
+            "num_heldout": len(self._heldout),
+            "data": data.description,
+            "trainable_parameters": sum(
+                p.numel() for p in self.model.parameters() if p.requires_grad
+            ),
+            "adapter": str(folder / "adapter") if best else None,
+            "merged": str(folder / "merged") if best else None,
+        }
+
+    def write_results(self, job: Job, figures: Mapping[str, Any], *, stopped: bool) -> None:
+        """Save the best adapter, alone and merged, and write the report."""
+        best = self._history.best
+        if best is None:
+            return
+        if BEST in self._best:
+            state = load_bytes(self._best[BEST])
+            with torch.no_grad():
+                for name, tensor in self.model.state_dict().items():
+                    tensor.copy_(state[name])
+        self._pipeline.save(job.folder)
+        write_report(job.folder, self.in_words(figures), best, self._data.labels.names)
+
+    def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the figures for people, in the order in which they are compared."""
+        counts = f"{figures['num_train']:,} for training, {figures['num_heldout']:,} held out"
+        words = {
+            "held-out accuracy": figures["accuracy"],
+            "macro F1": None if figures["macro_f1"] is None else f"{figures['macro_f1']:.3f}",
+            "always the most frequent class": figures["majority_accuracy"],
+            "base with a random head, nothing trained": figures["frozen_accuracy"],
+            "before training, with the head that was there": figures["start_accuracy"],
+            "base with a fitted head, without adapter": figures["probe_accuracy"],
+            "bag-of-words linear model": figures["linear_accuracy"],
+            "best step": figures["best_step"],
+            "samples": counts,
+            "data": figures["data"],
+        }
+        return {name: value for name, value in words.items() if value is not None}
+
+    def result(self, ended: TaskResult) -> ClassifyResult:
+        """Return what a run has come to."""
+        best, folder = self._history.best, ended.run_folder
+        return ClassifyResult(
+            run_folder=folder,
+            checkpoint=ended.checkpoint,
+            heldout_loss=ended.heldout_loss,
+            stopped=ended.stopped,
+            adapter=folder / "adapter" if best else None,
+            merged=folder / "merged" if best else None,
+            labels=self._data.labels.names,
+            accuracy=best.accuracy if best else None,
+            macro_f1=best.macro_f1 if best else None,
+        )
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype

@@ -1,0 +1,521 @@
+"""The driver of jobs: everything that is the same whatever a task trains."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, default_collate
+
+from evener.checkpoint import Checkpoint
+from evener.config.folders import CHECKPOINTS, agree_on_folder, folder_in_use, release_folder
+from evener.config.options import TaskOptions
+from evener.config.runs import JobConfig
+from evener.data.loader import Prefetch
+from evener.ddp import Ddp
+from evener.engine.emulate import parse_emulation
+from evener.engine.results import WindowResult
+from evener.errors import EvenerError
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.epochs import EpochLoop
+from evener.loop.models import Schedulers
+from evener.loop.reporting import find_sinks
+from evener.loop.state import check_state
+from evener.tasks.recording import RunTally, record, show, summarise
+from evener.tasks.rehearsal import Rehearsal, Speeds
+from evener.tasks.results import TaskResult
+from evener.tasks.resuming import choose_checkpoint, is_finished
+from evener.team.environment import DistributedTrainConfig
+from evener.team.signals import StopSignals
+from evener.team.terminal import say, warn
+
+#: Longest wait for rank 0 while it compares and saves at the end, in seconds.
+SUMMING_UP_S = 6 * 3600.0
+
+
+class Task(ABC):
+    """What a job trains: model, data, loss, evaluation. The driver (``run_task``) does the rest.
+
+    Every rank makes one. Its model moves to the rank's device and starts from rank 0's weights.
+
+    Attributes:
+        model: What is trained; in float32, on the CPU.
+        optimizer: Over its trainable parameters.
+        schedule: See ``scheduler`` of ``Ddp.setup``.
+        gradient_buckets: See ``DdpConfig.gradient_buckets``.
+        unit: What the weights of ``loss`` count, for people.
+        prefetch: See ``Ddp.loader``; ``"thread"`` for data that draws no random numbers.
+        results: Files and folders that a finished run leaves beside its checkpoints.
+        lengths: Keys that lengthen a run, for people.
+        first_window: Windows that the run had when its present data began.
+        new_data: Whether that was at the last resume.
+        skipped_records: Records of the data that could not be used and were left out.
+        first_skipped_record: Where the first of them is, and what is wrong with it.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: Schedulers = None
+    gradient_buckets: Sequence[tuple[str, Sequence[str]]] | None = None
+    unit: str = "samples"
+    prefetch: Prefetch = "auto"
+    results: tuple[str, ...] = ()
+    lengths: str = "epochs or max_steps"
+    first_window: int = 0
+    new_data: bool = False
+    skipped_records: int = 0
+    first_skipped_record: str = ""
+
+    # ── what every task says ─────────────────────────────────────────────────────────────────
+
+    @abstractmethod
+    def open_data(self, job: "Job") -> tuple[Dataset[Any], Dataset[Any]]:
+        """Return the samples for training and the held-out ones, the same on every rank.
+
+        All ranks call it together, before anything is trained or resumed.
+        """
+
+    @abstractmethod
+    def loss(self, batch: Any) -> tuple[Tensor, float]:
+        """Return the mean loss of a micro-batch, with a graph, and the weight it is the mean of."""
+
+    @abstractmethod
+    def measure(self, samples: list[Any]) -> Sequence[float]:
+        """Return sums over some held-out samples; the model is in ``eval()``, without gradients.
+
+        The first is that of the losses, the second that of their weights. Others are the task's
+        own, such as the number of samples that are classified correctly: always as many.
+        """
+
+    # ── what a task may say ──────────────────────────────────────────────────────────────────
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Return a batch of samples; torch's ``default_collate`` unless overridden."""
+        return default_collate(samples)
+
+    def set_length(self, epochs: float) -> None:
+        """Note how long the run trains on its present data, for a schedule."""
+        return
+
+    def begin(self, job: "Job") -> None:
+        """Prepare the first window of this session; all ranks call it together."""
+        return
+
+    def judge(self, window: int, totals: Sequence[float]) -> str:
+        """Note an evaluation, the same on every rank.
+
+        Args:
+            window: Windows so far.
+            totals: The sums of ``measure`` over all held-out samples.
+
+        Returns:
+            What to print of it besides the loss.
+        """
+        return ""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the evaluations so far end the run early; the same on every rank."""
+        return False
+
+    @property
+    def best_loss(self) -> float | None:
+        """Held-out loss of what the run leaves, where that is not its last state."""
+        return None
+
+    # ── checkpoints ──────────────────────────────────────────────────────────────────────────
+
+    def documents(self) -> dict[str, Any]:
+        """Return JSON documents for the checkpoints, by file name, also as ``adopt`` takes them."""
+        return {}
+
+    def assets(self) -> Mapping[str, bytes]:
+        """Return further files for the checkpoints, by name."""
+        return {}
+
+    def adopt(self, documents: Mapping[str, Any]) -> None:
+        """Take over rank 0's ``documents``: a rank that was parked has missed evaluations."""
+        return
+
+    def recognise(self, checkpoint: Checkpoint) -> bool:
+        """Look for damage in what ``documents`` and ``assets`` have left; on rank 0.
+
+        Returns:
+            False for a checkpoint of another run, which ``resume`` refuses with the reason.
+
+        Raises:
+            CheckpointError: It is damaged; the one before it is taken then.
+        """
+        return True
+
+    def resume(self, job: "Job", checkpoint: Checkpoint) -> None:
+        """Load a checkpoint; all ranks call it together.
+
+        Raises:
+            CheckpointError: It is of another run.
+        """
+        job.ddp.load(checkpoint.path)
+
+    # ── the end, on rank 0 ───────────────────────────────────────────────────────────────────
+
+    def figures(self, job: "Job", *, stopped: bool) -> dict[str, Any]:
+        """Return what ``summary.json`` shall hold beside the team's figures, as JSON types."""
+        return {}
+
+    def write_results(self, job: "Job", figures: Mapping[str, Any], *, stopped: bool) -> None:
+        """Write files into the run's folder.
+
+        Raises:
+            EvenerError: They cannot be written.
+        """
+        return
+
+    def in_words(self, figures: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what is printed at the end, by name; numbers that are not whole are fractions."""
+        return figures
+
+
+class Job(EpochLoop):
+    """One rank's part of a job, from data to the closing table.
+
+    Args:
+        task: What is trained.
+        config: What the user asked for.
+        options: How it was started.
+        ddp: The team, which trains the task's model.
+
+    Attributes:
+        config: As given.
+        options: As given.
+        team: The ranks.
+        folder: The run's folder.
+        resumed: The checkpoint that the run resumes from.
+    """
+
+    ddp: Ddp
+    tally: RunTally
+
+    def __init__(self, task: Task, config: JobConfig, options: TaskOptions, ddp: Ddp) -> None:
+        super().__init__(
+            ddp,
+            num_epochs=config.epochs,
+            max_steps=config.max_steps,
+            checkpoint_every=config.checkpoint.every,
+        )
+        self.config = config
+        self.options = options
+        self.team = ddp.assembly.team
+        self.folder = options.parent
+        self.resumed: Checkpoint | None = None
+        self._task = task
+        self._engine = ddp.assembly.engine
+        self._sinks = find_sinks(config.sinks)
+        #: Windows after which the held-out loss was computed last, and that loss.
+        self._evaluated: tuple[int, float] = (-1, math.nan)
+        self._assets: dict[str, bytes] = {}
+        self._documents: dict[str, Any] = {}
+
+    def go(self) -> TaskResult:
+        """Do all that is left to do of the run; all ranks call it together."""
+        parent, name = self.options.parent, str(self.config.name)
+        is_main = self.ddp.is_main_process
+        if self.options.resume:
+            self.folder, self.resumed = choose_checkpoint(
+                self.team, parent, name, say=self.warn, check=self._check
+            )
+        else:
+            self.folder = agree_on_folder(self.team, parent, name)
+        with folder_in_use(self.folder) if is_main else nullcontext():
+            try:
+                self._prepare()
+            except BaseException:
+                if is_main:
+                    release_folder(self.folder)
+                raise
+            if self._is_complete():
+                return self._result(self.resumed.path if self.resumed else None)
+            try:
+                return self._carry_out()
+            except Exception as error:  # told while nobody else may write to the folder
+                self.ddp.events.end(failed=True, error=error)
+                raise
+
+    def say(self, text: str) -> None:
+        """Print a line for people on rank 0, unless they want silence."""
+        if not self.options.quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line for people on rank 0."""
+        if self.ddp.is_main_process:
+            say(text)
+
+    # ── the beginning ────────────────────────────────────────────────────────────────────────
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Refuse a damaged checkpoint; one of another run is refused later, by name."""
+        if self._task.recognise(checkpoint):
+            check_state(self.ddp.assembly, checkpoint)
+
+    def _prepare(self) -> None:
+        """Open the data, and load the checkpoint."""
+        task, config = self._task, self.config
+        train, self._heldout = task.open_data(self)
+        self._train = train
+        self.loader = self.ddp.loader(
+            train,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            collate_fn=task.collate,
+            micro_batch_size=config.micro_batch_size,
+            prefetch=task.prefetch,
+            max_steps=config.max_steps,
+        )
+        if self.resumed is not None:
+            task.resume(self, self.resumed)
+        per_epoch = len(self.loader)
+        self._num_windows = config.max_steps or task.first_window + config.epochs * per_epoch
+        task.set_length((self._num_windows - task.first_window) / per_epoch)
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier session has done all of it."""
+        task = self._task
+        if self.resumed is None or not self.has_ended:
+            return False
+        if not is_finished(self.team, self.folder, self.ddp.window, task.results):
+            return False
+        self.say(
+            f"{self.folder} has been completed ({self._engine.turns} steps): nothing to do. Raise "
+            f"{task.lengths} to train on, or start a new run without --resume"
+        )
+        return True
+
+    def _carry_out(self) -> TaskResult:
+        task, config = self._task, self.config
+        self.tally = record(
+            self.ddp,
+            self.folder,
+            terminal=not self.options.quiet,
+            tensorboard=config.tensorboard,
+            sinks=self._sinks,
+        )
+        self.ddp.events.start(
+            run=self.folder.name,
+            unit=task.unit,
+            total_windows=self._num_windows,
+            new_data=task.new_data,
+            skipped_records=task.skipped_records,
+        )
+        self.checkpointer = Checkpointer(
+            self.ddp,
+            self.folder / CHECKPOINTS,
+            keep_last=config.checkpoint.keep_last,
+            retry_s=config.checkpoint.retry_s,
+            assets=self._assets,
+            documents=self._documents,
+        )
+        with closing(self.checkpointer):
+            task.begin(self)
+            for _ in self.epochs():
+                pass
+            return self._close()
+
+    # ── the run ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no window is left."""
+        return self._task.is_done or super().has_ended
+
+    @property
+    def heldout_loss(self) -> float | None:
+        """That of what the run leaves; ``None`` where it was not computed after the last step."""
+        window, loss = self._evaluated
+        return loss if window == self.ddp.window else None
+
+    def train_micro_batch(self, batch: Any) -> None:
+        """Compute forward and backward."""
+        self.ddp.backward(*self._task.loss(batch))
+
+    def on_commit(self, result: WindowResult) -> None:
+        """Record the window; evaluate and save where that is due."""
+        self.ddp.events.window(result)
+        every = self.config.eval.every
+        if every and result.progress.window % every == 0 and not self.ddp.stopping:
+            self._evaluate()
+            if self._task.is_done:
+                self.ddp.stop()
+        super().on_commit(result)
+
+    def save(self) -> None:
+        """Save the state, with what the task says of it."""
+        self._assets.update(self._task.assets())
+        self._documents.update(self._task.documents())
+        super().save()
+
+    def totals(self) -> list[float] | None:
+        """Evaluate the held-out samples, each on one rank; all ranks call it together.
+
+        Returns:
+            The sums of ``Task.measure``, the same on every rank; ``None`` when a rank was told to
+            stop meanwhile.
+        """
+        ddp, task = self.ddp, self._task
+        batches = ddp.eval_loader(
+            self._heldout, batch_size=self.loader.micro_batch_size, collate_fn=list
+        )
+        parts = []
+        with ddp.evaluating():
+            for samples in batches:
+                if not ddp.wants_stop():
+                    with ddp.emulated_slowness():
+                        parts.append(task.measure(samples))
+        ddp.weighted_mean(0.0)  # agrees on a stop
+        if ddp.stopping:
+            return None
+        own = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
+        answers = self._engine.team.introduce({"totals": own})
+        measured = [answer["totals"] for answer in answers if answer["totals"]]
+        return [math.fsum(numbers) for numbers in zip(*measured, strict=True)]
+
+    def _evaluate(self) -> None:
+        began_s = time.perf_counter()
+        totals = self.totals()
+        if totals is None:
+            return
+        elapsed_s, window = time.perf_counter() - began_s, self.ddp.window
+        loss = totals[0] / totals[1] if totals[1] else math.nan
+        self._evaluated = window, loss
+        words = self._task.judge(window, totals)
+        self.ddp.events.evaluation(window, loss, totals[1], elapsed_s)
+        if words:
+            self.say(f"step {window}: {words}")
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────
+
+    def _close(self) -> TaskResult:
+        """Save, measure, and say what came of the run."""
+        # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
+        own = {"evaluated": self._evaluated, "documents": self._task.documents()}
+        agreed = self.team.introduce(own)[0]
+        self._evaluated = tuple(agreed["evaluated"])
+        self._task.adopt(agreed["documents"])
+        if not self.ddp.stopping and self.heldout_loss is None:
+            self._evaluate()
+        stopped = self.ddp.stopping and not self._task.is_done
+        checkpoint = self.finish()
+        speeds = self._measure() if self.config.measure and not stopped else None
+        if self.ddp.is_main_process:
+            self._sum_up(speeds, checkpoint, stopped=stopped)
+        return self._result(checkpoint, stopped=stopped)
+
+    def _measure(self) -> Speeds | None:
+        self.say("measuring each rank alone and an equal split ...")
+        return Rehearsal(
+            self.ddp.assembly,
+            self._train_samples,
+            batch_size=self.config.batch_size,
+            micro_batch_size=self.loader.micro_batch_size,
+        ).measure()
+
+    def _train_samples(self, samples: Sequence[int]) -> None:
+        train = self._train
+        count = len(train)  # type: ignore[arg-type]  # the loader has asked for it, too
+        self.train_micro_batch(self._task.collate([train[i % count] for i in samples]))
+
+    def _sum_up(self, speeds: Speeds | None, checkpoint: Path | None, *, stopped: bool) -> None:
+        """On rank 0, which no other rank helps; they wait in ``_result``."""
+        task = self._task
+        figures = task.figures(self, stopped=stopped)
+        summary = summarise(
+            self.ddp,
+            self.tally,
+            self.folder,
+            batch_size=self.config.batch_size,
+            unit=task.unit,
+            heldout_loss=self._loss_of_result,
+            speeds=speeds,
+            checkpoint=checkpoint,
+            skipped_records=task.skipped_records,
+            first_skipped_record=task.first_skipped_record or None,
+            details=figures,
+        )
+        try:
+            summary.write(self.folder / "summary.json")
+            task.write_results(self, figures, stopped=stopped)
+        except EvenerError as error:  # the checkpoint is safe; that is what counts
+            self.warn(f"warning: {error}")
+        if stopped:
+            self.ddp.events.finish(self.ddp.window, "stopped", "go on from there with --resume")
+        else:
+            self.ddp.events.finish(self.ddp.window, "completed")
+        if not self.options.quiet:
+            show(summary)
+            for name, value in task.in_words(figures).items():
+                say(f"{name}: {f'{value:.1%}' if isinstance(value, float) else value}")
+
+    @property
+    def _loss_of_result(self) -> float | None:
+        best = self._task.best_loss
+        return self.heldout_loss if best is None else best
+
+    def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
+        """All ranks call it together; rank 0 knows the checkpoint, and has written all files."""
+        told = self.team.introduce({"checkpoint": str(checkpoint)}, timeout_s=SUMMING_UP_S)[0]
+        return TaskResult(
+            run_folder=self.folder,
+            checkpoint=Path(told["checkpoint"]),
+            heldout_loss=self._loss_of_result,
+            stopped=stopped,
+        )
+
+
+def run_job(
+    task: Task,
+    config: JobConfig,
+    options: TaskOptions,
+    signals: StopSignals,
+    environment: DistributedTrainConfig | None = None,
+) -> TaskResult:
+    """Join the team and do this rank's part of a job; all ranks call it together.
+
+    Args:
+        task: What is trained.
+        config: What the user asked for.
+        options: How it was started.
+        signals: Entered for as long as there is something to save.
+        environment: This rank's place, where nothing shall be started beside it.
+
+    Raises:
+        UserError: An input is wrong; the message names value, cause and remedy.
+    """
+    place = environment or DistributedTrainConfig.from_env()
+    if config.idle_options and place.rank == 0:
+        warn(f"{', '.join(config.idle_options)}: no effect with policy 'sync'")
+    ddp = Ddp.setup(
+        task.model,
+        task.optimizer,
+        task.schedule,
+        policy=config.policy,
+        backend=config.backend,
+        devices=config.devices,
+        precision=config.precision,
+        config=replace(
+            config.ddp_config(
+                emulate_slow=parse_emulation(options.emulate_slow, place.world_size),
+                stop_when=lambda: signals.requested is not None,
+                quiet=options.quiet,
+            ),
+            gradient_buckets=task.gradient_buckets,
+        ),
+        environment=environment,
+    )
+    # Only now: until here there is nothing to save, and a signal ends the process at once.
+    with signals, ddp:
+        return Job(task, config, options, ddp).go()

@@ -1,0 +1,188 @@
+"""What a run leaves for people and programs: events, their sums, the summary, the closing table."""
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evener.config.folders import EVENTS
+from evener.loop.loop import Loop
+from evener.loop.reporting import SinkMaker, open_sinks
+from evener.observe.events import Event, Sink, Totals
+from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.progress import ProgressSink
+from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
+from evener.observe.tally import EventTally
+from evener.observe.tensorboard import TensorBoardSink
+from evener.tasks.rehearsal import Speeds
+from evener.team.terminal import say, warn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class RunTally(Sink):
+    """Adds up a run's events; on resume also those that earlier sessions have left in its folder.
+
+    Args:
+        folder: The run folder.
+
+    Attributes:
+        sums: The events, added up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.sums = EventTally()
+        self._path = folder / EVENTS
+
+    def emit(self, event: Event) -> None:
+        """Add an event."""
+        if event["type"] == "run_resumed":
+            earlier = read_events(self._path, self._skip)
+            self.sums = EventTally.of([*earlier, event])
+        else:
+            self.sums.add(event)
+
+    def close(self) -> None:
+        """Keep the sums."""
+
+    def _skip(self, line: int, why: str) -> None:
+        warn(f"{self._path}:{line} is not an event and is left out of the run's totals: {why}")
+
+
+def record(
+    ddp: Loop,
+    folder: Path,
+    *,
+    terminal: bool = False,
+    tensorboard: bool = False,
+    sinks: Sequence[SinkMaker] = (),
+) -> RunTally:
+    """Write the team's events to ``events.jsonl``, and show them to people; on rank 0.
+
+    Args:
+        ddp: The team.
+        folder: The run folder.
+        terminal: Show progress on standard error.
+        tensorboard: Write files for TensorBoard.
+        sinks: Make sinks of the user's own.
+
+    Returns:
+        The sums of the events; empty on other ranks.
+
+    Raises:
+        ConfigError: A function returned something else than a sink.
+        EvenerError: The file cannot be opened.
+    """
+    tally, events = RunTally(folder), ddp.events
+    if ddp.is_main_process:
+        further: list[Sink] = [open_sinks(sinks)] if sinks else []
+        if terminal:
+            further.append(ProgressSink(sys.stderr))
+        if tensorboard:
+            further.append(TensorBoardSink(folder / "tensorboard"))
+        # The tally reads the file before the event of a resume is written to it.
+        for sink in (tally, JsonlSink(folder / EVENTS, on_warning=warn), *further):
+            events.add_sink(sink)
+    return tally
+
+
+def summarise(
+    ddp: Loop,
+    tally: RunTally,
+    folder: Path,
+    *,
+    batch_size: int,
+    speeds: Speeds | None,
+    checkpoint: Path | None,
+    **figures: Any,
+) -> RunSummary:
+    """Build the summary of a run from its events; on rank 0.
+
+    Args:
+        ddp: The team.
+        tally: The run's events.
+        folder: The run folder.
+        batch_size: Samples of a global batch.
+        speeds: What was measured; else solo speeds come from the speed model.
+        checkpoint: The newest one.
+        **figures: Further fields of the summary.
+    """
+    import psutil
+
+    assembly, sums, members = ddp.assembly, tally.sums, ddp.members
+    team = sums.speed()
+    ranks = []
+    for m in members:
+        totals = sums.members.get(m.member, Totals())
+        ranks.append(
+            RankSummary(
+                rank=m.rank,
+                member=m.member,
+                device=f"{m.device} ({m.device_name})",
+                samples=totals.samples,
+                weight=totals.weight,
+                wait_fraction=totals.wait_fraction,
+            )
+        )
+    return RunSummary(
+        tokens_per_s=team.weight_per_s if team else None,
+        solo_tokens_per_s=speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size),
+        solo_source="measured" if speeds else "speed model",
+        equal_split_tokens_per_s=speeds.equal_split if speeds else None,
+        committed_tokens=ddp.progress.weight,
+        committed_samples=ddp.progress.samples,
+        steps=ddp.progress.steps,
+        world_size=ddp.world_size,
+        policy=str(assembly.apply_policy),
+        backend=assembly.comm.backend,
+        checkpoint=str(checkpoint) if checkpoint else None,
+        run_folder=str(folder),
+        elapsed_s=sums.elapsed_s,
+        ranks=tuple(ranks),
+        parked=ddp.events.parked,
+        emulated={m.rank: m.emulated for m in members if m.emulated != 1},
+        machine={
+            "host": members[0].host,
+            "cores": psutil.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+        },
+        versions=dict(members[0].versions),
+        **figures,
+    )
+
+
+def _modelled_speeds(ddp: Loop, sums: EventTally, batch_size: int) -> tuple[float | None, ...]:
+    done = sums.total
+    per_sample = done.weight / done.samples if done.samples else 1.0
+    modelled = ddp.assembly.policy.solo_speeds(batch_size)
+    return tuple(s * per_sample if s else None for s in modelled)
+
+
+def show(summary: RunSummary) -> None:
+    """Print the closing table and the lines for a person to stderr."""
+    say(_rendered(closing_table(summary)), end="")
+    for line in verdict(summary):
+        say(line)
+
+
+def _rendered(table: "Table") -> str:
+    """Return the table as text for standard error.
+
+    A console that writes by itself would end the process when nobody reads any more.
+    """
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    buffer = _Buffer()
+    buffer.encoding = terminal.encoding
+    console = Console(file=buffer, force_terminal=terminal.is_terminal, width=terminal.width)
+    console.print(table)
+    return buffer.getvalue()
+
+
+class _Buffer(io.StringIO):
+    """Text in memory with the encoding of a stream, which decides how boxes are drawn."""
+
+    encoding = ""
