@@ -127,6 +127,7 @@ _REMEDIES = {
     "string_": "give text (quote it if it looks like something else)",
     "list_": "give a list, such as [a, b]",
     "tuple_": "give a list, such as [0.9, 0.95]",
+    "is_instance_of": "give a {class}",
     "missing": "a number is missing",
     "too_long": "there are too many",
     "dict_": "give keys and values",

@@ -2,28 +2,46 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
-from torch.utils.data import Dataset
-
+from evener.config.settings import DdpConfig
 from evener.errors import ConfigError
-from evener.managed.job import (
-    ManagedOptions,
-    ModelFn,
-    OptimFn,
+from evener.managed.description import (
+    Data,
+    ManagedRun,
+    ModelHook,
     SchedulerFn,
-    TrainFn,
-    make_job,
+    Sinks,
+    describe,
 )
+from evener.managed.handle import DdpHandle, InlineRun
 from evener.managed.metrics import EpochMetrics
-from evener.observe.events import Sink
+from evener.managed.processes import WorkerTeam
 from evener.planning.guard import DivergenceGuard
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend
 from evener.team.placement import Devices
 
-if TYPE_CHECKING:
-    from evener.managed.handle import DdpHandle
+_Arguments = ParamSpec("_Arguments")
+_Value = TypeVar("_Value")
+_Builder = TypeVar("_Builder", bound="DdpBuilder")
+
+
+def _takes_what(
+    _description: Callable[_Arguments, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, _Arguments], None]]:
+    """Give an ``__init__`` the arguments of a class, for type checkers."""
+    return lambda init: init
+
+
+class Option(Generic[_Value]):
+    """A method of ``DdpBuilder`` that sets the option of its name, and returns the builder."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, builder: _Builder, owner: type) -> Callable[[_Value], _Builder]:
+        return lambda value: builder.set_option(self._name, value)
 
 
 class DdpBuilder:
@@ -31,6 +49,7 @@ class DdpBuilder:
 
     Every option is a method, and a keyword of ``Ddp.builder`` with the same name; the last word
     counts. ``dataset``, ``batch_size`` and one of ``num_epochs`` and ``num_steps`` must be given.
+    All options of ``DdpConfig`` are among them, and mean the same.
 
     With several devices, functions and data travel by value into a process for each device: there
     they work on copies, so what they change outside of the model stays there. Numbers come back
@@ -44,99 +63,89 @@ class DdpBuilder:
         train_fn: ``train_fn(model, batch)`` returns the loss of a micro-batch, a mean over its
             samples; or ``(loss, weight)``, where the mean is over ``weight`` units such as tokens.
             ``batch`` is on the model's device.
-        **options: Any option below.
+        config: Options of ``DdpConfig`` at once; one that is also given by itself counts.
+        dataset: A map-style data set, or a function that makes it in each worker (for large ones).
+        batch_size: Samples of one optimizer step: of all devices; without ``"sync"``, of each.
+        micro_batch_size: Most samples of one forward and backward pass on one device.
+        num_epochs: End the run after so many passes over the data.
+        num_steps: End the run after so many optimizer steps of all devices, wherever the epoch is.
+        devices: ``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names.
+        policy: When devices average, and what; see ``ApplyPolicy``. ``"sync"`` otherwise.
+        backend: How devices exchange; see ``AverageBackend``. ``"auto"`` otherwise.
+        precision: As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+        num_workers: Processes that load data, for each device; 0 loads between steps.
+        scheduler: ``function(optimizer)`` returns a torch scheduler, stepped once per optimizer
+            step.
+        checkpoint_every: Windows from one checkpoint (or call of ``checkpoint_fn``) to the next.
+            They are counted over the whole run, those before a ``resume`` included, and whatever
+            the policy: with ``"sync"`` a window is an optimizer step, otherwise the local steps
+            between two averages.
+        checkpoint_fn: ``function(window, model)``, on rank 0, with the model as it was committed,
+            every ``checkpoint_every`` windows, without gradients. The other ranks wait for it at
+            the end of their part of the next window.
+        checkpoint_dir: Receives checkpoints of the whole run: model, optimizers, schedule, data
+            position. They are written every ``checkpoint_every`` windows, if that is given, and at
+            the end; the newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
+        resume: Continue from a checkpoint, or from the newest complete one in a folder; written by
+            ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and
+            ``num_steps`` count from the beginning of the run that wrote it.
+        epoch_fn: ``function(epoch, model)``, on every rank, before each epoch.
+        eval_fn: ``function(model)``, on rank 0 after each epoch, in ``eval()`` and without
+            gradients. It returns a number or a dict of numbers, which go into
+            ``EpochMetrics.eval``. The other ranks wait for it.
+        metrics_fn: ``function(metrics)`` after each epoch, in the process that called ``run``. With
+            several devices it is called from a thread of its own.
+        seed: Decides initial weights, the order of samples, and what the functions draw; 0.
+        sinks: Take the run's events, in the process that called ``run``; closed with the run. Each
+            is a ``Sink``, or a function without arguments that makes one. With several devices
+            they are called from a thread of their own.
     """
 
-    def __init__(
-        self,
-        model_fn: ModelFn,
-        optim_fn: OptimFn,
-        train_fn: TrainFn,
-        **options: Unpack[ManagedOptions],
-    ) -> None:
+    @_takes_what(ManagedRun)
+    def __init__(self, model_fn: Any, optim_fn: Any, train_fn: Any, **options: Any) -> None:
         self._functions = (model_fn, optim_fn, train_fn)
-        self._options: dict[str, Any] = dict(options)
+        self._options = options
 
-    def run(self) -> "DdpHandle":
-        """Starts the run and returns at once.
-
-        With several devices a process is started for each. With one, the run happens in this
-        process, when ``join``, ``metrics`` or ``poll_metrics`` of the handle is called.
-
-        Raises:
-            ConfigError: Something is missing, wrong, of no effect or a contradiction, or a function
-                cannot travel to the workers.
-            CheckpointError: There is nothing to resume from.
-            LaunchError: A worker could not be started.
-        """
-        from evener.managed.handle import DdpHandle, InlineRun  # which stand on Ddp
-        from evener.managed.processes import WorkerTeam
-
-        job = make_job(*self._functions, cast("ManagedOptions", self._options))
-        return DdpHandle(InlineRun(job) if len(job.devices) == 1 else WorkerTeam(job))
-
-    # ── data ─────────────────────────────────────────────────────────────────────────────────
-
-    def dataset(self, dataset: Dataset[Any] | Callable[[], Dataset[Any]]) -> Self:
-        """A map-style data set, or a function that makes it in each worker (for large ones)."""
-        return self._set("dataset", dataset)
-
-    def batch_size(self, num_samples: int) -> Self:
-        """Samples of one optimizer step: of all devices; without ``"sync"``, of each."""
-        return self._set("batch_size", num_samples)
-
-    def micro_batch_size(self, num_samples: int | Literal["auto"]) -> Self:
-        """Most samples of one forward and backward pass on one device."""
-        return self._set("micro_batch_size", num_samples)
-
-    def collate_fn(self, function: Callable[[list[Any]], Any]) -> Self:
-        """Makes a micro-batch of a list of samples; torch's default otherwise."""
-        return self._set("collate_fn", function)
-
-    def num_workers(self, number: int) -> Self:
-        """Processes that load data, for each device; 0 loads between steps."""
-        return self._set("num_workers", number)
-
-    def seed(self, seed: int) -> Self:
-        """Decides initial weights, the order of samples, and what the functions draw; 0."""
-        return self._set("seed", seed)
-
-    # ── length ───────────────────────────────────────────────────────────────────────────────
-
-    def num_epochs(self, number: int) -> Self:
-        """Ends the run after so many passes over the data."""
-        return self._set("num_epochs", number)
-
-    def num_steps(self, number: int) -> Self:
-        """Ends the run after so many optimizer steps of all devices, wherever the epoch is."""
-        return self._set("num_steps", number)
-
-    # ── devices and exchange ─────────────────────────────────────────────────────────────────
-
-    def devices(self, devices: Devices) -> Self:
-        """``"auto"`` (every accelerator, else one CPU rank), a number, or a list of names."""
-        return self._set("devices", devices)
-
-    def policy(self, policy: str | ApplyPolicy) -> Self:
-        """When devices average, and what; see ``ApplyPolicy``. ``"sync"`` otherwise."""
-        return self._set("policy", policy)
-
-    def backend(self, backend: str | AverageBackend) -> Self:
-        """How devices exchange; see ``AverageBackend``. ``"auto"`` otherwise."""
-        return self._set("backend", backend)
-
-    def precision(self, precision: str) -> Self:
-        """As ``Ddp.setup`` takes it: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
-        return self._set("precision", precision)
-
-    def partition_ratios(self, ratios: Sequence[float]) -> Self:
-        """Fixed shares of the devices, relative to one another; replaces planning."""
-        return self._set("partition_ratios", ratios)
+    config = Option[DdpConfig]()
+    dataset = Option[Data]()
+    batch_size = Option[int]()
+    micro_batch_size = Option[int | Literal["auto"]]()
+    num_epochs = Option[int]()
+    num_steps = Option[int]()
+    devices = Option[Devices]()
+    policy = Option[str | ApplyPolicy]()
+    backend = Option[str | AverageBackend]()
+    precision = Option[str]()
+    collate_fn = Option[Callable[[list[Any]], Any]]()
+    num_workers = Option[int]()
+    scheduler = Option[SchedulerFn]()
+    checkpoint_every = Option[int]()
+    checkpoint_fn = Option[ModelHook]()
+    checkpoint_dir = Option[str | Path]()
+    resume = Option[str | Path]()
+    epoch_fn = Option[ModelHook]()
+    eval_fn = Option[Callable[[Any], Any]]()
+    metrics_fn = Option[Callable[[EpochMetrics], object]]()
+    seed = Option[int]()
+    sinks = Option[Sinks]()
+    max_grad_norm = Option[float]()
+    non_finite = Option[Literal["raise", "skip"]]()
+    partition_ratios = Option[Sequence[float]]()
+    verify_every = Option[int]()
+    timeout_s = Option[float]()
+    anchor = Option[int]()
+    max_anchor = Option[int]()
+    overhead_target = Option[float]()
+    max_batch_diff = Option[int]()
+    divergence_guard = Option[str | bool | DivergenceGuard | None]()
+    divergence_threshold = Option[float]()
+    lr_scale_ratio = Option[float]()
 
     def speed_hint(
         self, speeds: Sequence[float] | Mapping[int, float], ratio: float | None = None
     ) -> Self:
-        """Speeds of the devices, relative to one another; replaces the calibration at the start.
+        """Set speeds of the devices, relative to one another; they replace the calibration.
 
         Args:
             speeds: One for each, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``.
@@ -151,127 +160,32 @@ class DdpBuilder:
                 f"speed_hint({{{speeds!r}: 1 / {ratio!r}}}), the speed of the slow rank against "
                 "the others, which are 1"
             )
-        return self._set("speed_hint", speeds)
-
-    def timeout_s(self, seconds: float) -> Self:
-        """Longest wait of one device for another; 600."""
-        return self._set("timeout_s", seconds)
-
-    # ── optimization ─────────────────────────────────────────────────────────────────────────
-
-    def scheduler(self, function: SchedulerFn) -> Self:
-        """``function(optimizer)`` returns a torch scheduler, stepped once per optimizer step."""
-        return self._set("scheduler", function)
-
-    def max_grad_norm(self, norm: float) -> Self:
-        """Clips the averaged gradient to this 2-norm."""
-        return self._set("max_grad_norm", norm)
-
-    def non_finite(self, what: Literal["raise", "skip"]) -> Self:
-        """``"raise"`` ends the run on a non-finite gradient, ``"skip"`` leaves the window out."""
-        return self._set("non_finite", what)
-
-    # ── parameter averaging ──────────────────────────────────────────────────────────────────
-
-    def anchor(self, steps: int) -> Self:
-        """Local steps of the slowest device in a window, at the start."""
-        return self._set("anchor", steps)
-
-    def max_anchor(self, steps: int) -> Self:
-        """Most local steps of the slowest device in a window; 0: no more than at the start."""
-        return self._set("max_anchor", steps)
-
-    def overhead_target(self, fraction: float) -> Self:
-        """Part of the time that averaging may cost before windows get longer; 0.01 to 0.50."""
-        return self._set("overhead_target", fraction)
-
-    def max_batch_diff(self, steps: int) -> Self:
-        """Most local steps by which the fastest device may be ahead of the slowest."""
-        return self._set("max_batch_diff", steps)
-
-    def divergence_guard(self, guard: str | bool | DivergenceGuard | None) -> Self:
-        """Decides whether windows may grow: ``"level"``, ``"none"``, or a guard of your own."""
-        return self._set("divergence_guard", guard)
+        return self.set_option("speed_hint", speeds)
 
     def no_divergence_guard(self) -> Self:
-        """Lets windows grow however far the devices diverge: ``divergence_guard("none")``."""
+        """Let windows grow however far the devices diverge: ``divergence_guard("none")``."""
         return self.divergence_guard("none")
 
-    def divergence_threshold(self, threshold: float) -> Self:
-        """Divergence of the devices from which windows no longer grow."""
-        return self._set("divergence_threshold", threshold)
-
-    def lr_scale_ratio(self, ratio: float) -> Self:
-        """Multiplies the learning rate by ``1 + (world_size - 1) * ratio``."""
-        return self._set("lr_scale_ratio", ratio)
-
-    # ── what is called on the way ────────────────────────────────────────────────────────────
-
-    def epoch_fn(self, function: Callable[[int, Any], object]) -> Self:
-        """``function(epoch, model)``, on every rank, before each epoch."""
-        return self._set("epoch_fn", function)
-
-    def eval_fn(self, function: Callable[[Any], Any]) -> Self:
-        """``function(model)``, on rank 0 after each epoch, in ``eval()`` and without gradients.
-
-        It returns a number or a dict of numbers, which go into ``EpochMetrics.eval``. The other
-        ranks wait for it.
-        """
-        return self._set("eval_fn", function)
-
-    def checkpoint_fn(self, function: Callable[[int, Any], object]) -> Self:
-        """``function(window, model)``, on rank 0, with the model as it was committed.
-
-        Called every ``checkpoint_every`` windows, without gradients. The other ranks wait for it at
-        the end of their part of the next window.
-        """
-        return self._set("checkpoint_fn", function)
-
-    def checkpoint_dir(self, folder: str | Path) -> Self:
-        """Receives checkpoints of the whole run: model, optimizers, schedule, data position.
-
-        They are written every ``checkpoint_every`` windows, if that is given, and at the end; the
-        newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
-        """
-        return self._set("checkpoint_dir", folder)
-
-    def checkpoint_every(self, windows: int) -> Self:
-        """Windows from one checkpoint (or call of ``checkpoint_fn``) to the next.
-
-        Windows are counted over the whole run, those before a ``resume`` included, and whatever
-        the policy: with ``"sync"`` a window is an optimizer step, otherwise the local steps between
-        two averages.
-        """
-        return self._set("checkpoint_every", windows)
-
-    def resume(self, path: str | Path) -> Self:
-        """Continues from a checkpoint: model, optimizers, schedule and data position.
-
-        ``path`` is a checkpoint, or a folder of which the newest complete one is taken; written by
-        ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and
-        ``num_steps`` count from the beginning of the run that wrote it.
-        """
-        return self._set("resume", path)
-
-    def metrics_fn(self, function: Callable[[EpochMetrics], object]) -> Self:
-        """``function(metrics)`` after each epoch, in the process that called ``run``.
-
-        With several devices it is called from a thread of its own.
-        """
-        return self._set("metrics_fn", function)
-
-    def sinks(self, sinks: Sequence[Sink | Callable[[], Sink]]) -> Self:
-        """Take the run's events, in the process that called ``run``; closed with the run.
-
-        Each is a ``Sink``, or a function without arguments that makes one. With several devices
-        they are called from a thread of their own.
-        """
-        return self._set("sinks", sinks)
-
     def quiet(self, quiet: bool = True) -> Self:
-        """Does not print the team to standard error; warnings are always printed."""
-        return self._set("quiet", quiet)
+        """Do not print the team to standard error; warnings are always printed."""
+        return self.set_option("quiet", quiet)
 
-    def _set(self, name: str, value: Any) -> Self:
+    def set_option(self, name: str, value: object) -> Self:
+        """Set the option of that name, for which there is a method, too."""
         self._options[name] = value
         return self
+
+    def run(self) -> DdpHandle:
+        """Start the run and return at once.
+
+        With several devices a process is started for each. With one, the run happens in this
+        process, when ``join``, ``metrics`` or ``poll_metrics`` of the handle is called.
+
+        Raises:
+            ConfigError: Something is missing, wrong, of no effect or a contradiction, or a function
+                cannot travel to the workers.
+            CheckpointError: There is nothing to resume from.
+            LaunchError: A worker could not be started.
+        """
+        run = describe(*self._functions, **self._options)
+        return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else WorkerTeam(run))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Self, final
 
 from evener.errors import WorkerError
-from evener.managed.job import Job
+from evener.managed.description import ManagedRun
 from evener.managed.metrics import EpochMetrics
 from evener.managed.rank import ManagedRank
 from evener.managed.trained import TrainedState
@@ -60,7 +60,7 @@ class Run(ABC):
 class InlineRun(Run):
     """A run on one device, in the thread that asks for its results."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ManagedRun) -> None:
         self._job = job
         self._rank: ManagedRank | None = None
         self._epochs: Iterator[EpochMetrics] | None = None
@@ -76,7 +76,7 @@ class InlineRun(Run):
         except Exception as error:
             self._end(error)
             self.error = WorkerError(
-                f"rank 0 ({self._job.devices[0]}) failed: {type(error).__name__}: {error}",
+                f"rank 0 ({self._job.device_names[0]}) failed: {type(error).__name__}: {error}",
                 rank=0,
                 kind=type(error).__name__,
                 state=self.state,

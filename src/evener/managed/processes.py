@@ -13,8 +13,8 @@ from typing import Any, Final, final
 from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.loop.reporting import open_sinks
+from evener.managed.description import ManagedRun
 from evener.managed.handle import Run
-from evener.managed.job import Job
 from evener.managed.metrics import EpochMetrics
 from evener.managed.trained import unpack_trained
 from evener.managed.travel import pack
@@ -54,12 +54,12 @@ class WorkerTeam(Supervisor, Run):
 
     stdin = subprocess.DEVNULL
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ManagedRun) -> None:
         super().__init__()
         self._job = pack(job.parts())
         self._sink = open_sinks(job.sinks)
         self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
-        self._devices = job.devices
+        self._devices = job.device_names
         self._on_metrics = job.metrics_fn
         self._started = threading.Event()
         self._ended = threading.Event()

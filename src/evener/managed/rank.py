@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +19,7 @@ from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
-from evener.managed.job import Job
+from evener.managed.description import ManagedRun
 from evener.managed.metrics import EpochFigures, EpochMetrics, average_figures
 from evener.managed.trained import TrainedState, capture_trained
 from evener.managed.travel import CarriedDataset, CarriedFunction
@@ -48,7 +49,7 @@ class ManagedRank(EpochLoop):
 
     def __init__(
         self,
-        job: Job,
+        job: ManagedRun,
         *,
         environment: DistributedTrainConfig,
         stop_when: Callable[[], bool],
@@ -75,7 +76,7 @@ class ManagedRank(EpochLoop):
             backend=job.backend,
             devices=job.devices,
             precision=job.precision,
-            config=job.config(stop_when),
+            config=job.team_config(stop_when),
             environment=environment,
             communicator=communicator,
             sinks=sinks,
@@ -92,7 +93,7 @@ class ManagedRank(EpochLoop):
                 ddp.load(job.resume)
             if job.checkpoint_dir is not None:
                 self.checkpointer = Checkpointer(
-                    ddp, job.checkpoint_dir, keep_last=KEPT_CHECKPOINTS
+                    ddp, Path(job.checkpoint_dir), keep_last=KEPT_CHECKPOINTS
                 )
         except BaseException:
             ddp.close()

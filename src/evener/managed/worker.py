@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from evener.managed.job import Job
+from evener.managed.description import ManagedRun
 from evener.managed.processes import JOB_FD
 from evener.managed.rank import ManagedRank
 from evener.managed.trained import pack_trained
@@ -51,13 +51,15 @@ class ManagedProcess:
         return 0
 
     def _train(self) -> None:
-        job = Job(**unpack(self._job_fd))
+        parts = unpack(self._job_fd)
+        sinks = [_Forwarded(self._channel)] if parts.pop("sends_events") else ()
+        job = ManagedRun(**parts)
         os.close(self._job_fd)
         self._rank = ManagedRank(
             job,
             environment=DistributedTrainConfig.from_env(),
             stop_when=self._is_stopped,
-            sinks=[_Forwarded(self._channel)] if job.sends_events else (),
+            sinks=sinks,
         )
         self._channel.tell({"place": READY})
         first = self._rank.ddp.is_main_process

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from evener.config.settings import DdpConfig
 from evener.errors import ConfigError, UsageError, WorkerError
-from evener.managed.job import Job, make_job
+from evener.managed.description import ManagedRun, describe
 from evener.managed.metrics import EpochMetrics, record_scalar
 from evener.managed.rank import ManagedRank, to_device
 from evener.managed.trained import TrainedState
@@ -50,9 +51,9 @@ def run_job(world_size: int, **options: Any) -> list[tuple[list[EpochMetrics], T
     return run_team(world_size, one)
 
 
-def job_of(**options: Any) -> Job:
+def job_of(**options: Any) -> ManagedRun:
     builder = describe_job(**options)
-    return make_job(*builder._functions, builder._options)
+    return describe(*builder._functions, **builder._options)
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────
@@ -431,10 +432,10 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"dataset": None, "batch_size": None}, "dataset, batch_size missing"),
         ({"num_epochs": None}, r"num_epochs \(or num_steps\) missing"),
         ({"num_steps": 3}, "num_epochs and num_steps are both given"),
-        ({"partition_ratios": [1], "speed_hint": [1]}, "partition_ratios and speed_hint are both"),
+        ({"partition_ratios": [1], "speed_hint": [1]}, "fixed shares need no speeds: give one"),
         ({"checkpoint_every": 3}, "checkpoint_every is given without checkpoint_fn or"),
         ({"checkpoint_fn": print}, "checkpoint_fn is given without checkpoint_every"),
-        ({"batchsize": 3}, "has no option 'batchsize', did you mean 'batch_size'"),
+        ({"batchsize": 3}, "unknown key 'batchsize' .*, did you mean 'batch_size'"),
         ({"batch_size": 0}, "batch_size is 0; give a whole number from 1"),
         ({"batch_size": 1.5}, "batch_size is 1.5; give a whole number from 1"),
         ({"num_epochs": True}, "num_epochs is True; give a whole number from 1"),
@@ -457,6 +458,8 @@ def test_the_learning_rate_is_that_of_one_step_for_several_optimizers():
         ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"policy": "cadence", "anchor": 0}, "anchor is 0"),
         ({"policy": "async", "partition_ratios": [1]}, r"partition_ratios is \[1.0\] with policy"),
+        ({"config": DdpConfig(anchor=3)}, "anchor is 3, but has no effect with policy 'sync'"),
+        ({"config": {"anchor": 3}}, "config is {'anchor': 3}; give a DdpConfig"),
         ({"precision": "fp8"}, "precision is 'fp8'; choose one of auto, fp32, bf16, fp16"),
         ({"non_finite": "ignore"}, "non_finite is 'ignore'"),
     ],

@@ -1,0 +1,247 @@
+"""What a managed run is told: every option, checked before anything is started."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard, TypeVar
+
+import torch
+from pydantic import BeforeValidator, InstanceOf, PlainValidator, ValidationInfo
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from evener.config.checks import MicroBatchSize, checked, whole_number
+from evener.config.settings import DdpConfig
+from evener.devices import count_accelerators
+from evener.engine.schedule import ProgressSchedule
+from evener.errors import CheckpointError, ConfigError
+from evener.loop.precision import choose_precision
+from evener.loop.reporting import SinkMaker, check_sinks
+from evener.managed.metrics import EpochMetrics
+from evener.observe.events import Sink
+from evener.planning.policies import ApplyPolicy
+from evener.team.backends import check_backend, check_policy
+from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.placement import Devices, devices_of_host
+
+#: The loss of a micro-batch: a mean over its samples, or (mean, number of units behind it).
+Loss = Tensor | tuple[Tensor, float | Tensor]
+ModelFn = Callable[[torch.device], nn.Module]
+OptimFn = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+TrainFn = Callable[[Any, Any], Loss]
+SchedulerFn = Callable[[Any], LRScheduler | Sequence[LRScheduler] | ProgressSchedule]
+#: ``function(epoch, model)`` or ``function(window, model)``.
+ModelHook = Callable[[int, Any], object]
+Data = Dataset[Any] | Callable[[], Dataset[Any]]
+Sinks = Sequence[Sink | SinkMaker]
+
+_MADE = {
+    "model_fn": (nn.Module, "lambda device: Model()"),
+    "optim_fn": (Optimizer, "lambda params: torch.optim.AdamW(params)"),
+    "scheduler": (LRScheduler, "lambda optimizer: StepLR(optimizer, 10)"),
+}
+
+
+def _check_function(value: object, option: ValidationInfo) -> object:
+    name = str(option.field_name)
+    made, maker = _MADE.get(name, ((), ""))
+    if isinstance(value, made):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__} that is made already; give a function that makes "
+            f"one, since each device gets its own: {maker}. Ddp.setup takes what is made"
+        )
+    if not callable(value):
+        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; give a function")
+    return value
+
+
+def _check_folder(value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise ValueError("give the path of a folder")
+    return Path(value).expanduser().absolute()
+
+
+def _whole_from(least: int) -> BeforeValidator:
+    def check(value: object, option: ValidationInfo) -> int:
+        return whole_number(str(option.field_name), value, least)
+
+    return BeforeValidator(check)
+
+
+_Value = TypeVar("_Value")
+_Function = Annotated[_Value, BeforeValidator(_check_function)]
+_Folder = Annotated[str | Path, PlainValidator(_check_folder)]
+_Index = Annotated[int, _whole_from(0)]
+_Count = Annotated[int, _whole_from(1)]
+#: What pydantic takes as it is; checked below.
+_AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
+
+_STAYS = ("config", "metrics_fn", "sinks")
+
+
+@checked
+class ManagedRun(DdpConfig):
+    """A managed run: the options of ``DdpBuilder``, which says what each means."""
+
+    model_fn: _Function[ModelFn] = field(kw_only=False)
+    optim_fn: _Function[OptimFn] = field(kw_only=False)
+    train_fn: _Function[TrainFn] = field(kw_only=False)
+    config: InstanceOf[DdpConfig] | None = None
+    dataset: _AsGiven[Data | None] = None
+    batch_size: _Count = None  # type: ignore[assignment]  # refused where it is left out
+    micro_batch_size: MicroBatchSize = "auto"
+    num_epochs: _Count | None = None
+    num_steps: _Count | None = None
+    devices: _AsGiven[Devices] = "auto"
+    policy: str | ApplyPolicy = ApplyPolicy.SYNC
+    backend: str | AverageBackend = AverageBackend.AUTO
+    precision: str = "auto"
+    collate_fn: _Function[Callable[[list[Any]], Any]] | None = None
+    num_workers: _Index = 0
+    scheduler: _Function[SchedulerFn] | None = None
+    checkpoint_every: _Count | None = None
+    checkpoint_fn: _Function[ModelHook] | None = None
+    checkpoint_dir: _Folder | None = None
+    resume: _Folder | None = None
+    epoch_fn: _Function[ModelHook] | None = None
+    eval_fn: _Function[Callable[[Any], Any]] | None = None
+    metrics_fn: _Function[Callable[[EpochMetrics], object]] | None = None
+    seed: _Index = 0
+    sinks: _AsGiven[Sinks] = ()
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices of this host that are asked for, one for each rank."""
+        return devices_of_host(self.devices, count_accelerators())
+
+    def team_config(self, stop_when: Callable[[], bool]) -> DdpConfig:
+        """Return the options that ``Ddp.setup`` takes in its ``config``."""
+        options = {option.name: getattr(self, option.name) for option in fields(DdpConfig)}
+        asked = self.stop_when
+        also = stop_when if asked is None else lambda: stop_when() or asked()
+        return DdpConfig(**options | {"stop_when": also})
+
+    def make_dataset(self) -> Any:
+        """Return the data set: as it was given, or made by the function that was given."""
+        return self.dataset() if _is_maker(self.dataset) else self.dataset
+
+    def parts(self) -> dict[str, Any]:
+        """Return what travels to the workers: all but what is called in this process.
+
+        ``sends_events`` says whether the workers are to send their events here.
+        """
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _STAYS}
+        return parts | {"sends_events": bool(self.sinks)}
+
+
+def describe(*functions: Callable[..., Any], **options: Any) -> ManagedRun:
+    """Check the options of a managed run, and how they go together.
+
+    Raises:
+        ConfigError: Names the option, its value and what to do.
+        CheckpointError: There is nothing to resume from.
+    """
+    # None stands for "not given", but for the guard, where it stands for none.
+    given = {n: v for n, v in options.items() if v is not None or n == "divergence_guard"}
+    if isinstance(config := given.get("config"), DdpConfig):
+        given = {option.name: getattr(config, option.name) for option in fields(config)} | given
+    run = ManagedRun(*functions, **given)
+    _check_complete(run)
+    _check_dataset(run.dataset)
+    _check_folders(run)
+    check_sinks(run.sinks)
+    choose_precision(run.precision, torch.device("cpu"))
+    _check_place()
+    devices = run.device_names
+    policy, backend = check_policy(run.policy), _check_backend(run.backend, devices)
+    run.check_policy(policy)
+    run.check_team(len(devices))
+    return replace(run, devices=devices, policy=policy, backend=backend)
+
+
+def _check_complete(run: ManagedRun) -> None:
+    missing = [name for name in ("dataset", "batch_size") if getattr(run, name) is None]
+    if run.num_epochs is None and run.num_steps is None:
+        missing.append("num_epochs (or num_steps)")
+    if missing:
+        raise ConfigError(f"the run is not complete: {', '.join(missing)} missing; give each")
+    if run.num_epochs is not None and run.num_steps is not None:
+        raise ConfigError(
+            "num_epochs and num_steps are both given; the run has one end: give one of them"
+        )
+    if run.checkpoint_fn is not None and run.checkpoint_every is None:
+        raise ConfigError(
+            "checkpoint_fn is given without checkpoint_every and would do nothing; give both"
+        )
+    if run.checkpoint_every is not None and not (run.checkpoint_fn or run.checkpoint_dir):
+        raise ConfigError(
+            "checkpoint_every is given without checkpoint_fn or checkpoint_dir and would do "
+            "nothing; give one of them"
+        )
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "dataset is a DataLoader, whose batches are cut already; give its data set and options "
+            "instead: dataset=loader.dataset, batch_size, collate_fn, num_workers"
+        )
+    if _is_maker(dataset):
+        return
+    try:
+        empty = len(dataset) == 0
+    except TypeError:
+        raise ConfigError(
+            f"dataset is a {type(dataset).__name__} without a length; give a map-style data set "
+            "(__len__ and __getitem__), or a function that makes one in each worker"
+        ) from None
+    if empty:
+        raise ConfigError("dataset is empty; give at least one sample")
+
+
+def _check_folders(run: ManagedRun) -> None:
+    resume, folder = (f and Path(f) for f in (run.resume, run.checkpoint_dir))
+    if resume and not resume.is_dir():
+        raise CheckpointError(
+            f"resume is {str(resume)!r}, and there is no such folder; give a checkpoint, or the "
+            "checkpoint_dir of an earlier run"
+        )
+    if not folder or (resume and folder in (resume, resume.parent)):
+        return
+    if found := sorted(folder.glob("step-*")):
+        raise ConfigError(
+            f"checkpoint_dir is {str(folder)!r}, which holds checkpoints of another run "
+            f"({found[0].name}); resume from it, or name another folder"
+        )
+
+
+def _check_place() -> None:
+    place = DistributedTrainConfig.from_env()
+    if place.world_size > 1:
+        raise ConfigError(
+            f"this process is rank {place.rank} of {place.world_size} already (started by "
+            f"{place.launched_by}), and Ddp.builder starts workers of its own; start the script "
+            "plainly with python, or use Ddp.setup"
+        )
+
+
+def _check_backend(name: str, devices: Sequence[str]) -> str:
+    backend = check_backend(name)
+    unfit = "cpu" in devices or len(set(devices)) < len(devices)
+    # One device exchanges nothing, whatever the backend: the run says so when it starts.
+    if backend is AverageBackend.NCCL and unfit and len(devices) > 1:
+        raise ConfigError(
+            f"backend is 'nccl' for the devices {', '.join(devices)}; NCCL joins CUDA devices, one "
+            "rank on each: use backend='gloo' or 'auto'"
+        )
+    return backend.value
+
+
+def _is_maker(dataset: object) -> TypeGuard[Callable[[], Any]]:
+    return isinstance(
+        dataset, types.FunctionType | types.MethodType | functools.partial
+    ) and not isinstance(dataset, Dataset)
