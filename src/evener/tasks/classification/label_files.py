@@ -1,28 +1,33 @@
 """Labelled texts, checked: from files (JSON Lines and CSV, one sample a line) or from Python."""
 
 import csv
-import gzip
 import io
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from evener.data.record_files import parse_line
+from evener.data.record_files import parse_line, read_lines
 from evener.errors import DataError
 from evener.files import open_for_reading
-from evener.tasks.classification.samples import Record, Sample, bad_character, whole_label
+from evener.tasks.classification.samples import (
+    Record,
+    Sample,
+    checked_label,
+    checked_text,
+    require_characters,
+)
 
 _CSV = (".csv", ".tsv")
-_LONGEST_FIELD = 2**31 - 1
 _LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz")
+
+_LONGEST_FIELD = 2**31 - 1
+"""The limit of the module ``csv`` itself is 128 kB, which a text may well have."""
 
 
 def read_labelled(
     path: Path, *, text_key: str, label_key: str | None, group_key: str | None = None
 ) -> list[Record]:
-    """Reads a file of samples; empty lines are left out.
+    """Read a file of samples; empty lines are left out.
 
     Args:
         path: ``.jsonl`` (also ``.jsonl.gz``), ``.csv`` or ``.tsv``, whose first row
@@ -47,7 +52,7 @@ def read_labelled(
         records = [_record(where, row, text_key, label_key, group_key) for where, row in rows]
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; check the path") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if not records:
         raise DataError(f"{path} holds no samples; give a file with one on each line")
@@ -57,7 +62,7 @@ def read_labelled(
 def given_records(
     samples: Iterable[Any], *, text_key: str, label_key: str, group_key: str | None = None
 ) -> list[Record]:
-    """Checks samples that were given from Python, as those of a file are checked.
+    """Check samples that were given from Python, as those of a file are checked.
 
     Args:
         samples: Instances of ``Sample``, or mappings with the keys of the next arguments.
@@ -70,83 +75,55 @@ def given_records(
     """
     records = []
     for number, sample in enumerate(samples):
-        where = f"sample {number}"
-        row: Any = sample
+        row = sample
         if isinstance(sample, Sample):
             row = {text_key: sample.text, label_key: sample.label}
-        if isinstance(row, Mapping):
-            row = dict(row)
-            label = row.get(label_key)
-            if label is not None and not isinstance(label, str):
-                row[label_key] = whole_label(label, where)
-        records.append(_record(where, row, text_key, label_key, group_key))
+        records.append(_record(f"sample {number}", row, text_key, label_key, group_key))
     if not records:
         raise DataError("there are no samples; give some, each with a text and a label")
     return records
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    packed = path.name.lower().endswith(".gz")
-    with (
-        open_for_reading(path) as stream,
-        gzip.GzipFile(fileobj=stream) if packed else stream as lines,
-    ):
-        for number, line in enumerate(lines, start=1):
-            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not content.strip():
-                continue
-            where = f"{path}:{number}"
+    with open_for_reading(path) as stream:
+        for number, line in read_lines(path, stream):
             try:
-                yield where, parse_line(content)
+                yield f"{path}:{number}", parse_line(line)
             except ValueError as error:
-                raise DataError(f"{where} is malformed: {error}; mend the line") from None
+                raise DataError(f"{path}:{number} is malformed: {error}; mend the line") from None
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
-    before = 1
+    limit, where = csv.field_size_limit(_LONGEST_FIELD), f"{path}:1"
     # Bytes that are no UTF-8 go through as surrogates, and are refused with the line they are in.
-    decoded = io.TextIOWrapper(
+    stream = io.TextIOWrapper(
         open_for_reading(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
-    with decoded as text, _fields_of_any_length():
-        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
-        try:
-            _check_header(path, reader.fieldnames or ())
-            for row in reader:
-                where, before = f"{path}:{before + 1}", reader.line_num
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{where} is malformed: {_num_columns(row)} columns where the first row "
-                        f"names {len(reader.fieldnames or ())}; quote texts that hold a "
-                        f"{delimiter!r}"
-                    )
-                yield where, row
-        except csv.Error as error:
-            raise DataError(f"{path}:{before + 1} is malformed: {error}; mend the line") from None
-
-
-@contextmanager
-def _fields_of_any_length() -> Iterator[None]:
-    """The module's own limit is 128 kB, which a text may well have."""
-    before = csv.field_size_limit(_LONGEST_FIELD)
     try:
-        yield
+        with stream:
+            reader = csv.reader(stream, delimiter=delimiter, strict=True)
+            names = next(reader, [])
+            for name in names:
+                require_characters(name, "a column's name", where)
+                if names.count(name) > 1:
+                    raise DataError(
+                        f"{where} names two columns {name!r}; give each a name of its own"
+                    )
+            where = f"{path}:{reader.line_num + 1}"
+            for row in reader:
+                if row and len(row) != len(names):
+                    raise DataError(
+                        f"{where} is malformed: {len(row)} columns where the first row names "
+                        f"{len(names)}; quote texts that hold a {delimiter!r}"
+                    )
+                if row:
+                    yield where, dict(zip(names, row, strict=True))
+                where = f"{path}:{reader.line_num + 1}"
+    except csv.Error as error:
+        raise DataError(f"{where} is malformed: {error}; mend the line") from None
     finally:
-        csv.field_size_limit(before)
-
-
-def _check_header(path: Path, names: Sequence[str]) -> None:
-    for name in names:
-        if bad := bad_character(name):
-            raise DataError(f"{path}:1 is malformed: {bad} is no character; save the file as UTF-8")
-        if names.count(name) > 1:
-            raise DataError(f"{path}:1 names two columns {name!r}; give each a name of its own")
-
-
-def _num_columns(row: dict[Any, Any]) -> int:
-    surplus = row.get(None) or ()  # DictReader puts what has no name there
-    return sum(value is not None for key, value in row.items() if key is not None) + len(surplus)
+        csv.field_size_limit(limit)
 
 
 def _record(
@@ -154,7 +131,7 @@ def _record(
 ) -> Record:
     if isinstance(row, str) and label_key is None:
         row = {text_key: row}
-    if not isinstance(row, dict):
+    if not isinstance(row, Mapping):
         raise DataError(
             f'{where} holds a {type(row).__name__}; write {{"{text_key}": ..., "{label_key}": ...}}'
         )
@@ -165,21 +142,13 @@ def _record(
                 "keys with data.text_key, data.label_key and data.group_key"
             )
     for key, value in row.items():
-        if isinstance(value, str) and (bad := bad_character(value)):
-            raise DataError(
-                f"{where} is malformed: {key!r} holds {bad}, which is no character; save the file "
-                "as UTF-8, or mend the line"
-            )
-    text, label = row[text_key], row[label_key] if label_key is not None else 0
-    if not isinstance(text, str) or not text.strip():
-        what = "an empty text" if isinstance(text, str) else f"{text!r} as its text"
-        raise DataError(f"{where} has {what}; give it a text, or leave the line out")
-    if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
-        raise DataError(f"{where} has {label!r} as its label; give a class by name or by index")
-    group = None if group_key is None else row[group_key]
-    if group_key is not None and (group is None or group == ""):
+        require_characters(value, repr(key), where)
+    text = checked_text(row[text_key], where)
+    label = checked_label(row[label_key], where) if label_key is not None else 0
+    group = text if group_key is None else row[group_key]
+    if group is None or group == "":
         raise DataError(
             f"{where} has {group!r} as its {group_key!r}; give every sample a group (of its own, "
             "where it has nothing in common with others), or leave data.group_key out"
         )
-    return Record(text, label, None if group is None else str(group), where)
+    return Record(text, label, str(group), where)

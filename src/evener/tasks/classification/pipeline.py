@@ -33,7 +33,7 @@ from evener.tasks.classification.base_model import (
 from evener.tasks.classification.dropout import own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
-from evener.tasks.classification.samples import LabelSet, Sample, bad_character
+from evener.tasks.classification.samples import LabelSet, Sample, checked_text
 from evener.tasks.classification.saved import DOCUMENT, check_adapter, read_document
 from evener.tasks.language_model import model_folder
 from evener.team.terminal import warn
@@ -234,17 +234,9 @@ class ClassifyPipeline:
             place = f"{where} {number}"
             if not isinstance(sample, Sample):
                 raise DataError(f"{place} is a {type(sample).__name__}; give a Sample(text, label)")
-            if not isinstance(sample.text, str):
-                raise DataError(f"{place} has {sample.text!r} as its text; give it a text")
-            if not sample.text.strip():
-                raise DataError(f"{place} has an empty text; give it a text, or leave it out")
-            if bad := bad_character(sample.text):
-                raise DataError(
-                    f"{place} holds {bad}, which is no character; decode its text with the right "
-                    "encoding, or with errors='replace'"
-                )
+            text = checked_text(sample.text, place)
             index = self.labels.index(sample.label, place)
-            encoded.append((self.encoder.encode(sample.text), index))
+            encoded.append((self.encoder.encode(text), index))
         return encoded
 
     def weight_of(self, labels: Sequence[int]) -> float:

@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from evener.errors import ConfigError, DataError
 
@@ -32,23 +32,59 @@ class Record:
     Attributes:
         text: What is classified.
         label: The class as it stands there.
-        group: What it has in common with others; ``None`` where that plays no part.
+        group: What it has in common with others; its text where that is nothing else.
         where: File and line, or its number, for errors.
     """
 
     text: str
     label: str | int
-    group: str | None
+    group: str
     where: str
 
 
-def bad_character(text: str) -> str | None:
-    """The first half of a character in a text, as an escape; ``None`` for a text in order."""
+def require_characters(value: object, what: str, where: str) -> None:
+    """Refuse a text that holds half a character; ``what`` and ``where`` name it.
+
+    Raises:
+        DataError: It does.
+    """
     try:
-        text.encode()
+        if isinstance(value, str):
+            value.encode()
     except UnicodeEncodeError as error:
-        return ascii(text[error.start])
-    return None
+        raise DataError(
+            f"{where} is malformed: {what} holds {error.object[error.start]!a}, which is no "
+            "character; save the file as UTF-8, or decode the text with the right encoding"
+        ) from None
+
+
+def checked_text(text: object, where: str) -> str:
+    """Return what is classified, if it is a text and not blank.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if not isinstance(text, str) or not text.strip():
+        what = "an empty text" if isinstance(text, str) else f"{text!r} as its text"
+        raise DataError(f"{where} has {what}; give it a text, or leave it out")
+    require_characters(text, "'text'", where)
+    return text
+
+
+def checked_label(label: Any, where: str) -> str | int:
+    """Return a class by name, or by the number of Python, NumPy, or a tensor.
+
+    Raises:
+        DataError: It is neither.
+    """
+    if isinstance(label, str) and label:
+        return label
+    try:
+        if not isinstance(label, bool):
+            return operator.index(label)
+    except TypeError:
+        pass
+    raise DataError(f"{where} has {label!r} as its label; give a class by name or by index")
 
 
 class LabelSet:
@@ -88,10 +124,7 @@ class LabelSet:
                 f"{named[0].where} the name {named[0].label!r}; give all classes by name or all by "
                 "index, or say with labels which index is which name"
             )
-        if named:
-            names = sorted({str(record.label) for record in records})
-        else:
-            names = _indices(records)
+        names = sorted({str(r.label) for r in records}) if named else _indices(records)
         if len(names) < 2:
             where = records[0].where if records else "the data"
             raise DataError(
@@ -110,11 +143,9 @@ class LabelSet:
         Raises:
             DataError: It is unknown or out of range.
         """
-        if not isinstance(label, str):
-            label = whole_label(label, where)
         if isinstance(label, str) and label in self._index:
             return self._index[label]
-        index = _as_index(label)
+        index = _as_index(checked_label(label, where))
         shown = ", ".join(map(repr, self.names[:10])) + (", ..." if len(self.names) > 10 else "")
         if index is None:
             raise DataError(
@@ -186,23 +217,6 @@ class LabelSet:
         return tuple(float(weight) for weight in chosen)
 
 
-def whole_label(label: SupportsIndex, where: str) -> int:
-    """The number of a label: Python's, NumPy's, or a tensor of one.
-
-    Raises:
-        DataError: It is none.
-    """
-    try:
-        if isinstance(label, bool):
-            raise TypeError
-        return operator.index(label)
-    except TypeError:
-        raise DataError(
-            f"{where}: label {label!r} is a {type(label).__name__}; give a class by name or by "
-            "index"
-        ) from None
-
-
 def _as_index(label: str | int) -> int | None:
     if isinstance(label, int):
         return label
@@ -217,19 +231,16 @@ def _indices(records: Sequence[Record]) -> list[str]:
     Raises:
         DataError: There are more of them than samples, so that most have none.
     """
-    where: dict[int, str] = {}
-    for record in records:
-        if (index := _as_index(record.label)) is not None:
-            where.setdefault(index, record.where)
-    highest = max(where, default=-1)
+    where = {int(record.label): record.where for record in reversed(records)}
+    lowest, highest = min(where, default=0), max(where, default=-1)
     if highest >= max(2, len(records)):
         raise DataError(
             f"{where[highest]}: label {highest} would make {highest + 1:,} classes, for "
             f"{len(records):,} samples; number the classes from 0, or name them with labels"
         )
-    if where and min(where) != 0:
+    if lowest != 0:
         raise DataError(
-            f"{where[min(where)]}: the lowest label is {min(where)}, and indices begin with 0; "
+            f"{where[lowest]}: the lowest label is {lowest}, and indices begin with 0; "
             "number the classes from 0, or write them as texts and name them with labels"
         )
     return [str(i) for i in range(highest + 1)]

@@ -18,7 +18,7 @@ def split_records(
     depends on ``seed`` and on what they are, not on their order.
 
     Args:
-        records: The samples; either all have a group, or none.
+        records: The samples.
         fraction: Part to hold out, between 0 and 1.
         seed: Seed of the choice.
 
@@ -27,15 +27,15 @@ def split_records(
     """
     sizes: dict[str | int, Counter[str]] = defaultdict(Counter)
     for record in records:
-        sizes[record.label][_group(record)] += 1
+        sizes[record.label][record.group] += 1
     held: set[str] = set()
     for label in sorted(sizes, key=str):
         held |= _choose(sizes[label], fraction, seed, held)
-    training = [record for record in records if _group(record) not in held]
-    heldout = [record for record in records if _group(record) in held]
+    training = [record for record in records if record.group not in held]
+    heldout = [record for record in records if record.group in held]
     for label, groups in sizes.items():
         if all(group in held for group in groups) or not any(group in held for group in groups):
-            noun = "group(s)" if records[0].group is not None else "different text(s)"
+            noun = "different text(s)" if records[0].group == records[0].text else "group(s)"
             where = next(record.where for record in records if record.label == label)
             raise DataError(
                 f"{where}: class {label!r} has {len(groups)} {noun}, too few to be both in "
@@ -67,8 +67,3 @@ def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) ->
     if not num_held:
         chosen.add(min(order, key=lambda g: groups[g]))
     return chosen
-
-
-def _group(record: Record) -> str:
-    # The same text on both sides would be a group of its own that leaks.
-    return record.text if record.group is None else record.group

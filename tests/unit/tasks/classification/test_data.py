@@ -34,7 +34,7 @@ def write(folder: Path, content: str, name: str = "data.jsonl") -> Path:
 
 def records(*labels: str | int, groups: list[str] | None = None) -> list[Record]:
     return [
-        Record(f"text {i}", label, groups[i] if groups else None, f"data.jsonl:{i + 1}")
+        Record(f"text {i}", label, groups[i] if groups else f"text {i}", f"data.jsonl:{i + 1}")
         for i, label in enumerate(labels)
     ]
 
@@ -205,7 +205,9 @@ def test_labels_of_other_libraries_are_numbers() -> None:
     labels = LabelSet(["a", "b"])
     assert labels.index(np.int64(1), "") == labels.index(torch.tensor(1), "") == 1
     for label in (np.float32(1.0), torch.tensor([0.5]), 1.0, True, None):
-        with pytest.raises(DataError, match=r"data:7: label .* give a class by name or by index"):
+        with pytest.raises(
+            DataError, match=r"data:7 has .* as its label; give a class by name or by index"
+        ):
             labels.index(label, "data:7")  # type: ignore[arg-type]
 
 
@@ -261,7 +263,7 @@ def test_groups_stay_together_and_every_class_is_on_both_sides() -> None:
 
 
 def test_equal_texts_are_on_one_side() -> None:
-    rows = [Record(f"text {i % 20}", i % 2, None, "") for i in range(80)]
+    rows = [Record(f"text {i % 20}", i % 2, f"text {i % 20}", "") for i in range(80)]
     training, heldout = split_records(rows, 0.3, seed=0)
     assert not {r.text for r in training} & {r.text for r in heldout}
 
