@@ -59,42 +59,6 @@ class Recipe:
         """Type of the data set, for messages."""
         return type(self.dataset).__qualname__
 
-    def sample(self, epoch: int, index: int, generators: Generators = seeded) -> Any:
-        """Loads one sample, with its generators as told.
-
-        Raises:
-            DataError: The data set raised; names the index and where it happened.
-        """
-        try:
-            with generators(self.seed, epoch, index):
-                return self.dataset[index]
-        except Exception as error:
-            raise self._failed(epoch, index, error) from error
-
-    def collate(
-        self,
-        epoch: int,
-        indices: Sequence[int],
-        samples: list[Any],
-        generators: Generators = seeded,
-    ) -> Any:
-        """Makes a batch; ``collate_fn`` may draw random numbers (masking), so it is seeded too.
-
-        Raises:
-            DataError: ``collate_fn`` raised; names the indices and where it happened.
-        """
-        try:
-            with generators(self.seed, epoch, indices[0], "collate"):
-                if self.collate_fn is default_collate and type(samples[0]) is Tensor:
-                    return torch.stack(samples)  # the same, without the search for what they are
-                return self.collate_fn(samples)
-        except Exception as error:
-            raise DataError(
-                f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
-                f"collated: {describe(error)}. Samples of one batch need equal shapes, or pass a "
-                f"collate_fn that pads them"
-            ) from error
-
     def batch(self, epoch: int, indices: Sequence[int]) -> Any:
         """Loads the samples of ``indices`` and collates them.
 
@@ -113,29 +77,38 @@ class Recipe:
             return self.assemble(epoch, indices, seeded)
 
     def assemble(self, epoch: int, indices: Sequence[int], generators: Generators) -> Any:
-        """Loads and collates a batch, with its generators as told; see ``batch``."""
-        if generators is as_they_are:
-            samples = self._samples(epoch, indices)
-        else:
-            samples = [self.sample(epoch, index, generators) for index in indices]
-        return self.collate(epoch, indices, samples, generators)
+        """Load and collate a batch, with its generators as told; see ``batch``.
 
-    def _samples(self, epoch: int, indices: Sequence[int]) -> list[Any]:
-        """Loads samples with the generators as they are: a loop of nothing but reads."""
-        samples = []
+        Raises:
+            DataError: The data set or ``collate_fn`` raised; names the index or the indices, and
+                where it happened.
+        """
+        dataset, samples, only_reads = self.dataset, [], generators is as_they_are
         for index in indices:
             try:
-                samples.append(self.dataset[index])
+                if only_reads:
+                    samples.append(dataset[index])
+                    continue
+                with generators(self.seed, epoch, index):
+                    samples.append(dataset[index])
             except Exception as error:
-                raise self._failed(epoch, index, error) from error
-        return samples
-
-    def _failed(self, epoch: int, index: int, error: Exception) -> DataError:
-        return DataError(
-            f"sample {index} of epoch {epoch} could not be loaded from {self.dataset_name}: "
-            f"{describe(error)}. Mend or leave out this sample; dataset[{index}] alone "
-            f"reproduces the error"
-        )
+                raise DataError(
+                    f"sample {index} of epoch {epoch} could not be loaded from "
+                    f"{self.dataset_name}: {describe(error)}. Mend or leave out this sample; "
+                    f"dataset[{index}] alone reproduces the error"
+                ) from error
+        try:
+            # ``collate_fn`` may draw random numbers (masking), so it is seeded too.
+            with generators(self.seed, epoch, indices[0], "collate"):
+                if self.collate_fn is default_collate and type(samples[0]) is Tensor:
+                    return torch.stack(samples)  # the same, without the search for what they are
+                return self.collate_fn(samples)
+        except Exception as error:
+            raise DataError(
+                f"{name_samples(epoch, indices)} from {self.dataset_name} could not be "
+                f"collated: {describe(error)}. Samples of one batch need equal shapes, or pass a "
+                f"collate_fn that pads them"
+            ) from error
 
 
 def describe(error: Exception) -> str:
@@ -146,11 +119,20 @@ def describe(error: Exception) -> str:
 
 
 class Pending(ABC):
-    """A batch that has been submitted."""
+    """A batch that has been submitted.
 
-    @abstractmethod
+    Attributes:
+        epoch: Epoch of its samples.
+        indices: Their indices in the data set.
+    """
+
+    def __init__(self, epoch: int, indices: list[int]) -> None:
+        self.epoch = epoch
+        self.indices = indices
+        self._outcome: tuple[Exception | None, Any] | None = None
+
     def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        """Waits for the batch; asking again returns the same object or raises the same error.
+        """Wait for the batch; asking again returns the same object or raises the same error.
 
         Args:
             timeout_s: Longest wait, in seconds. A load in the calling thread cannot be cut short.
@@ -159,6 +141,34 @@ class Pending(ABC):
             DataError: A sample could not be loaded (named by index), the worker died, or the
                 deadline has passed.
         """
+        if self._outcome is None:
+            self._wait(timeout_s)
+        assert self._outcome is not None
+        error, batch = self._outcome
+        if error is not None:
+            raise error
+        return batch
+
+    def settle(self, error: Exception | None, batch: Any = None) -> None:
+        """Keep what has come of it."""
+        self._outcome = error, batch
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``result`` returns at once."""
+        return self._outcome is not None
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> None:
+        """Return once it is settled, or raise."""
+
+    def _late(self, timeout_s: float, who: str) -> DataError:
+        """Return the error that says who did not deliver it in time."""
+        return DataError(
+            f"{name_samples(self.epoch, self.indices)} did not arrive from {who} within "
+            f"{timeout_s:g} s. Storage may hang, or loading is slow: time dataset[index] alone, "
+            f"or use more workers"
+        )
 
 
 class Fetcher(ABC):
@@ -219,11 +229,3 @@ def name_samples(epoch: int, indices: Sequence[int]) -> str:
     """Names samples for a message; the first eight if there are more."""
     shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     return f"samples [{shown}] of epoch {epoch}"
-
-
-def timeout_error(timeout_s: float, samples: str, who: str) -> DataError:
-    """Says who did not deliver what in time."""
-    return DataError(
-        f"{samples} did not arrive from {who} within {timeout_s:g} s. Storage may hang, or loading "
-        f"is slow: time dataset[index] alone, or use more workers"
-    )

@@ -15,68 +15,26 @@ from typing import Any, Final, Literal, final, get_args
 
 from torch.utils.data import IterableDataset
 
-from evener.data.fetching import (
-    DEFAULT_TIMEOUT_S,
-    Fetcher,
-    MapDataset,
-    Pending,
-    name_samples,
-    timeout_error,
-)
+from evener.data.fetching import Fetcher, MapDataset, Pending, Recipe
 from evener.data.randomness import as_they_are
-from evener.data.workers import ProcessFetcher
+from evener.data.workers import ProcessFetcher as ProcessFetcher
 from evener.errors import ConfigError, DataError, UsageError
-
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "Fetcher",
-    "InlineFetcher",
-    "MapDataset",
-    "Pending",
-    "Prefetch",
-    "ProcessFetcher",
-    "ThreadFetcher",
-    "make_fetcher",
-]
 
 Prefetch = Literal["auto", "inline", "thread", "process"]
 
 _THREAD_GRACE_S: Final = 5.0
 
 
-class _Outcome:
-    """What came of a load: it runs once, on whatever thread, and the result is kept."""
-
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load: Callable[[], Any] | None = load
-        self._batch: Any = None
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        if self._load is None:
-            return
-        try:
-            self._batch = self._load()
-        except Exception as error:
-            self._error = error
-        self._load = None
-
-    def fail(self, error: Exception) -> None:
-        self._load, self._error = None, error
-
-    def get(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._batch
-
-
 class _InlinePending(Pending):
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._outcome = _Outcome(load)
+    def __init__(self, recipe: Recipe, epoch: int, indices: list[int]) -> None:
+        super().__init__(epoch, indices)
+        self._recipe = recipe
 
-    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        self._outcome.run()
-        return self._outcome.get()
+    def _wait(self, timeout_s: float) -> None:
+        try:
+            self.settle(None, self._recipe.batch(self.epoch, self.indices))
+        except Exception as error:
+            self.settle(error)
 
 
 @final
@@ -88,8 +46,7 @@ class InlineFetcher(Fetcher):
     """
 
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
-        recipe = self._recipe
-        return _InlinePending(lambda: recipe.batch(epoch, indices))
+        return _InlinePending(self._recipe, epoch, indices)
 
     def close(self) -> None:
         """Has nothing to end; later submissions are refused."""
@@ -97,22 +54,20 @@ class InlineFetcher(Fetcher):
 
 
 class _ThreadPending(Pending):
-    def __init__(self, load: Callable[[], Any], samples: str) -> None:
-        self._outcome, self._samples = _Outcome(load), samples
+    def __init__(self, epoch: int, indices: list[int]) -> None:
+        super().__init__(epoch, indices)
         self._done = threading.Event()
 
-    def run(self) -> None:
-        self._outcome.run()
+    def settle(self, error: Exception | None, batch: Any = None) -> None:
+        super().settle(error, batch)
         self._done.set()
 
-    def fail(self, error: Exception) -> None:
-        self._outcome.fail(error)
-        self._done.set()
-
-    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+    def _wait(self, timeout_s: float) -> None:
         if not self._done.wait(timeout_s):
-            raise timeout_error(timeout_s, self._samples, "the loader's thread")
-        return self._outcome.get()
+            raise self._late(timeout_s, "the loader's thread")
+
+
+_Jobs = queue.SimpleQueue[_ThreadPending | None]
 
 
 @final
@@ -134,19 +89,17 @@ class ThreadFetcher(Fetcher):
         seed: int = 0,
     ) -> None:
         super().__init__(dataset, collate_fn, seed)
-        self._jobs: queue.SimpleQueue[_ThreadPending | None] = queue.SimpleQueue()
-        # The thread knows the queue only: a forgotten fetcher is collected, and ends its thread.
+        self._jobs: _Jobs = queue.SimpleQueue()
+        # The thread does not know the fetcher: one that is forgotten is collected, and ends it.
+        work = (self._jobs, self._recipe)
         self._thread = threading.Thread(
-            target=_run_jobs, args=(self._jobs,), name="evener-fetcher", daemon=True
+            target=_run_jobs, args=work, name="evener-fetcher", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
-        recipe = self._recipe
-        pending = _ThreadPending(
-            lambda: recipe.assemble(epoch, indices, as_they_are), name_samples(epoch, indices)
-        )
+        pending = _ThreadPending(epoch, indices)
         self._jobs.put(pending)
         return pending
 
@@ -159,14 +112,17 @@ class ThreadFetcher(Fetcher):
             except queue.Empty:
                 break
             if job is not None:
-                job.fail(UsageError("the fetcher was closed before this batch was loaded"))
+                job.settle(UsageError("the fetcher was closed before this batch was loaded"))
         self._jobs.put(None)
         self._thread.join(_THREAD_GRACE_S)
 
 
-def _run_jobs(jobs: "queue.SimpleQueue[_ThreadPending | None]") -> None:
+def _run_jobs(jobs: _Jobs, recipe: Recipe) -> None:
     while (job := jobs.get()) is not None:
-        job.run()
+        try:
+            job.settle(None, recipe.assemble(job.epoch, job.indices, as_they_are))
+        except Exception as error:
+            job.settle(error)
         del job  # or the last batch would stay in memory until the next one
 
 

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from multiprocessing import Pipe
+from multiprocessing import Pipe, current_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -30,22 +30,10 @@ import torch.multiprocessing  # how tensors travel through shared memory
 from torch.utils.data import default_collate
 
 from evener.comm.forks import NotInherited, leave_behind_in_children
-from evener.data.fetching import (
-    DEFAULT_TIMEOUT_S,
-    Fetcher,
-    MapDataset,
-    Pending,
-    Recipe,
-    describe,
-    name_samples,
-    timeout_error,
-)
+from evener.data.fetching import Fetcher, MapDataset, Pending, Recipe, describe
 from evener.data.randomness import generators_lock
 from evener.data.start_method import choose_context, hidden_script, is_by_value
 from evener.errors import DataError, UsageError
-
-_START: Final = -1
-"""Ticket of a worker's message that it could not start."""
 
 _GRACE_S: Final = 1.0
 """How long a worker that was asked to end may take before it is killed."""
@@ -93,41 +81,49 @@ class Deferred:
 
 
 def worker_main(connection: Connection, recipe: Deferred) -> None:
-    """Body of a worker process: batches out for tasks in, until the parent hangs up.
+    """Turn tasks into batches, in a worker process, until the parent hangs up.
 
     Args:
-        connection: Receives (ticket, epoch, indices) or None to stop; answers with
-            (ticket, error message or None, batch or traceback).
+        connection: Receives (epoch, indices), or None to stop; answers in the order of the tasks
+            with (error message or None, batch or traceback).
         recipe: The ``Recipe``.
     """
     _reset_signals()
     torch.set_num_threads(1)
-    tasks: queue.SimpleQueue[tuple[int, int, list[int]]] = queue.SimpleQueue()
+    tasks: queue.SimpleQueue[tuple[int, list[int]]] = queue.SimpleQueue()
     threading.Thread(target=_read_tasks, args=(connection, tasks), daemon=True).start()
+    unusable = None
     try:
         loaded: Recipe = recipe.load()
     except Exception as error:
-        _answer(connection, _START, describe(error), traceback.format_exc())
-        # The reader ends this process once the parent has seen the answer and hung up.
-        threading.Event().wait()
-        return
+        text = (
+            f"{current_process().name} could not load the data set: {describe(error)}. Define it "
+            f"in a module that can be imported (not in a notebook or an interactive session), or "
+            f"use num_workers=0"
+        )
+        unusable = ForkingPickler.dumps((text, traceback.format_exc()))
     while True:
-        ticket, epoch, indices = tasks.get()
+        epoch, indices = tasks.get()
+        message = _answer(loaded, epoch, indices) if unusable is None else unusable
         try:
-            batch = loaded.batch(epoch, indices)
-            # Pickled here: a batch that does not pickle is this task's error.
-            message = bytes(ForkingPickler.dumps((ticket, None, batch)))
-        except DataError as error:
-            _answer(connection, ticket, str(error), traceback.format_exc())
-        except Exception as error:
-            text = (
-                f"the batch of samples {indices[:8]} of epoch {epoch} from {loaded.dataset_name} "
-                f"cannot be sent by its worker process: {describe(error)}. Return plain data and "
-                f"tensors without gradient, or use num_workers=0"
-            )
-            _answer(connection, ticket, text, traceback.format_exc())
-        else:
-            _send(connection, message)
+            connection.send_bytes(message)
+        except OSError:  # the parent has hung up
+            os._exit(0)
+
+
+def _answer(recipe: Recipe, epoch: int, indices: list[int]) -> memoryview:
+    try:
+        # Pickled here: a batch that does not pickle is this task's error.
+        return ForkingPickler.dumps((None, recipe.batch(epoch, indices)))
+    except DataError as error:
+        return ForkingPickler.dumps((str(error), traceback.format_exc()))
+    except Exception as error:
+        text = (
+            f"the batch of samples {indices[:8]} of epoch {epoch} from {recipe.dataset_name} "
+            f"cannot be sent by its worker process: {describe(error)}. Return plain data and "
+            f"tensors without gradient, or use num_workers=0"
+        )
+        return ForkingPickler.dumps((text, traceback.format_exc()))
 
 
 def _reset_signals() -> None:
@@ -142,9 +138,7 @@ def _reset_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _read_tasks(
-    connection: Connection, tasks: "queue.SimpleQueue[tuple[int, int, list[int]]]"
-) -> None:
+def _read_tasks(connection: Connection, tasks: "queue.SimpleQueue[tuple[int, list[int]]]") -> None:
     """Drains tasks, so that the parent's send never waits for a sample; ends with the parent.
 
     End-of-file means that the parent is gone, however it went: no orphan goes on reading data.
@@ -159,36 +153,18 @@ def _read_tasks(
         tasks.put(task)
 
 
-def _answer(connection: Connection, ticket: int, error: str, trace: str) -> None:
-    _send(connection, bytes(ForkingPickler.dumps((ticket, error, trace))))
-
-
-def _send(connection: Connection, message: bytes) -> None:
-    try:
-        connection.send_bytes(message)
-    except OSError:  # the parent has hung up
-        os._exit(0)
-
-
 class _ProcessPending(Pending):
-    """A batch that a worker has been asked for.
+    """A batch that a worker has been asked for."""
 
-    Attributes:
-        answer: (error message or None, batch or traceback), once it has been received.
-    """
+    def __init__(self, worker: "_Worker", epoch: int, indices: list[int]) -> None:
+        super().__init__(epoch, indices)
+        self._worker = worker
 
-    def __init__(self, worker: "_Worker", samples: str) -> None:
-        self._worker, self.samples = worker, samples
-        self.answer: tuple[str | None, Any] | None = None
-
-    def result(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        if self.answer is None:
-            self._worker.receive_until(self, timeout_s)
-        assert self.answer is not None
-        error, payload = self.answer
-        if error is not None:
-            raise DataError(error) from RemoteTraceback(payload)
-        return payload
+    def _wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.is_settled:
+            if not self._worker.receive(deadline):
+                raise self._late(timeout_s, self._worker.name)
 
 
 class _Worker(NotInherited):
@@ -196,11 +172,10 @@ class _Worker(NotInherited):
 
     def __init__(self, number: int, recipe: Recipe, context: BaseContext) -> None:
         self._connection, theirs = Pipe()
-        self._asked: weakref.WeakValueDictionary[int, _ProcessPending] = (
-            weakref.WeakValueDictionary()
-        )
-        self._backlog: deque[tuple[int, bytes]] = deque()
-        self._unread: dict[int, int] = {}
+        # Answers come in the order of the tasks. Weak: a batch that nobody waits for is not kept.
+        self._asked: deque[weakref.ref[Pending]] = deque()
+        self._backlog: deque[bytes] = deque()
+        self._unread: deque[int] = deque()  # sizes of the tasks that were sent and not answered
         self._end: Exception | None = None
         # Or a worker that is forked later would keep this one from seeing the end of the parent.
         leave_behind_in_children(self)
@@ -231,58 +206,54 @@ class _Worker(NotInherited):
         """Closes the copy that a forked child has of this end; see ``NotInherited``."""
         self._connection.close()
 
-    def ask(self, ticket: int, epoch: int, indices: list[int]) -> Pending:
-        pending = _ProcessPending(self, name_samples(epoch, indices))
-        # Weak: a batch that nobody waits for any more is not kept.
-        self._asked[ticket] = pending
-        self._backlog.append((ticket, bytes(ForkingPickler.dumps((ticket, epoch, indices)))))
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.process.name} (pid {self.process.pid})"
+
+    def ask(self, epoch: int, indices: list[int]) -> Pending:
+        pending = _ProcessPending(self, epoch, indices)
+        self._asked.append(weakref.ref(pending))
+        self._backlog.append(bytes(ForkingPickler.dumps((epoch, indices))))
         self._send_backlog()
         return pending
 
     def _send_backlog(self) -> None:
         while self._backlog and self._end is None:
-            ticket, message = self._backlog[0]
-            if self._unread and sum(self._unread.values()) + len(message) > _MAX_UNREAD_BYTES:
+            size = len(self._backlog[0])
+            if self._unread and sum(self._unread) + size > _MAX_UNREAD_BYTES:
                 return
-            self._backlog.popleft()
-            self._unread[ticket] = len(message)
+            self._unread.append(size)
             with suppress(OSError):  # it is dead: what it still answered is read first
-                self._connection.send_bytes(message)
+                self._connection.send_bytes(self._backlog.popleft())
 
-    def receive_until(self, pending: _ProcessPending, timeout_s: float) -> None:
-        """Takes answers, each to its own pending batch, until ``pending`` has one."""
-        deadline = time.monotonic() + timeout_s
-        while pending.answer is None:
-            if self._end is not None:
-                raise self._end
-            if not wait([self._connection], max(0.0, deadline - time.monotonic())):
-                who = f"{self.process.name} (pid {self.process.pid})"
-                raise timeout_error(timeout_s, pending.samples, who)
-            self._receive()
+    def receive(self, deadline: float) -> bool:
+        """Take one answer for its pending batch; false when none has come by ``deadline``.
 
-    def _receive(self) -> None:
+        Raises:
+            DataError: The worker is dead.
+            UsageError: The fetcher was closed.
+        """
+        if self._end is not None:
+            raise self._end
+        if not wait([self._connection], max(0.0, deadline - time.monotonic())):
+            return False
         try:
             # Unpickling fetches tensors from the worker, so its death shows here as well.
-            message = self._connection.recv_bytes()
-            ticket, error, payload = loads(message)  # noqa: S301  from our own child process
+            error, payload = loads(self._connection.recv_bytes())  # noqa: S301  from our own child
         except (EOFError, OSError) as broken:
-            self._end = self._obituary(broken)
-            return
-        if ticket == _START:
-            self._end = DataError(
-                f"{self.process.name} could not load the data set: {error}. Define it in a module "
-                f"that can be imported (not in a notebook or an interactive session), or use "
-                f"num_workers=0"
-            )
-            self._end.__cause__ = RemoteTraceback(payload)
-            return
-        if (pending := self._asked.pop(ticket, None)) is not None:
-            pending.answer = (error, payload)
-        self._unread.pop(ticket, None)
+            self._end = self._obituary()
+            raise self._end from broken
+        self._unread.popleft()
+        if (pending := self._asked.popleft()()) is not None:
+            failure = None if error is None else DataError(error)
+            if failure is not None:
+                failure.__cause__ = RemoteTraceback(payload)
+            pending.settle(failure, payload)
         self._send_backlog()
+        return True
 
-    def _obituary(self, broken: BaseException) -> DataError:
-        who = f"{self.process.name} (pid {self.process.pid})"
+    def _obituary(self) -> DataError:
         self.process.join(_GRACE_S)
         code = self.process.exitcode
         how = "closed its connection" if code is None else f"ended with exit code {code}"
@@ -292,9 +263,7 @@ class _Worker(NotInherited):
             remedy = "the system may be out of memory: use fewer workers or smaller batches"
             if how.endswith("SIGBUS"):
                 remedy = "/dev/shm may be full: enlarge it (docker: --shm-size), or num_workers=0"
-        error = DataError(f"{who} {how}: {remedy}")
-        error.__cause__ = broken
-        return error
+        return DataError(f"{self.name} {how}: {remedy}")
 
     def hang_up(self) -> None:
         """Asks the worker to end at once, even in the middle of a sample."""
@@ -302,7 +271,7 @@ class _Worker(NotInherited):
         self._backlog.clear()
         # End-of-file alone would not do: a process forked from this one may hold the socket open.
         # A worker that has much unread is not told, for that send could wait.
-        if sum(self._unread.values()) <= _MAX_UNREAD_BYTES:
+        if sum(self._unread) <= _MAX_UNREAD_BYTES:
             with suppress(OSError):
                 self._connection.send_bytes(ForkingPickler.dumps(None))
         self._connection.close()
@@ -351,7 +320,7 @@ class ProcessFetcher(Fetcher):
     ) -> None:
         super().__init__(dataset, collate_fn, seed)
         context = choose_context(_parts_of(self._recipe), num_workers, context)
-        self._tickets = 0
+        self._num_asked = 0
         self._workers: list[_Worker] = []
         try:
             for number in range(num_workers):
@@ -366,9 +335,9 @@ class ProcessFetcher(Fetcher):
         return () if self._closed else tuple(worker.process.pid for worker in self._workers)
 
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
-        worker = self._workers[self._tickets % len(self._workers)]
-        self._tickets += 1
-        return worker.ask(self._tickets, epoch, indices)
+        worker = self._workers[self._num_asked % len(self._workers)]
+        self._num_asked += 1
+        return worker.ask(epoch, indices)
 
     def close(self) -> None:
         """Ends the workers, at the latest by killing them after a second."""

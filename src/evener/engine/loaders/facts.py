@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from evener.data.loader import Pending
+from evener.data.fetching import Pending
 from evener.engine.loaders.intake import Collate, Intake
 
 #: What says how data is loaded.

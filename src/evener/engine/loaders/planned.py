@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any, final
 
 from evener.data.cursor import Cursor
-from evener.data.loader import Pending, Prefetch
+from evener.data.fetching import Pending
+from evener.data.loader import Prefetch
 from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
