@@ -6,14 +6,13 @@ the end of the run. Until then the snapshot waits in memory, or gives way to a n
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError, WrittenCheckpoint
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
-from evener.loop.reporting import EventStream
 from evener.loop.state import capture
 from evener.team.terminal import warn
 
@@ -42,10 +41,6 @@ class Checkpointer:
         assets: Files that go into every checkpoint, by name.
         documents: JSON documents that go into every checkpoint, by file name.
         retry_s: Seconds for which ``finish`` tries the last one again.
-        events: Told of each checkpoint: that it has reached the disk, that an attempt failed, or
-            that it was skipped; those of the team by default.
-        on_failure: Told, in words for people, of each attempt that failed (the previous checkpoint
-            stays in use), and of each checkpoint that was skipped.
     """
 
     def __init__(
@@ -56,15 +51,11 @@ class Checkpointer:
         keep_last: int,
         assets: Mapping[str, bytes] | None = None,
         documents: Mapping[str, Any] | None = None,
-        events: EventStream | None = None,
-        on_failure: Callable[[str], None] = warn,
         retry_s: float = RETRY_S,
     ) -> None:
         self._ddp = ddp
         self._assets = assets
         self._documents = documents
-        self._events = events or ddp.events
-        self._on_failure = on_failure
         self._retry_s = retry_s
         self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
         self._last_step = -1
@@ -86,25 +77,25 @@ class Checkpointer:
         Raises:
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
-        self._ddp.assembly.engine.prepare_save()
-        self._ddp.assembly.engine.verify()
-        if self._writer is None:
-            return
+        engine, window, writer = self._ddp.assembly.engine, self._ddp.window, self._writer
+        engine.prepare_save()
+        engine.verify()
         self.report()
-        window, writer = self._ddp.window, self._writer
-        if self._unwritten is not None and self._unwritten.step == window:
+        old = self._unwritten
+        if old is not None and old.step == window:
             self._try_again()
             return
-        if window == self._last_step and (self._is_written() or not writer.wait(0.0)):
+        if writer is None or (
+            window == self._last_step and (self._is_written() or not writer.wait(0.0))
+        ):
             return
-        old, self._unwritten = self._unwritten, None
         if old is not None:
             self._miss(
                 old.step,
                 f"checkpoint step-{old.step}, which could not be written, gives way to step-"
                 f"{window}; free disk space there",
             )
-        self._last_step, self._pause_s = window, FIRST_PAUSE_S
+        self._unwritten, self._last_step, self._pause_s = None, window, FIRST_PAUSE_S
         writer.submit(
             capture(
                 self._ddp.assembly,
@@ -117,8 +108,6 @@ class Checkpointer:
 
     def report(self) -> None:
         """Passes on what the writer has finished or failed at, and tries again what is due."""
-        if self._writer is None:
-            return
         self._collect()
         if time.monotonic() >= self._retry_at_s:
             self._try_again()
@@ -130,10 +119,10 @@ class Checkpointer:
 
     def _collect(self) -> None:
         """Passes on what the writer has finished, failed at or skipped since the last call."""
-        assert self._writer is not None
-        for done in self._writer.poll():
+        writer = self._writer
+        for done in writer.poll() if writer is not None else ():
             if isinstance(done, WrittenCheckpoint):
-                self._events.checkpoint(done)
+                self._ddp.events.checkpoint(done)
                 continue
             self._miss(
                 done.step,
@@ -141,11 +130,11 @@ class Checkpointer:
                 f"written when step-{done.newer} came, which takes its place; save less "
                 "often (checkpoint.every), or to a faster disk",
             )
-        while (error := self._writer.poll_error()) is not None:
+        while writer is not None and (error := writer.poll_error()) is not None:
             if isinstance(error, UnwrittenError):
                 self._note_failure(error)
             else:  # only what is old could not be removed, or has gone
-                self._on_failure(str(error))
+                warn(str(error))
 
     def _note_failure(self, error: UnwrittenError) -> None:
         step, self._failure = error.snapshot.step, str(error)
@@ -160,8 +149,8 @@ class Checkpointer:
         self._miss(step, text)
 
     def _miss(self, step: int, reason: str) -> None:
-        self._on_failure(reason)
-        self._events.tell("checkpoint_missed", window=step, reason=reason)
+        warn(reason)
+        self._ddp.events.tell("checkpoint_missed", window=step, reason=reason)
 
     def finish(self) -> Path | None:
         """Waits for the last write, and tries it again; all ranks call it together.

@@ -1,6 +1,6 @@
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,11 +39,15 @@ class Steps(Sink):
         pass
 
 
-def checkpointer_of(
-    ddp: Ddp,
-    folder: Path,
-    on_failure: Callable[[str], None] | None = None,
-) -> Checkpointer:
+@pytest.fixture(autouse=True)
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What people are warned of."""
+    told: list[str] = []
+    monkeypatch.setattr("evener.loop.checkpointing.warn", told.append)
+    return told
+
+
+def checkpointer_of(ddp: Ddp, folder: Path) -> Checkpointer:
     return Checkpointer(
         ddp,
         folder,
@@ -51,8 +55,6 @@ def checkpointer_of(
         assets={"notes.txt": b"hello"},
         documents={"run.json": {"seed": 3}},
         retry_s=0.0,
-        events=ddp.events,
-        on_failure=on_failure or pytest.fail,
     )
 
 
@@ -62,7 +64,7 @@ def block(folder: Path) -> None:
     folder.touch()
 
 
-def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
+def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[str]) -> None:
     def body(comm: Communicator) -> tuple[Path | None, list[int]]:
         sink = Steps()
         with team_of(comm) as ddp:
@@ -79,6 +81,7 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path) -> None:
 
     (newest, steps), other = run_team(2, body)
     assert other == (None, [])
+    assert not failures
     assert newest == tmp_path / "step-6"
     assert steps == [2, 4, 6]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
@@ -108,7 +111,7 @@ def test_what_is_saved_has_been_compared_where_that_was_asked_for(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
 
 
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
+def test_a_step_is_saved_once(tmp_path: Path, failures: list[str]) -> None:
     sink = Steps()
     with team_of(SingleCommunicator()) as ddp:
         ddp.events.report_to([sink])
@@ -118,13 +121,13 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         checkpointer.finish()
         checkpointer.close()
     assert sink.written == [0]
+    assert not failures
 
 
-def test_training_goes_on_after_a_write_that_failed(tmp_path: Path) -> None:
-    failures: list[str] = []
+def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "c"
     with team_of(SingleCommunicator()) as ddp:
-        checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
+        checkpointer = checkpointer_of(ddp, folder)
         block(folder)
         checkpointer.save(CURSOR)
         with pytest.raises(CheckpointError, match="step-0 could not be written"):
@@ -138,12 +141,13 @@ def test_training_goes_on_after_a_write_that_failed(tmp_path: Path) -> None:
     assert len(failures) == 1
 
 
-def test_a_failed_write_at_the_end_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_failed_write_at_the_end_is_an_error_on_every_rank(
+    tmp_path: Path, failures: list[str]
+) -> None:
     # However early the failure was noticed: as a warning already, or only by `finish`.
     def body(comm: Communicator) -> str:
-        failures: list[str] = []
         with team_of(comm) as ddp:
-            checkpointer = checkpointer_of(ddp, tmp_path / "c", on_failure=failures.append)
+            checkpointer = checkpointer_of(ddp, tmp_path / "c")
             if comm.rank == 0:
                 block(tmp_path / "c")
             checkpointer.save(CURSOR)
@@ -160,15 +164,14 @@ def test_a_failed_write_at_the_end_is_an_error_on_every_rank(tmp_path: Path) -> 
 
 
 def test_what_only_could_not_be_tidied_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failures: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("read-only")
 
     monkeypatch.setattr("evener.checkpoint.writer.remove_old", refuse)
-    failures: list[str] = []
     with team_of(SingleCommunicator()) as ddp:
-        checkpointer = checkpointer_of(ddp, tmp_path, on_failure=failures.append)
+        checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
         assert checkpointer.finish() == tmp_path / "step-0"
         checkpointer.close()
@@ -176,11 +179,10 @@ def test_what_only_could_not_be_tidied_is_a_warning(
     assert "older checkpoints" in failures[0]
 
 
-def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path) -> None:
-    failures: list[str] = []
+def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: list[str]) -> None:
     folder = tmp_path / "run" / "checkpoints"
     with team_of(SingleCommunicator()) as ddp:
-        checkpointer = checkpointer_of(ddp, folder, on_failure=failures.append)
+        checkpointer = checkpointer_of(ddp, folder)
         shutil.rmtree(tmp_path / "run")
         checkpointer.save(CURSOR)
         assert checkpointer.finish() == folder / "step-0"
@@ -201,12 +203,13 @@ def files_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_in_use(tmp_path: Path) -> None:
-    failures: list[str] = []
+def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
+    tmp_path: Path, failures: list[str]
+) -> None:
     model = nn.Linear(200, 200)
     ddp = setup(SingleCommunicator(), model, torch.optim.AdamW(model.parameters(), lr=0.1))
     with ddp:
-        checkpointer = checkpointer_of(ddp, tmp_path, on_failure=failures.append)
+        checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
         checkpointer.finish()
         with files_at_most(50_000):
