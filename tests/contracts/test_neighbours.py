@@ -17,7 +17,7 @@ PACKAGES = ("protocol", "engine", "comm", "averaging")
 FILES = {
     *("data.cursor", "data.leases"),
     *("loop.loop", "loop.data_side", "loop.assembly", "loop.state"),
-    *("loop.saved", "loop.reporting", "loop.likeness", "loop.models"),
+    *("loop.fitting", "loop.reporting", "loop.likeness", "loop.models"),
 }
 #: So many dots after a name reach through a neighbour: ``self.team.comm.rank``.
 TOO_MANY_DOTS = 3

@@ -5,8 +5,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import median
 from typing import Any, TypedDict, Unpack
 
@@ -242,16 +242,14 @@ def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
         sys.path.append(str(Path.cwd()))
     makers: list[SinkMaker] = []
     for number, path in enumerate(paths):
-        module, _, name = path.partition(":")
         try:
-            maker = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            makers.append(resolve_name(path))
+        except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"sinks[{number}] is {path!r}, which cannot be imported ({error}); give "
                 "package.module:function of something that is installed, in the current folder, "
                 "or on PYTHONPATH"
             ) from None
-        makers.append(maker)
     check_sinks(makers)
     return makers
 

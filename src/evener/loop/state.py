@@ -30,7 +30,7 @@ from evener.engine.results import Progress
 from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
-from evener.loop.saved import check_alike, check_model, check_optimizer, check_weights
+from evener.loop.fitting import check_alike, check_model, check_optimizer, check_weights
 from evener.parsing import Fields
 from evener.team.terminal import warn
 
@@ -151,15 +151,12 @@ def find_state(assembly: Assembly, path: Path) -> SavedState:
         if assembly.comm.rank == 0:
             warn(f"skipped checkpoint {place}: {reason}")
 
-    def check(checkpoint: Checkpoint) -> None:
-        read.append(_read(checkpoint, assembly))
-
-    if find_newest(path, skip, check) is None:
+    if find_newest(path, skip, lambda one: read.append(_read(one, assembly))) is None:
         if skipped:
             raise CheckpointError(
                 f"{path} holds no complete checkpoint ({'; '.join(skipped)}); give another folder"
             )
-        check(open_checkpoint(path))
+        read.append(_read(open_checkpoint(path), assembly))
     _check_fit(read[-1], assembly)
     return read[-1]
 
