@@ -304,23 +304,22 @@ class Replicas:
         ]
         own: dict[str, Any] = found[0] if found else {"parameter": None}
         notes = _exchange(self._comm, own, what=f"why {what} is refused")
-        for rank, note in enumerate(notes):
-            if note["parameter"] is not None:
-                return NonFiniteGradientError(
-                    f"{what} number {self._num_averages}: the gradient of {note['parameter']!r} on "
-                    f"replica {note['replica']} (rank {rank}) holds an inf or a NaN, so nothing "
-                    "was averaged; lower the learning rate, or wrap with non_finite='propagate' "
-                    "where a GradScaler shall see it",
-                    rank=rank,
-                    parameter=note["parameter"],
-                    window=self._num_averages,
-                )
+        text = (
+            "gradients are finite on each replica and their weighted mean is not; they are too "
+            "large for their dtype: lower the learning rate"
+        )
+        culprits = [rank for rank, note in enumerate(notes) if note["parameter"] is not None]
+        rank = culprits[0] if culprits else 0
+        parameter = notes[rank]["parameter"]
+        if culprits:
+            text = (
+                f"the gradient of {parameter!r} on replica {notes[rank]['replica']} (rank {rank}) "
+                "holds an inf or a NaN, so nothing was averaged; lower the learning rate, or wrap "
+                "with non_finite='propagate' where a GradScaler shall see it"
+            )
+        number = self._num_averages
         return NonFiniteGradientError(
-            f"{what} number {self._num_averages}: gradients are finite on each replica and their "
-            "weighted mean is not; they are too large for their dtype: lower the learning rate",
-            rank=0,
-            parameter=None,
-            window=self._num_averages,
+            f"{what} number {number}: {text}", rank=rank, parameter=parameter, window=number
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from evener.devices import kind_of
 from evener.errors import ConfigError
@@ -58,7 +58,7 @@ class AutocastForward:
         """The model's forward, under autocast."""
         with torch.autocast(device_type=self._device_type, dtype=self._dtype):
             output = self._forward(*args, **kwargs)
-        return tree_map(_to_float32, output)
+        return tree_map_only(Tensor, _to_float32, output)
 
     def remove(self) -> None:
         """Gives the model its own forward back, unless somebody has replaced it since."""
@@ -66,7 +66,5 @@ class AutocastForward:
             del self._model.forward
 
 
-def _to_float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in HALF.values():
-        return value.float()
-    return value
+def _to_float32(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in HALF.values() else value

@@ -214,10 +214,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=True)
+        if not isinstance(leaf, _Movable):
+            return leaf
         # What holds tensors and moves them itself: PackedSequence, graphs, a tokenizer's batch.
-        return leaf.to(device) if isinstance(leaf, _Movable) else leaf
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf.to(device)
 
     return tree_map(move, batch, is_leaf=lambda node: isinstance(node, _Movable))
 
