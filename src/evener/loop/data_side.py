@@ -262,7 +262,7 @@ class DataSide:
                     written = save_state(self.assembly, positions, Path(path))
                 except (EvenerError, OSError) as error:
                     failure = str(error)
-        told = self.assembly.team.introduce({"failure": failure})[0]
+        told = engine.team.introduce({"failure": failure})[0]
         if told["failure"]:
             raise CheckpointError(told["failure"])
         if written is not None:

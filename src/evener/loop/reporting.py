@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import median
@@ -58,7 +58,7 @@ class EventStream:
         self._members = assembly.members
         self._active = assembly.comm.rank == 0
         self._sinks = Fanout(warn)
-        self._has_started = self._has_finished = False
+        self._is_heard = self._has_started = self._has_finished = False
         self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
@@ -79,7 +79,10 @@ class EventStream:
         self._facts |= facts
 
     def add_sink(self, sink: Sink) -> None:
-        """Hand every further event to this sink, too; it is closed with the others."""
+        """Hand every further event to this sink on rank 0, windows included; closed by ``end``."""
+        if not self._is_heard:
+            self._is_heard = True
+            self._engine.call_on_commit(self.window)
         self._sinks.add(sink)
 
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
@@ -92,17 +95,17 @@ class EventStream:
         """
         if self._active and sinks:
             self.add_sink(open_sinks(sinks))
-            self._engine.call_on_commit(self.window)
-
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Hand an event to every sink; before the first one, that of the start."""
-        if self._active:
-            self._tell_start()
-            self._sinks.emit(event)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Hand an event to every sink: ``t`` is now unless given; see ``FIELDS`` for the others."""
-        self.emit(make_event(kind, **{"t": time.time(), **fields}))
+        """Hand an event to every sink; before the first one, that of the start.
+
+        Args:
+            kind: See ``FIELDS`` of ``evener.observe.events``.
+            **fields: Those of the kind; ``t`` is now unless given.
+        """
+        if self._active:
+            self._tell_start()
+            self._sinks.emit(make_event(kind, **{"t": time.time(), **fields}))
 
     def start(self, **facts: Unpack[RunFacts]) -> None:
         """Tell who is there and what will be done; at a resume, first which events are void."""
@@ -202,16 +205,12 @@ class EventStream:
             self.tell("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
-        """Tell the end of a user's loop, and close all sinks; idempotent."""
+        """Tell the end, unless it has been told, and close all sinks; idempotent."""
         self._tell_start()
         engine = self._engine
         reason = "failed" if failed else "stopped" if engine.stopping else "completed"
         message = f"{type(error).__name__}: {error}" if failed and error is not None else None
         self.finish(engine.window, reason, message)
-        self.close()
-
-    def close(self) -> None:
-        """Close all sinks; idempotent."""
         self._sinks.close()
 
 

@@ -344,8 +344,7 @@ class Job(EpochLoop):
         self.ddp.backward(*self._task.loss(batch))
 
     def on_commit(self, result: WindowResult) -> None:
-        """Record the window; evaluate and save where that is due."""
-        self.ddp.events.window(result)
+        """Evaluate and save where that is due; the window has been recorded."""
         every = self.config.eval.every
         if every and result.progress.window % every == 0 and not self.ddp.stopping:
             self._evaluate()

@@ -84,8 +84,8 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             events.window(result(2, (4, 0)))
             events.evaluation(3, 1.5, 70.0, 0.5)
             events.finish(3, "stopped", "later")
-            events.close()
-            events.close()
+            events.end(failed=False, error=None)
+            events.end(failed=False, error=None)
             if comm.rank == 0:
                 assert sink.events == read_events(tmp_path / "events.jsonl")
             return tally.sums.total.weight, len(sink.events) * sink.closed
