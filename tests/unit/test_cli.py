@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 
 from evener import cli
+from evener.cli import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.config.options import PretrainOptions
-from evener.config.pretrain_presets import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.team import launch
 from evener.team.nodes import Node
 from helpers.limits import PATIENCE_S
@@ -47,7 +47,7 @@ def trained(monkeypatch):
     """Options that reached the task; no task runs."""
     calls = []
     task = ModuleType("evener.tasks.pretraining")
-    task.run_pretraining = lambda options: calls.append(options) or 0
+    task.run_pretraining = lambda options, environment: calls.append(options) or 0
     monkeypatch.setitem(sys.modules, "evener.tasks.pretraining", task)
     monkeypatch.setattr(cli, "apply_threads", lambda place: 1)
     return calls

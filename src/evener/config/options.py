@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from evener.team.nodes import NodeOptions
+
 Allowed = Literal["data", "precision"]
 """What a resume may change when the user says so."""
 
@@ -15,42 +17,41 @@ Keys = Mapping[str, Any] | str | Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOptions:
+class LaunchOptions(NodeOptions):
+    """What the user said about ranks; the launcher reads it.
+
+    Attributes:
+        nproc: Local ranks asked for; ``None`` when the user did not say.
+        emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
+        port: Port of the store.
+    """
+
+    nproc: int | None = None
+    emulate_slow: tuple[str, ...] = ()
+    port: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions(LaunchOptions):
     """Options of a task, as the user gave them.
 
     Attributes:
         config: The run's YAML file; ``None`` where there is none.
-        nproc: Local ranks asked for; ``None`` when the user did not say.
-        emulate_slow: ``RANK:FACTOR`` texts, which ``windows.emulate.parse_emulation`` reads.
         overrides: ``key=value`` texts of ``--set``, in order; the last one wins.
         keys: Keys of the run where there is no file.
-        resume: Go on from the newest complete checkpoint.
+        resume: Continue from the newest complete checkpoint.
         out: Folder that runs go to.
         name: Name of the run; ``None`` for the configuration's.
-        port: Port of the store; only the launcher reads it.
         quiet: Print neither the team nor the progress line.
     """
 
     config: Path | None = None
-    nproc: int | None = None
-    emulate_slow: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     keys: Mapping[str, Any] | None = None
     resume: bool = False
-    out: Path | None = None
+    out: Path = Path("runs")
     name: str | None = None
-    port: int | None = None
     quiet: bool = False
-
-    @property
-    def parent(self) -> Path:
-        """The folder that runs go to."""
-        return self.out or Path("runs")
-
-    def run_name(self, key: str | None, default: str) -> str:
-        """Return ``--name``, else the key, else the file's name, else ``default``."""
-        stem = self.config.stem if self.config is not None else default
-        return (key or stem) if self.name is None else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,35 @@ class PretrainOptions(TaskOptions):
 
     allow: tuple[Allowed, ...] = ()
     demo: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of ``evener bench``, as the user gave them.
+
+    Attributes:
+        config: The run's YAML file.
+        policies: Policies to try, by name.
+        backends: Averaging backends to try, by name.
+        minutes: Training time of each combination, over all its rounds.
+        rounds: In how many turns that time is spent.
+        nproc: Local ranks asked for; ``None`` when the user did not say.
+        emulate_slow: ``RANK:FACTOR`` texts.
+        overrides: ``key=value`` texts of ``--set``.
+        out: Folder that the bench's folder goes to.
+        name: Its name.
+    """
+
+    config: Path
+    policies: tuple[str, ...] = ("sync", "cadence", "async")
+    backends: tuple[str, ...] = ("auto",)
+    minutes: float = 2.0
+    rounds: int = 2
+    nproc: int | None = None
+    emulate_slow: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    out: Path = Path("runs")
+    name: str = "bench"
 
 
 def file_or_keys(given: Keys) -> dict[str, Any]:

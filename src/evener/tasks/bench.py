@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from evener.config.folders import EVENTS, check_name
+from evener.config.options import BenchOptions
 from evener.errors import ConfigError, EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
 from evener.observe.jsonl import read_events, strict_json
@@ -30,35 +31,6 @@ _LOOK_S = 0.1
 # What would cost time and disk without saying anything about policies.
 _TRIAL_KEYS = ("checkpoint.every=0", "measure=false", "sample.num_tokens=0", "tensorboard=false")
 _PRETRAIN = (sys.executable, "-P", "-m", "evener", "pretrain")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """Options of ``evener bench``, as the user gave them.
-
-    Attributes:
-        config: The run's YAML file.
-        policies: Policies to try, by name.
-        backends: Averaging backends to try, by name.
-        minutes: Training time of each combination, over all its rounds.
-        rounds: In how many turns that time is spent.
-        nproc: Local ranks asked for; ``None`` when the user did not say.
-        emulate_slow: ``RANK:FACTOR`` texts.
-        overrides: ``key=value`` texts of ``--set``.
-        out: Folder that the bench's folder goes to.
-        name: Its name.
-    """
-
-    config: Path
-    policies: Sequence[str]
-    backends: Sequence[str]
-    minutes: float
-    rounds: int
-    nproc: int | None
-    emulate_slow: Sequence[str]
-    overrides: Sequence[str]
-    out: Path
-    name: str
 
 
 #: Runs one combination for some seconds: its windows, or why there are none.

@@ -86,7 +86,7 @@ class CausalLanguageModel(Task):
             tokenizer,
             records=self._records,
             # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
-            cache=job.options.parent.absolute() / ".cache",
+            cache=job.options.out.absolute() / ".cache",
             prepares=ddp.assembly.environment.local_rank == 0,
             quiet=job.options.quiet,
         )

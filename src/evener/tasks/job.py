@@ -211,7 +211,7 @@ class Job(EpochLoop):
         self.config = config
         self.options = options
         self.team = ddp.assembly.team
-        self.folder = options.parent
+        self.folder = options.out
         self.resumed: Checkpoint | None = None
         self._task = task
         self._engine = ddp.assembly.engine
@@ -223,7 +223,7 @@ class Job(EpochLoop):
 
     def go(self) -> TaskResult:
         """Do all that is left to do of the run; all ranks call it together."""
-        parent, name = self.options.parent, str(self.config.name)
+        parent, name = self.options.out, str(self.config.name)
         is_main = self.ddp.is_main_process
         if self.options.resume:
             self.folder, self.resumed = choose_checkpoint(

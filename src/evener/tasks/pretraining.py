@@ -16,11 +16,12 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
 
 
-def run_pretraining(options: PretrainOptions) -> int:
+def run_pretraining(options: PretrainOptions, environment: DistributedTrainConfig) -> int:
     """Runs this rank's part of a pretraining run.
 
     Args:
-        options: From the command line; the rank's place comes from the environment.
+        options: From the command line.
+        environment: The rank's place.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that stopped the run.
@@ -29,7 +30,7 @@ def run_pretraining(options: PretrainOptions) -> int:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     signals = StopSignals()
-    _run(options, None, signals)
+    _run(options, None, signals, environment)
     return signals.exit_code
 
 
@@ -70,15 +71,17 @@ def pretrain(
         allow=tuple(allow),
         quiet=quiet,
     )
-    return _run(options, dataset, StopSignals())
+    return _run(options, dataset, StopSignals(), DistributedTrainConfig.from_env())
 
 
 def _run(
-    options: PretrainOptions, records: Iterable[Any] | None, signals: StopSignals
+    options: PretrainOptions,
+    records: Iterable[Any] | None,
+    signals: StopSignals,
+    environment: DistributedTrainConfig,
 ) -> PretrainResult:
-    from evener.config.pretrain_presets import resolve_config
+    from evener.config.presets import resolve_config
 
-    environment = DistributedTrainConfig.from_env()
     config = resolve_config(options, holds_runs=environment.rank < environment.local_world_size)
     if records is not None and config.data.paths:
         raise ConfigError(

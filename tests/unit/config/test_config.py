@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from evener.config.options import PretrainOptions
+from evener.config.presets import DEMO, resolve_config
 from evener.config.pretrain import RunConfig, load_run_config
-from evener.config.pretrain_presets import DEMO, resolve_config
 from evener.errors import CheckpointError, ConfigError, DataError
 
 KEYS = (
@@ -316,7 +316,7 @@ def test_what_the_configuration_points_to_must_exist(key: str) -> None:
 def test_tensorboard_must_be_installed_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = PretrainOptions(overrides=("tensorboard=true",))
     resolve_config(options)
-    monkeypatch.setattr("evener.config.pretrain_presets.find_spec", lambda name: None)
+    monkeypatch.setattr("evener.config.presets.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'evener\[tensorboard\]'"):
         resolve_config(options)
 

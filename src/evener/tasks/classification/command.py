@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from evener.config.classify_presets import (
+from evener.config.folders import runs_of
+from evener.config.options import ClassifyOptions, Keys, file_or_keys
+from evener.config.presets import (
     find_demo_base,
     needs_demo_base,
     resolve_classify,
 )
-from evener.config.folders import runs_of
-from evener.config.options import ClassifyOptions, Keys, file_or_keys
 from evener.errors import ConfigError
 from evener.tasks.results import ClassifyResult
 from evener.team.child import loading_libraries
@@ -26,11 +26,12 @@ from evener.team.signals import StopSignals
 from evener.team.terminal import say
 
 
-def run_classification(options: ClassifyOptions) -> int:
+def run_classification(options: ClassifyOptions, environment: DistributedTrainConfig) -> int:
     """Runs this rank's part of a classification run.
 
     Args:
-        options: From the command line; the rank's place comes from the environment.
+        options: From the command line.
+        environment: The rank's place.
 
     Returns:
         The exit code: 0, or 128 + the number of the signal that stopped the run.
@@ -39,7 +40,7 @@ def run_classification(options: ClassifyOptions) -> int:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     signals = StopSignals()
-    _run(options, None, signals)
+    _run(options, None, signals, environment)
     return signals.exit_code
 
 
@@ -78,7 +79,7 @@ def classify(
         resume=resume,
         quiet=quiet,
     )
-    return _run(options, samples, StopSignals())
+    return _run(options, samples, StopSignals(), DistributedTrainConfig.from_env())
 
 
 def predict_file(options: ClassifyOptions) -> int:
@@ -97,7 +98,7 @@ def predict_file(options: ClassifyOptions) -> int:
     from evener.tasks.classification.pipeline import ClassifyPipeline
 
     config = resolve_classify(options)
-    parent, name = options.parent, str(config.name)
+    parent, name = options.out, str(config.name)
     finished = [run for run in runs_of(parent, name) if (run / "adapter").is_dir()]
     if not finished:
         raise ConfigError(
@@ -123,12 +124,14 @@ def predict_file(options: ClassifyOptions) -> int:
 
 
 def _run(
-    options: ClassifyOptions, samples: Iterable[Any] | None, signals: StopSignals
+    options: ClassifyOptions,
+    samples: Iterable[Any] | None,
+    signals: StopSignals,
+    environment: DistributedTrainConfig,
 ) -> ClassifyResult:
-    environment = DistributedTrainConfig.from_env()
     config = resolve_classify(options, holds_runs=environment.rank < environment.local_world_size)
     if needs_demo_base(config):
-        base = find_demo_base(options.parent)
+        base = find_demo_base(options.out)
         if base is None:
             raise ConfigError(
                 "the base model is that of the pretraining demo, which has not been run: run "

@@ -1,0 +1,182 @@
+"""Turns what the user typed into a checked configuration; the demos' keys live here. No torch."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from evener.config.classify import ClassifyRunConfig
+from evener.config.folders import CHECKPOINTS, check_name, check_resumable, runs_of
+from evener.config.loading import load_config
+from evener.config.options import ALLOWED, ClassifyOptions, PretrainOptions, TaskOptions
+from evener.config.pretrain import BPE, RunConfig
+from evener.config.runs import JobConfig
+from evener.errors import ConfigError, DataError
+
+_Config = TypeVar("_Config", bound=JobConfig)
+_Places = Mapping[str, str | Sequence[str] | None]
+
+#: A small Llama on the Python standard library's own sources: under a minute on two cores.
+DEMO: Mapping[str, Any] = {
+    "name": "demo",
+    "batch_size": 16,
+    "micro_batch_size": 8,
+    "max_steps": 200,
+    "data": {"seq_len": 128},
+    "optimizer": {"lr": 1e-2, "warmup": 0.1},
+    "eval": {"every": 50, "max_sequences": 64},
+    "checkpoint": {"every": 100, "keep_last": 2},
+    "measure": True,
+}
+
+#: Functions of the standard library by package, on the demo's model: some minutes on two cores.
+CLASSIFY_DEMO: Mapping[str, Any] = {
+    "name": "classify",
+    "batch_size": 16,
+    "micro_batch_size": 8,
+    "epochs": 6,
+    "seq_len": DEMO["data"]["seq_len"],
+    "end_tokens": 4,
+    "precision": "fp32",
+    "lora": {"rank": 16, "alpha": 64.0, "dropout": 0.05},
+    "optimizer": {"lr": 5e-4},
+    "data": {"heldout_fraction": 0.25},
+    "eval": {"every": 180},
+    "checkpoint": {"every": 360, "keep_last": 2},
+}
+
+
+def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunConfig:
+    """Return the configuration of a run: the demo's, a YAML file's or the defaults, then ``--set``.
+
+    What can be known to be wrong without torch is found here, before any rank starts.
+
+    Args:
+        options: What the user typed.
+        holds_runs: Whether the run to resume must be on this machine. Ranks on other machines than
+            rank 0's find out together, so that all of them say so.
+
+    Returns:
+        The configuration, its name chosen: ``--name``, else the key, else that of the file.
+
+    Raises:
+        ConfigError: See ``load_config``; a file together with ``--demo``; a bad name; ``--allow``
+            without ``--resume``.
+        DataError: Something that the configuration points to does not exist.
+        CheckpointError: There is no run to resume.
+    """
+    if options.demo and options.config is not None:
+        raise ConfigError(
+            f"--demo brings its own configuration, so it takes no file (got {options.config}); "
+            "leave one of them out"
+        )
+    config = _load(RunConfig, options, DEMO if options.demo else options.keys)
+    for what in options.allow:
+        if what not in ALLOWED:
+            raise ConfigError(f"--allow {what}: choose from {', '.join(ALLOWED)}")
+    if options.allow and not options.resume:
+        raise ConfigError(
+            f"--allow {options.allow[0]} says what may differ from the checkpoint, but nothing is "
+            "resumed; add --resume, or leave it out"
+        )
+    tokenizer = config.data.tokenizer
+    if tokenizer == BPE and Path(BPE).is_dir():
+        raise ConfigError(
+            f"data.tokenizer is {BPE!r}, which trains a tokenizer, but there is a folder of that "
+            f"name as well; write ./{BPE} for the folder, or rename it"
+        )
+    places: _Places = {
+        "data.path": config.data.paths,
+        "data.tokenizer": None if tokenizer == BPE else tokenizer,
+        "model.path": config.model.path,
+    }
+    return _settle(config, options, places, "pretrain", holds_runs=holds_runs)
+
+
+def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> ClassifyRunConfig:
+    """Return the configuration of a run: a YAML file's, given keys or the demo, then ``--set``.
+
+    Args:
+        options: What the user typed.
+        holds_runs: See ``resolve_config``.
+
+    Raises:
+        ConfigError: See ``load_config``; a bad name; no model for data of one's own; a file of
+            samples beside given ones; a missing package.
+        DataError: Something that the configuration points to does not exist.
+        CheckpointError: There is no run to resume.
+    """
+    is_demo = options.keys is None and not options.has_samples
+    config = _load(ClassifyRunConfig, options, CLASSIFY_DEMO if is_demo else options.keys)
+    if options.has_samples and config.data.path is not None:
+        raise ConfigError(
+            f"data.path is {config.data.path!r}, but samples are given as well; leave one of them "
+            "out"
+        )
+    own_data = options.has_samples or not needs_demo_base(config)
+    if own_data and "model" not in config.model_fields_set:
+        raise ConfigError(
+            "model.path is missing: name the local folder of the base model, or give model.type "
+            "(and model.config) to start from random weights"
+        )
+    for package in ("transformers", "peft", "sklearn"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"classification needs {package}, which is missing: pip install 'evener[hf]'"
+            )
+    places: _Places = {
+        "data.path": config.data.path,
+        "data.heldout_path": config.data.heldout_path,
+        "data.tokenizer": config.data.tokenizer,
+        "model.path": config.model.path,
+        "model.adapter": config.model.adapter,
+    }
+    if options.predict is not None:
+        places = {}  # a saved classifier needs no files but its own
+    return _settle(config, options, places, "classify", holds_runs=holds_runs)
+
+
+def needs_demo_base(config: ClassifyRunConfig) -> bool:
+    """Return whether the base is the pretraining demo's: neither model nor data were named."""
+    return "model" not in config.model_fields_set and config.data.path is None
+
+
+def find_demo_base(parent: Path) -> Path | None:
+    """Return the newest checkpoint of the pretraining demo, if it has been run."""
+    for folder in runs_of(parent, str(DEMO["name"])):
+        found = [
+            (int(path.parent.name.removeprefix("step-")), path.parent)
+            for path in (folder / CHECKPOINTS).glob("step-*/manifest.json")
+            if path.parent.name.removeprefix("step-").isdecimal()
+        ]
+        if found:
+            return max(found)[1]
+    return None
+
+
+def _load(schema: type[_Config], options: TaskOptions, base: Mapping[str, Any] | None) -> _Config:
+    return load_config(schema, options.config, options.overrides, base=base)
+
+
+def _settle(
+    config: _Config, options: TaskOptions, places: _Places, default: str, *, holds_runs: bool
+) -> _Config:
+    """Check what lies around a run, and choose its name."""
+    stem = default if options.config is None else options.config.stem
+    name = (config.name or stem) if options.name is None else options.name
+    check_name(name)
+    for key, paths in places.items():
+        for path in [paths] if isinstance(paths, str) else paths or ():
+            if not Path(path).expanduser().exists():
+                raise DataError(
+                    f"{key} is {path!r}, which does not exist: check the path (relative ones start "
+                    f"at {Path.cwd()}); evener downloads nothing"
+                )
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tensorboard is true, but the package tensorboard is missing: pip install "
+            "'evener[tensorboard]', or leave the key out"
+        )
+    if options.resume and holds_runs:
+        check_resumable(options.out, name)
+    return config.model_copy(update={"name": name})
