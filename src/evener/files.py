@@ -84,9 +84,9 @@ def read_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     return parse_json(read_file(path, most_bytes=most_bytes))
 
 
-def blake2b() -> "hashlib.blake2b":
+def blake2b(data: bytes = b"") -> "hashlib.blake2b":
     """Return a new hash object for contents (BLAKE2b, 128 bits)."""
-    return hashlib.blake2b(digest_size=16)
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def hash_file(path: Path, kind: str | Callable[[], Any], *, follow: bool = True) -> str:

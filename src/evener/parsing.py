@@ -7,7 +7,9 @@ knows the file and the remedy, and says both. Pure: no I/O.
 import json
 import math
 import reprlib
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 MOST_DEPTH: Final = 100
 """Lists and objects within one another; nothing that evener or transformers writes comes near."""
@@ -99,17 +101,11 @@ class Fields:
 
     def flag(self, key: str) -> bool:
         """Return ``True`` or ``False``."""
-        value = self[key]
-        if not isinstance(value, bool):
-            raise ValueError(f"{self._place(key)} is {short(value)}, not true or false")
-        return value
+        return self._of_kind(key, bool, "true or false")
 
     def text(self, key: str) -> str:
         """Return a text."""
-        value = self[key]
-        if not isinstance(value, str):
-            raise ValueError(f"{self._place(key)} is {short(value)}, not a text")
-        return value
+        return self._of_kind(key, str, "a text")
 
     def texts(self, key: str) -> list[str]:
         """Return a list of texts."""
@@ -119,10 +115,7 @@ class Fields:
 
     def items(self, key: str) -> list[Any]:
         """Return a list."""
-        value = self[key]
-        if not isinstance(value, list):
-            raise ValueError(f"{self._place(key)} is {short(value)}, not a list")
-        return value
+        return self._of_kind(key, list, "a list")
 
     def fields(self, key: str) -> "Fields":
         """Return an object within this one."""
@@ -134,6 +127,12 @@ class Fields:
             Fields(one, f"{self._place(key)}.{number}")
             for number, one in enumerate(self.items(key))
         ]
+
+    def _of_kind(self, key: str, kind: type[_Kind], noun: str) -> _Kind:
+        value = self[key]
+        if not isinstance(value, kind):
+            raise ValueError(f"{self._place(key)} is {short(value)}, not {noun}")
+        return value
 
     def _place(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key

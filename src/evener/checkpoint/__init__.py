@@ -5,8 +5,8 @@ documents, and a manifest with the size and SHA-256 of each file. It appears und
 once it is whole, so a killed process or a full disk leaves the previous one in use.
 """
 
+from evener.checkpoint.codec import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.copies import alias_table, copy_to_cpu
-from evener.checkpoint.optimizer_state import flatten_optimizer, unflatten_optimizer
 from evener.checkpoint.reader import Checkpoint, find_newest, open_checkpoint
 from evener.checkpoint.writer import (
     CheckpointWriter,

@@ -33,20 +33,18 @@ def copy_to_cpu(
         CheckpointError: A tensor is sparse or has no data.
     """
     copies: dict[str, torch.Tensor] = {}
-    made: dict[_MemoryKey, torch.Tensor] = {}
+    aliases, into = alias_table(mapping), into or {}
     # Names that were tied in `into` share a buffer, and need not be tied any more.
-    free = {id(buffer): buffer for buffer in into.values()} if into is not None else {}
+    free = {id(buffer) for buffer in into.values()}
     for name, tensor in mapping.items():
-        key = _memory_key(name, tensor)
-        if key is not None and key in made:
-            copies[name] = made[key]
+        if name in aliases:
+            copies[name] = copies[aliases[name]]
             continue
-        buffer = into.get(name) if into is not None else None
-        if buffer is None or not _fits(buffer, tensor) or free.pop(id(buffer), None) is None:
+        buffer = into.get(name)
+        if buffer is None or id(buffer) not in free or not _fits(buffer, tensor):
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+        free.discard(id(buffer))
         copies[name] = buffer.copy_(tensor.detach())
-        if key is not None:
-            made[key] = buffer
     return copies
 
 

@@ -87,9 +87,7 @@ class TextTokenizer(Protocol):
 
 def digest(value: Any) -> str:
     """Hashes what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
-    hasher = blake2b()
-    hasher.update(json.dumps(value).encode())
-    return hasher.hexdigest()
+    return blake2b(json.dumps(value).encode()).hexdigest()
 
 
 def corpus_folder(cache_dir: Path, signature: str) -> Path:

@@ -35,10 +35,7 @@ class LeaseBook:
     @property
     def num_left(self) -> int:
         """Batches of the epoch that are not retired."""
-        left = self.num_free
-        for queue in self._queues:
-            left += len(queue)
-        return left
+        return self.num_free + sum(map(len, self._queues))
 
     @property
     def num_free(self) -> int:
@@ -64,9 +61,7 @@ class LeaseBook:
         """
         queue = self._queues[rank]
         done = [queue.popleft() for _ in range(min(num_batches, len(queue)))]
-        held = 0
-        for piece in done:
-            held += piece.size
+        held = sum(piece.size for piece in done)
         if len(done) != num_batches or held != num_samples:
             raise ProtocolError(
                 f"rank {rank} has done {num_batches} batches with {num_samples} samples, its queue "

@@ -1,6 +1,5 @@
 """Documents packed into samples of equal length, without a wasted token."""
 
-import hashlib
 from itertools import pairwise
 from typing import Any, Final, final
 
@@ -36,8 +35,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
             document with the end-of-text token that closes it, none empty.
         seq_len: Tokens per sample, T.
         eos_id: End-of-text token.
-        signature: Identifies content, tokenizer, split and ``seq_len``; derived from the arguments
-            if empty.
+        signature: Identifies content, tokenizer, split and ``seq_len``.
 
     Raises:
         ConfigError: ``seq_len`` is less than 2.
@@ -51,7 +49,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         seq_len: int,
         *,
         eos_id: int,
-        signature: str = "",
+        signature: str,
     ) -> None:
         if seq_len < 2:
             raise ConfigError(f"seq_len={seq_len}: must be 2 or more, to predict a token from one")
@@ -79,7 +77,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         is_new[1:] = shifts[1:] != shifts[:-1]
         self._run_begins = self._begins[:-1][is_new]
         self._run_shifts = shifts[is_new]
-        self.signature = signature or self._hash()
+        self.signature = signature
 
     @property
     def num_documents(self) -> int:
@@ -152,15 +150,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
                 f"({self.num_tokens} targets), fewer than batch_size={batch_size}: give more text, "
                 f"or lower batch_size or seq_len"
             )
-
-    def _hash(self) -> str:
-        hasher = hashlib.blake2b(digest_size=16)
-        hasher.update(f"{self.seq_len} {self.eos_id} ".encode())
-        hasher.update(self._begins.astype("<i8").tobytes())
-        edges = [*self._run_begins.tolist(), self._num_positions]
-        for begin, end, shift in zip(edges[:-1], edges[1:], self._run_shifts.tolist(), strict=True):
-            hasher.update(self._tokens[begin + shift : end + shift].astype("<i8").tobytes())
-        return hasher.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         state = {key: value for key, value in self.__dict__.items() if key != "_tokens"}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
-from stat import S_ISREG
 from typing import Final
 
 from evener.errors import DataError
@@ -92,10 +91,10 @@ def find_files(
             if source.is_dir():
                 found.extend(_walk(source, prefix, endings, tuple(exclude), others))
             else:
-                named = _source_file(prefix[:-1] or source.name, source, source.stat(), named=True)
-                if named is None:
+                file = _source_file(prefix[:-1] or source.name, source, source.stat(), named=True)
+                if not source.is_file():
                     raise DataError(f"{source} is no regular file: copy its text into a file")
-                found.append(named)
+                found.append(file)
         except FileNotFoundError as error:
             raise DataError(
                 f"{error.filename} does not exist: check the path to the training data "
@@ -114,9 +113,7 @@ def find_files(
     return list(once.values())
 
 
-def _source_file(label: str, path: Path, stat: os.stat_result, *, named: bool) -> SourceFile | None:
-    if not S_ISREG(stat.st_mode):
-        return None
+def _source_file(label: str, path: Path, stat: os.stat_result, *, named: bool) -> SourceFile:
     return SourceFile(
         label=label,
         path=path,
@@ -140,22 +137,19 @@ def _walk(
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 below = f"{folder}{entry.name}"
-                if entry.name.startswith(".") or _is_excluded(entry.name, below, exclude):
+                if entry.name.startswith(".") or any(
+                    fnmatchcase(below if "/" in glob else entry.name, glob) for glob in exclude
+                ):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(f"{below}/")
                 elif not entry.is_file():
                     continue
                 elif entry.name.lower().endswith(endings):
-                    file = _source_file(prefix + below, Path(entry.path), entry.stat(), named=False)
-                    if file is not None:
-                        yield file
+                    path = Path(entry.path)
+                    yield _source_file(prefix + below, path, entry.stat(), named=False)
                 else:
                     others[Path(entry.name).suffix or "no suffix"] += 1
-
-
-def _is_excluded(name: str, below: str, exclude: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(below if "/" in glob else name, glob) for glob in exclude)
 
 
 def _say_nothing_matches(

@@ -149,12 +149,12 @@ class Comparison:
         reason: Why, in a sentence.
     """
 
-    unit: str
-    seconds: float
-    units: float
-    candidates: Sequence[Candidate]
+    unit: str = "samples"
+    seconds: float = 0.0
+    units: float = 0.0
+    candidates: Sequence[Candidate] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-    recommended: str
+    recommended: str = ""
     reason: str
 
 
@@ -166,15 +166,7 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
         skipped: Reason by name, for those that could not run.
     """
     if not trials:
-        return Comparison(
-            unit="samples",
-            seconds=0.0,
-            units=0.0,
-            candidates=(),
-            skipped=skipped,
-            recommended="",
-            reason="no combination could be measured",
-        )
+        return Comparison(skipped=skipped, reason="no combination could be measured")
     ends = [t.elapsed_s[-1] for t in trials if not t.completed]
     seconds = min(ends) if ends else max(t.elapsed_s[-1] for t in trials)
     units = min(t.units[-1] for t in trials)
@@ -217,14 +209,11 @@ def table(comparison: Comparison) -> str:
         ]
         for c in comparison.candidates
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
+    for name, *cells in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *aligned]))
     if any(c.policy != "sync" for c in comparison.candidates):
         lines.append(_LOCAL_LOSSES)
     lines += [f"{name} skipped: {why}" for name, why in comparison.skipped.items()]

@@ -28,11 +28,8 @@ class ProgressSink(Sink):
     def __init__(self, stream: TextIO) -> None:
         """Write to ``stream``, which stays open; usually standard error."""
         self._stream = stream
-        self._total: int | None = None
-        self._unit = "samples"
         self._live = stream.isatty()
-        self._unicode = (stream.encoding or "").lower().startswith("utf")
-        self._state = _Progress()
+        self._state = _Progress(unicode=(stream.encoding or "").lower().startswith("utf"))
         self._num_lines = 0
         self._last_shown_t = float("-inf")
         self._shown = False  # whether the live line is on the screen now
@@ -61,7 +58,7 @@ class ProgressSink(Sink):
     def _take(self, event: Event) -> None:
         kind = event["type"]
         if kind == "run_started":
-            self._total, self._unit = event["total_windows"], event["unit"]
+            self._state.start(event["total_windows"], event["unit"])
         elif kind == "window":
             self._state.add(event)
             self._show_window(event["t"])
@@ -87,7 +84,7 @@ class ProgressSink(Sink):
     def _print_plain(self, t: float) -> None:
         self._num_lines += 1
         self._last_shown_t = t
-        self._stream.write(self._line() + "\n")
+        self._stream.write(self._state.line() + "\n")
         self._stream.flush()
 
     def _print_above(self, text: str) -> None:
@@ -104,9 +101,9 @@ class ProgressSink(Sink):
         self._clear_live()
         # A line as wide as the terminal would wrap when the cursor moves on.
         most = max(1, _width(self._stream) - 1)
-        bar = _bar(self._state.step, self._total, unicode=self._unicode)
         # What is least missed goes first; a share and a wait are worth more than a bar.
-        for line in (self._line(bar), self._line(), self._line(brief=True)):
+        for options in ({"bar": True}, {}, {"brief": True}):
+            line = self._state.line(**options)
             if cell_len(line) <= most:
                 break
         self._stream.write(chop_cells(line, most)[0])
@@ -119,9 +116,6 @@ class ProgressSink(Sink):
             self._show_live()
             self._stream.write("\n")
         self._live = self._shown = False
-
-    def _line(self, bar: str = "", *, brief: bool = False) -> str:
-        return self._state.line(self._total, self._unit, bar=bar, brief=brief)
 
     def _clear_live(self) -> None:
         if self._shown:
@@ -141,18 +135,25 @@ class _Window(NamedTuple):
 class _Progress:
     """The figures of the line, kept up window by window."""
 
-    def __init__(self) -> None:
-        self.step = 0
+    def __init__(self, *, unicode: bool) -> None:
+        self._bar = "━─" if unicode else "=-"
+        self._total: int | None = None
+        self._unit = "samples"
+        self._step = 0
         self.windows = 0  # that were seen here
         self._loss: float | None = None
         self._recent: deque[_Window] = deque(maxlen=_SPEED_WINDOWS)
 
+    def start(self, total: int | None, unit: str) -> None:
+        """Take note of how many windows are planned, and of what a weight counts."""
+        self._total, self._unit = total, unit
+
     def add(self, event: Event) -> None:
         rows = event["ranks"]
         # A window of local steps says how many optimizer steps there have been.
-        self.step = event.get("turns", event["window"] + 1)
+        self._step = event.get("turns", event["window"] + 1)
         self.windows += 1
-        self._recent.append(_Window(event["t"], self.step, rows, Totals().add(rows)))
+        self._recent.append(_Window(event["t"], self._step, rows, Totals().add(rows)))
         loss = mean_loss(event)
         if loss is not None:
             # One loss that is not finite is shown, and does not stay for ever.
@@ -163,10 +164,13 @@ class _Progress:
         """Forget speeds: the time until the next window is not that of a window."""
         self._recent.clear()
 
-    def line(self, total: int | None, unit: str, *, bar: str, brief: bool) -> str:
-        parts = [f"step {self.step:,}" + (f"/{total:,}" if total is not None else "")]
-        if bar:
-            parts.append(bar)
+    def line(self, *, bar: bool = False, brief: bool = False) -> str:
+        total, unit = self._total, self._unit
+        parts = [f"step {self._step:,}" + (f"/{total:,}" if total is not None else "")]
+        if bar and total:
+            done = min(1.0, self._step / total)
+            full, empty = int(done * _BAR_WIDTH) * self._bar[0], _BAR_WIDTH * self._bar[1]
+            parts.append(f"{full}{empty[len(full) :]} {int(done * 100)}%")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
         # Speed is measured from the oldest remembered commit to the newest.
@@ -179,9 +183,9 @@ class _Progress:
             if unit == "samples" or not brief:
                 samples = sum(window.done.samples for window in later)
                 parts.append(f"{human_count(samples / seconds)} samples/s")
-            if total is not None and total > self.step:
-                num_steps = max(1, self.step - recent[0].step)
-                left_s = (total - self.step) * seconds / num_steps
+            if total is not None and total > self._step:
+                num_steps = max(1, self._step - recent[0].step)
+                left_s = (total - self._step) * seconds / num_steps
                 parts.append(f"ETA {human_duration(left_s)}")
         return "  ".join(parts) + self._ranks(brief=brief)
 
@@ -244,15 +248,6 @@ def describe(event: Event) -> str | None:
 
 def _loss(loss: float | None) -> str:
     return f"{loss:.4g}" if loss is not None else "not finite"
-
-
-def _bar(step: int, total: int | None, *, unicode: bool) -> str:
-    if not total:
-        return ""
-    done = min(1.0, step / total)
-    full, empty = ("━", "─") if unicode else ("=", "-")
-    filled = int(done * _BAR_WIDTH)
-    return full * filled + empty * (_BAR_WIDTH - filled) + f" {int(done * 100)}%"
 
 
 def _width(stream: TextIO) -> int:

@@ -27,11 +27,8 @@ def human_count(number: float) -> str:
     """Return a count or a speed, three digits or so: ``3.14``, ``5,120``, ``123k``, ``1.2M``."""
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= 0.9995 * size:
-            return (
-                f"{number / size:.3g}{suffix}"
-                if number < 100 * size
-                else f"{number / size:,.0f}{suffix}"
-            )
+            scaled = number / size
+            return f"{scaled:.3g}{suffix}" if scaled < 100 else f"{scaled:,.0f}{suffix}"
     if number >= 99_950:
         return f"{number / 1e3:.0f}k"
     if number >= 99.95:
