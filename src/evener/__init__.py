@@ -52,10 +52,14 @@ if TYPE_CHECKING:
     )
     from evener.tasks.classification.pipeline import ClassifyPipeline as ClassifyPipeline
     from evener.tasks.classification.samples import Sample as Sample
+    from evener.tasks.job import Job as Job
+    from evener.tasks.job import Task as Task
+    from evener.tasks.job import run_task as run_task
     from evener.tasks.lm_batch import LMBatch as LMBatch
     from evener.tasks.pretraining import pretrain as pretrain
     from evener.tasks.results import ClassifyResult as ClassifyResult
     from evener.tasks.results import PretrainResult as PretrainResult
+    from evener.tasks.results import TaskResult as TaskResult
     from evener.tasks.trainers.comm import DistributedComm as DistributedComm
     from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
     from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
@@ -94,6 +98,7 @@ _MODULE_OF: Final = {
     "ElChe": "evener.planning.elche",
     "EpochMetrics": "evener.managed.metrics",
     "EvenerError": "evener.errors",
+    "Job": "evener.tasks.job",
     "LMBatch": "evener.tasks.lm_batch",
     "LaunchError": "evener.errors",
     "Member": "evener.team.members",
@@ -107,6 +112,8 @@ _MODULE_OF: Final = {
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
+    "Task": "evener.tasks.job",
+    "TaskResult": "evener.tasks.results",
     "TrainedState": "evener.managed.trained",
     "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
@@ -117,6 +124,7 @@ _MODULE_OF: Final = {
     "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",
     "record_scalar": "evener.managed.metrics",
+    "run_task": "evener.tasks.job",
     "shard_batches": "evener.data.sharding",
     "shard_files": "evener.data.sharding",
 }

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from evener.data.cursor import Permutation
+from evener.observe.lineage import check_exactly_once
 from helpers.classification import TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
@@ -205,6 +206,36 @@ def test_a_run_that_was_stopped_before_its_first_window_begins_anew(folder: Path
     for key in ("steps", "frozen_accuracy", "probe_accuracy", "accuracy"):
         assert result.summary[key] == whole.summary[key]
     assert relative_difference(result.path, whole.path) <= 1e-6
+
+
+def without_memory(rank: Rank, folder: str, command: Sequence[str]) -> int:
+    """A rank on which two texts do not fit into memory; the others have plenty."""
+    import torch
+
+    from evener.tasks.classification.pipeline import ClassifyPipeline
+
+    loss = ClassifyPipeline.loss
+
+    def small_loss(self: ClassifyPipeline, batch: Any) -> Any:
+        if rank.rank == 0 and len(batch.labels) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss(self, batch)
+
+    ClassifyPipeline.loss = small_loss  # type: ignore[method-assign]
+    return be_evener(rank, folder, command)
+
+
+def test_a_rank_without_memory_continues_in_smaller_micro_batches(folder: Path) -> None:
+    configure(folder, verify_every=1)
+    Zygote.get().preload(*NEEDED)
+    with RankTeam(without_memory, 2, str(folder), ["classify", "run.yaml"]) as team:
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
+    result = RunFolder(folder / "runs" / "run")
+    assert check_exactly_once(result.events, NUM_TRAIN, whole_epochs=2) == []
+    assert result.summary["steps"] == NUM_WINDOWS
+    state = json.loads((result.checkpoints[-1] / "state.json").read_text())
+    assert 1 in state["micro_batch_limits"].values()
 
 
 def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:

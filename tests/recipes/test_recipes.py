@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.limits import PATIENCE_S
+from helpers.pretraining import RunFolder
 from helpers.recipes import RECIPES, new_lines, output, output_of_ranks
 from helpers.source import ROOT, tracked_files
 
@@ -124,6 +125,27 @@ def test_log_to_your_tracker_writes_what_every_rank_did(tmp_path: Path) -> None:
     assert all(line["rank_0/samples"] + line["rank_1/samples"] == 256 for line in windows)
     assert windows[-1]["loss"] < windows[0]["loss"] / 2
     assert len([line for line in lines if "accuracy" in line]) == 3
+
+
+def test_image_classification_runs_on_the_driver_on_unequal_ranks(tmp_path: Path) -> None:
+    script = RECIPES / "image_classification.py"
+    assert len(script.read_text().splitlines()) <= 120
+    launch = [sys.executable, "-m", "evener", "launch", "--nproc", "2", "--emulate-slow", "1:3"]
+    done = subprocess.run(
+        [*launch, str(script), "--smoke", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(tmp_path / "pictures")
+    assert run.summary["accuracy"] > 0.6  # of six classes
+    assert run.summary["emulated"] == {"1": 3.0}
+    assert {row["rank"]: row["samples"] > 0 for row in run.summary["ranks"]} == {0: True, 1: True}
+    assert [event["window"] for event in run.of_type("eval")] == [40, 80, 96]
+    assert [path.name for path in run.checkpoints] == ["step-80", "step-96"]
+    assert f"accuracy: {run.summary['accuracy']:.1%}" in done.stderr
 
 
 # ── the ruler ────────────────────────────────────────────────────────────────────────────────────

@@ -136,6 +136,19 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
     return _settle(config, options, places, "classify", holds_runs=holds_runs)
 
 
+def resolve_job(options: TaskOptions, default: str, *, holds_runs: bool = True) -> JobConfig:
+    """Return the configuration of a run of the user's own task; see ``resolve_config``.
+
+    Args:
+        options: What the user gave.
+        default: Name of a run that neither keys nor a file name.
+        holds_runs: See ``resolve_config``.
+    """
+    return _settle(
+        _load(JobConfig, options, options.keys), options, {}, default, holds_runs=holds_runs
+    )
+
+
 def needs_demo_base(config: ClassifyRunConfig) -> bool:
     """Return whether the base is the pretraining demo's: neither model nor data were named."""
     return "model" not in config.model_fields_set and config.data.path is None

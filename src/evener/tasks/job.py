@@ -15,7 +15,8 @@ from torch.utils.data import Dataset, default_collate
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import CHECKPOINTS, agree_on_folder, folder_in_use, release_folder
-from evener.config.options import TaskOptions
+from evener.config.options import Keys, TaskOptions, file_or_keys
+from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
 from evener.data.loader import Prefetch
 from evener.ddp import Ddp
@@ -164,7 +165,7 @@ class Task(ABC):
 
     # ── the end, on rank 0 ───────────────────────────────────────────────────────────────────
 
-    def figures(self, job: "Job", *, stopped: bool) -> dict[str, Any]:
+    def figures(self, job: "Job", *, stopped: bool) -> Mapping[str, Any]:
         """Return what ``summary.json`` shall hold beside the team's figures, as JSON types."""
         return {}
 
@@ -409,7 +410,7 @@ class Job(EpochLoop):
             self._evaluate()
         stopped = self.ddp.stopping and not self._task.is_done
         checkpoint = self.finish()
-        speeds = self._measure() if self.config.measure and not stopped else None
+        speeds = self._measure() if self.config.measure and not self.ddp.stopping else None
         if self.ddp.is_main_process:
             self._sum_up(speeds, checkpoint, stopped=stopped)
         return self._result(checkpoint, stopped=stopped)
@@ -473,6 +474,40 @@ class Job(EpochLoop):
             heldout_loss=self._loss_of_result,
             stopped=stopped,
         )
+
+
+def run_task(
+    task: Task,
+    config: Keys = None,
+    *,
+    out: str | Path = "runs",
+    resume: bool = False,
+    quiet: bool = False,
+) -> TaskResult:
+    """Train a task of your own, as ``evener pretrain`` trains its one; all ranks call it together.
+
+    In a script that was started plainly, and where the keys ask for several devices, the script is
+    started once for each of them, as by ``Ddp.setup``. Ctrl-C, SIGTERM and SIGUSR1 leave a
+    checkpoint and end the call.
+
+    Args:
+        task: What to train.
+        config: The keys of the run, or a YAML file that holds them; see ``docs/tasks.md``.
+        out: Folder that runs go to.
+        resume: Continue from the newest complete checkpoint of the run's name.
+        quiet: Print neither the team nor progress.
+
+    Returns:
+        Where the run is and how good its model is, the same on every rank.
+
+    Raises:
+        UserError: An input is wrong; the message names value, cause and remedy.
+    """
+    options = TaskOptions(**file_or_keys(config), out=Path(out), resume=resume, quiet=quiet)
+    place = DistributedTrainConfig.from_env()
+    holds_runs = place.rank < place.local_world_size
+    keys = resolve_job(options, type(task).__name__.lower(), holds_runs=holds_runs)
+    return run_job(task, keys, options, StopSignals())
 
 
 def run_job(

@@ -112,7 +112,8 @@ def check_changes(
             f"{checkpoint.path} was trained in another precision: {changes['precision']}. Put that "
             "back, or go on in the other one with --allow precision"
         )
-    harmless = [text for key, text in changes.items() if key not in _SAYS_NOTHING]
+    precision = [changes.pop("precision")] if "precision" in changes else []
+    harmless = [text for key, text in changes.items() if key not in _SAYS_NOTHING] + precision
     if other_precision:  # as devices may do, where each is given what it can
         before, after = (", ".join(run["precisions"]) for run in (saved, now))
         harmless.append(f"ranks compute in {after}, not {before}")

@@ -1,0 +1,161 @@
+"""The driver, with a task as small as can be: what is the same whatever a task trains."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener.checkpoint import Checkpoint
+from evener.comm.base import Communicator
+from evener.config.options import TaskOptions
+from evener.config.runs import JobConfig
+from evener.errors import CheckpointError, ConfigError
+from evener.observe.lineage import check_exactly_once
+from evener.tasks.job import Job, Task, run_task
+from evener.tasks.results import TaskResult
+from helpers.pretraining import RunFolder
+from helpers.teams import run_team, setup
+
+X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+DATA = torch.utils.data.TensorDataset(X, Y)
+HELD_OUT = torch.utils.data.TensorDataset(X[:7], Y[:7])
+
+
+class Line(Task):
+    """Fits a line; has no memory for more than ``capacity`` samples."""
+
+    def __init__(self, capacity: int = 99, patience: int = 99) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.capacity = capacity
+        self.patience = patience
+        self.sizes: list[int] = []
+        self.judged: list[tuple[int, float, float]] = []
+        self.lengths_set: list[float] = []
+
+    def open_data(self, job: Job) -> tuple[Any, Any]:
+        return DATA, HELD_OUT
+
+    def loss(self, batch: list[Tensor]) -> tuple[Tensor, float]:
+        x, y = batch
+        self.sizes.append(len(x))
+        if len(x) > self.capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return (self.model(x) - y).square().mean(), len(x)
+
+    def measure(self, samples: list[Any]) -> Sequence[float]:
+        x, y = self.collate(samples)
+        return float((self.model(x) - y).square().sum()), len(x), float(y.sum())
+
+    def judge(self, window: int, totals: Sequence[float]) -> str:
+        self.judged.append((window, totals[1], totals[2]))
+        return f"the {len(self.judged)}. look"
+
+    def set_length(self, epochs: float) -> None:
+        self.lengths_set.append(epochs)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.judged) >= self.patience
+
+    def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
+        return {"looks": len(self.judged)}
+
+    def recognise(self, checkpoint: Checkpoint) -> bool:
+        if "broken" in checkpoint.path.name:
+            raise CheckpointError("broken")
+        return True
+
+
+def train(
+    world_size: int, out: Path, *, resume: bool = False, **keys: Any
+) -> list[tuple[TaskResult, Line]]:
+    """A run of ``Line``; the result and the task of each rank."""
+    capacity, patience = keys.pop("capacity", 99), keys.pop("patience", 99)
+    config = JobConfig.model_validate({"name": "line", "batch_size": 8, **keys})
+
+    def body(comm: Communicator) -> tuple[TaskResult, Line]:
+        task = Line(capacity if comm.rank == 0 else 99, patience)
+        with setup(comm, task.model, task.optimizer, max_grad_norm=config.max_grad_norm) as ddp:
+            options = TaskOptions(out=out, resume=resume, quiet=False)
+            return Job(task, config, options, ddp).go(), task
+
+    return run_team(world_size, body)
+
+
+def test_a_share_that_does_not_fit_is_done_again_in_smaller_parts(tmp_path: Path) -> None:
+    keys = {"epochs": 2, "eval": {"every": 3}, "measure": True}
+    (_, small), (_, other) = train(2, tmp_path, capacity=2, **keys)
+    assert max(small.sizes) > 2  # it was tried
+    assert max(small.sizes[-20:]) <= 2
+    assert max(other.sizes) > 2
+    run = RunFolder(tmp_path / "line")
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=2) == []
+    assert small.judged == other.judged
+    assert [window for window, *_ in small.judged] == [3, 6, 8]
+    assert {count for _, count, _ in small.judged} == {len(HELD_OUT)}
+    assert small.judged[0][2] == pytest.approx(float(Y[:7].sum()))
+    assert small.lengths_set == [2.0]
+    assert run.summary["solo_source"] == "measured"
+
+
+def test_a_run_ends_where_the_task_is_done(tmp_path: Path, capfd: Any) -> None:
+    results = train(2, tmp_path, patience=2, epochs=9, eval={"every": 2})
+    for result, task in results:
+        assert not result.stopped
+        assert len(task.judged) == 2
+    assert results[0][0] == results[1][0]
+    run = RunFolder(tmp_path / "line")
+    assert run.summary["looks"] == 2
+    assert 4 <= run.summary["steps"] <= 6
+    assert run.events[-1]["reason"] == "completed"
+    said = capfd.readouterr().err
+    assert "step 2: the 1. look" in said
+    assert "looks: 2" in said
+
+
+def test_a_run_is_resumed_on_other_ranks_and_ends_once(tmp_path: Path, capfd: Any) -> None:
+    train(1, tmp_path, max_steps=3, checkpoint={"every": 2})
+    ((result, _), *_) = train(3, tmp_path, resume=True, epochs=2)
+    run = RunFolder(tmp_path / "line")
+    assert result.checkpoint == run.checkpoints[-1]
+    assert result.heldout_loss == run.summary["heldout_loss"]
+    assert check_exactly_once(run.events, len(DATA), whole_epochs=2) == []
+    before = run.contents()
+    train(2, tmp_path, resume=True, epochs=2)
+    assert run.contents() == before
+    assert "has been completed (8 steps): nothing to do" in capfd.readouterr().err
+
+
+def test_an_error_is_told_as_the_end_of_the_run(tmp_path: Path) -> None:
+    class Failing(Line):
+        def judge(self, window: int, totals: Sequence[float]) -> str:
+            raise ValueError("no judge")
+
+    task = Failing()
+    with pytest.raises(ValueError, match="no judge"):
+        run_task(task, {"name": "bad", "epochs": 1, "devices": "cpu"}, out=tmp_path, quiet=True)
+    last = RunFolder(tmp_path / "bad").events[-1]
+    assert (last["reason"], last["message"]) == ("failed", "ValueError: no judge")
+
+
+def test_a_folder_of_a_run_that_cannot_begin_is_given_back(tmp_path: Path) -> None:
+    class Empty(Line):
+        def open_data(self, job: Job) -> tuple[Any, Any]:
+            return [], HELD_OUT
+
+    with pytest.raises(ConfigError, match="empty"):
+        run_task(Empty(), out=tmp_path, quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_keys_of_a_run_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="batchsize"):
+        run_task(Line(), {"batchsize": 3}, out=tmp_path)
+    with pytest.raises(CheckpointError, match="line is no run to resume"):
+        run_task(Line(), out=tmp_path, resume=True)
