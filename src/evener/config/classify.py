@@ -17,7 +17,14 @@ from evener.config.checks import (
     Whole,
     asks_for,
 )
-from evener.config.runs import EvalConfig, JobConfig, ModelConfig, OptimizerConfig, TaskConfig
+from evener.config.runs import (
+    EvalConfig,
+    JobConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Precision,
+    TaskConfig,
+)
 from evener.errors import ConfigError
 
 
@@ -89,6 +96,7 @@ class ClassifyConfig(TaskConfig):
     ] = None
     seq_len: Annotated[Whole, Field(ge=2)] = 128
     end_tokens: Positive = 1
+    precision: Precision = "auto"
     non_finite: Literal["raise", "skip"] = "raise"
 
     @field_validator("labels")

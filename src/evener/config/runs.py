@@ -94,13 +94,11 @@ class TaskConfig(Section):
         max_grad_norm: 2-norm that averaged gradients are clipped to; ``None`` does not clip. It may
             stand in the section ``optimizer``, too, as it did in earlier versions.
         micro_batch_size: Most samples of one forward and backward; ``"auto"`` is the equal share.
-        precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         seed: Seed of new weights, of the order of samples and of what is held out.
     """
 
     max_grad_norm: AboveZero | None = 1.0
     micro_batch_size: MicroBatchSize = "auto"
-    precision: Precision = "auto"
     seed: NotNegative = 0
 
     @model_validator(mode="before")
@@ -132,6 +130,7 @@ class JobConfig(TaskConfig, TrainingOptions):
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
         measure: Measure each rank alone and an equal split, at the end.
+        precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.
     """
@@ -146,6 +145,7 @@ class JobConfig(TaskConfig, TrainingOptions):
     backend: Literal["auto", "gloo", "nccl", "cpu"] = "auto"
     devices: Literal["auto", "cpu", "cuda", "xpu", "mps", "accelerator"] = "auto"
     measure: bool = False
+    precision: Precision = "auto"
     tensorboard: bool = False
     sinks: Annotated[
         list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]],
