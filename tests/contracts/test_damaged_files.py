@@ -21,8 +21,8 @@ from evener.errors import ConfigError, EvenerError
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from evener.observe.tally import EventTally
+from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
-from evener.tasks.classification.saved import read_document
 from evener.tasks.language_model import build_model
 from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from evener.team.place_file import read_place

@@ -23,15 +23,15 @@ def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
     blocks = _blocks(model)
     if blocks is None:
         return None
-    labels: dict[int, str] = {}
-    for number, block in enumerate(blocks):
-        labels |= {id(p): f"block {number}" for p in block.parameters()}
-    order = [f"block {n}" for n in reversed(range(len(blocks)))]
-    embedding = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in _own(m)}
-    head = {id(p) for p in _own(_output(model))}
+    labels = {id(p): f"block {n}" for n, block in enumerate(blocks) for p in block.parameters()}
+    embedding = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()
+    }
+    head = {id(p) for p in _output(model).parameters()}
     seen_block = False
-    buckets: dict[str, list[str]] = {label: [] for label in order}
-    buckets |= {LM_HEAD: [], FINAL_NORM: [], EMBEDDING: []}
+    order = [f"block {n}" for n in reversed(range(len(blocks)))]
+    buckets: dict[str, list[str]]
+    buckets = {label: [] for label in (*order, LM_HEAD, FINAL_NORM, EMBEDDING)}
     for name, parameter in model.named_parameters():
         key = id(parameter)
         if key in labels:
@@ -61,7 +61,3 @@ def _output(model: nn.Module) -> nn.Module:
     get = getattr(model, "get_output_embeddings", None)
     found = get() if callable(get) else None
     return found if isinstance(found, nn.Module) else nn.Module()
-
-
-def _own(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters())

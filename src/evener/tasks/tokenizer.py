@@ -101,26 +101,30 @@ class ByteTokenizer(CausalTokenizer):
 
 
 def _byte_level_files() -> dict[str, Mapping[str, Any]]:
-    end = {"content": END, "normalized": False, "special": True}
-    strict = {"single_word": False, "lstrip": False, "rstrip": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     # A BPE without merges gives the same ids with and without the regex, but faster without.
-    byte_level |= {"use_regex": False}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None}
-    model |= {"continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
-    model |= {"ignore_merges": False, "vocab": _byte_vocabulary() | {END: 256}}
+    no = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), False)
+    byte_level = {"type": "ByteLevel", **no}
     return {
         TOKENIZER_FILE: {
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": 256, **end, **strict}],
+            "added_tokens": [
+                {
+                    **{"id": 256, "content": END, "normalized": False, "special": True},
+                    **dict.fromkeys(("single_word", "lstrip", "rstrip"), False),
+                }
+            ],
             "normalizer": None,
             "pre_tokenizer": byte_level,
             "post_processor": None,
             "decoder": byte_level,
-            "model": model | {"merges": []},
+            "model": {
+                **{"type": "BPE", "dropout": None, "unk_token": None},
+                **{"continuing_subword_prefix": None, "end_of_word_suffix": None},
+                **{"fuse_unk": False, "byte_fallback": False, "ignore_merges": False},
+                **{"vocab": _byte_vocabulary() | {END: 256}, "merges": []},
+            },
         },
         CONFIG_FILE: CONFIG,
     }

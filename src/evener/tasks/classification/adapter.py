@@ -1,6 +1,5 @@
-"""The LoRA adapter on a frozen base: made, loaded, saved alone and merged into the base."""
+"""The LoRA adapter on a frozen base: made, loaded if it fits, saved alone and merged."""
 
-import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 from evener.config.classify import LoraConfig
 from evener.devices import copied
 from evener.errors import ConfigError
-from evener.files import require_regular
-from evener.tasks.classification.base_model import Base
+from evener.files import read_json, require_regular
+from evener.parsing import Fields
+from evener.tasks.classification.base_model import Base, folder_fingerprint
+from evener.tasks.classification.samples import LabelSet
 from evener.tasks.language_model import in_short, quiet
 
 _DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,6 +40,9 @@ TARGETS: Mapping[str, list[str]] = {
 #: Beside the adapter, the configuration of its base with a head. Under the usual name
 #: ``config.json``, transformers would take the folder for that of a whole model.
 BASE_CONFIG = "base_config.json"
+
+#: What evener notes of an adapter beyond what peft writes.
+DOCUMENT = "classify.json"
 
 
 @final
@@ -112,29 +116,33 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
 
 
 def load_adapter(
-    base: nn.Module, folder: Path, wanted: LoraConfig, new_modules: Sequence[str] = ()
-) -> nn.Module:
-    """Puts a saved adapter and its head on a base, to go on training it.
+    model: nn.Module, folder: Path, wanted: LoraConfig, base: Base, labels: LabelSet
+) -> tuple[nn.Module, str | None]:
+    """Put a saved adapter and its head on a base, to go on training it.
 
     Args:
-        base: A model for sequence classification.
+        model: A base for sequence classification.
         folder: Where the adapter is.
         wanted: What of it was given must be what it was made with.
-        new_modules: What the base lacks, so that the adapter must hold it.
+        base: What is known of the base; what it lacks, the adapter must hold.
+        labels: The classes of this run.
+
+    Returns:
+        The base with the adapter, and a warning where it cannot be told whether it is the right
+        base.
 
     Raises:
-        ConfigError: It does not fit this base, lacks what the base lacks, or was made otherwise.
+        ConfigError: It is of another base or for other classes, as far as it says so; it does not
+            fit the base, lacks what the base lacks, or was made otherwise.
     """
     from peft import PeftModel
 
+    doubt = _check(folder, base, labels)
     try:
         require_regular(folder)
         with hushed():
             network: nn.Module = PeftModel.from_pretrained(
-                base,
-                str(folder),
-                is_trainable=True,
-                local_files_only=True,
+                model, str(folder), is_trainable=True, local_files_only=True
             )
     except Exception as error:  # missing layers, other shapes, damaged files
         raise ConfigError(
@@ -142,41 +150,132 @@ def load_adapter(
             "base that it was trained on, and as many labels"
         ) from error
     saved = tuple(_config_of(network).modules_to_save or ())
-    if missing := [name for name in new_modules if not name.endswith(saved)]:
+    if missing := [name for name in base.new_modules if not name.endswith(saved)]:
         raise ConfigError(
             f"the base lacks {missing[0]!r}, and so does the adapter in {folder}: it was trained "
             "with random weights there, which are lost. Train an adapter anew, without "
             "model.adapter"
         )
     _refuse_others(network, folder, wanted)
-    return network
+    return network, doubt
 
 
 def _refuse_others(network: nn.Module, folder: Path, wanted: LoraConfig) -> None:
     """An adapter keeps what it was made with: other settings would do nothing."""
-    config = _config_of(network)
-    made: dict[str, Any] = {"rank": config.r, "alpha": config.lora_alpha}
-    made["dropout"] = config.lora_dropout
-    sits_on = {
-        name.removesuffix(".lora_A")
-        for name, _ in network.named_modules()
-        if name.endswith(".lora_A")
+    config, mark = _config_of(network), ".lora_A"
+    layers = [n.removesuffix(mark) for n, _ in network.named_modules() if n.endswith(mark)]
+    made = {
+        "rank": config.r,
+        "alpha": config.lora_alpha,
+        "dropout": config.lora_dropout,
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
-    for key in sorted(wanted.model_fields_set):
-        value = getattr(wanted, key)
+    given = wanted.model_dump(include=wanted.model_fields_set, exclude_none=True)
+    for key, value in sorted(given.items()):
+        same = value == made[key]
         if key == "target_modules":
-            made[key] = sorted({name.rpartition(".")[2] for name in sits_on})
-            ends = tuple(f".{name}" for name in value or ())
-            same = value is None or all(name.endswith(ends) for name in sits_on)
-            same = same and all(any(name.endswith(e) for name in sits_on) for e in ends)
-        else:
-            same = value == made[key]
+            fitting = [{end for end in value if name.endswith(f".{end}")} for name in layers]
+            same = all(fitting) and set().union(*fitting) == set(value)
         if not same:
             raise ConfigError(
                 f"lora.{key} is {value!r}, and the adapter in {folder} was made with "
                 f"{made[key]!r}, which it keeps; leave lora.{key} out, or train a new adapter, "
                 "without model.adapter"
             )
+
+
+def read_document(adapter: Path) -> dict[str, Any]:
+    """Return what was noted of an adapter: ``labels``, ``seq_len``, ``end_tokens`` and ``base``.
+
+    Raises:
+        ConfigError: It is missing, unreadable, or lacks a key.
+    """
+    path = adapter / DOCUMENT
+    absent = (
+        f"{adapter} has no {DOCUMENT}; give a folder that a ClassifyPipeline was saved to, "
+        "or a run folder of evener classify"
+    )
+    with _reading(path, absent):
+        document = Fields(read_json(path))
+        document.texts("labels")
+        document.whole("seq_len")
+        document.whole("end_tokens")
+        base = document.fields("base")
+        base.text("path")
+        base.text("fingerprint")
+    return document.values
+
+
+def _check(adapter: Path, base: Base, labels: LabelSet) -> str | None:
+    """Refuse an adapter of another base or for other classes; return a warning in doubt."""
+    if not (adapter / DOCUMENT).is_file():
+        return _check_foreign(adapter, base)
+    document = read_document(adapter)
+    theirs = document["base"]
+    if theirs["fingerprint"] != base.fingerprint:
+        raise _other_base(adapter, base, f"{theirs['path']!r}, whose weights differ")
+    if tuple(document["labels"]) != labels.names:
+        raise ConfigError(
+            f"the adapter in {adapter} tells {', '.join(document['labels'])} apart, this run "
+            f"{', '.join(labels.names)}; give the same labels in the same order"
+        )
+    return None
+
+
+def _check_foreign(adapter: Path, base: Base) -> str | None:
+    """Judge an adapter that peft has saved without evener, by what peft notes of its base."""
+    path = adapter / "adapter_config.json"
+    absent = (
+        f"{adapter} holds no adapter ({path.name}); give a folder that save or "
+        "peft's save_pretrained has written"
+    )
+    with _reading(path, absent):
+        noted = Fields(read_json(path)).values
+    kind, task, named = (
+        noted.get(key) for key in ("peft_type", "task_type", "base_model_name_or_path")
+    )
+    if kind != "LORA" or task != "SEQ_CLS":
+        raise ConfigError(
+            f"the adapter in {adapter} is of kind {kind} for {task}; give a LORA adapter for "
+            "SEQ_CLS (a classifier), or leave model.adapter out to train a new one"
+        )
+    folder = Path(named).expanduser() if isinstance(named, str) and named else None
+    if folder is not None and folder.is_dir():
+        try:
+            is_same = folder_fingerprint(str(folder)) == base.fingerprint
+        except ConfigError as error:
+            raise _other_base(adapter, base, f"{named!r}, which does not load ({error})") from error
+        if not is_same:
+            raise _other_base(adapter, base, f"{named!r}, whose weights differ")
+    elif not base.path:
+        raise _other_base(adapter, base, repr(named))
+    elif folder is None or folder.name != Path(base.path).name:
+        return (
+            f"the adapter in {adapter} was trained on {named!r}, which is no folder here: whether "
+            f"{base.path!r} holds the same weights cannot be told, and on others it is of no use. "
+            "Make sure that it does"
+        )
+    return None
+
+
+def _other_base(adapter: Path, base: Base, theirs: str) -> ConfigError:
+    ours = repr(base.path) if base.path else "this one, which starts from random weights"
+    return ConfigError(
+        f"the adapter in {adapter} was trained on another base model than {ours}: on {theirs}. "
+        "Give that base, or train an adapter on this one"
+    )
+
+
+@contextmanager
+def _reading(path: Path, absent: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(absent) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}; save the adapter again, or take an unchanged copy"
+        ) from None
 
 
 def _config_of(network: nn.Module) -> Any:
@@ -203,9 +302,7 @@ def save_adapter(network: nn.Module, folder: Path, base: Base) -> None:
     with hushed():
         network.save_pretrained(folder)  # type: ignore[operator]
         # The classes, and what pads: decoders look for the last token before that.
-        config = copy.deepcopy(network.get_base_model().config)  # type: ignore[operator]
-        _restore_dropout(config, base)
-        config.to_json_file(folder / BASE_CONFIG)
+        base.config.to_json_file(folder / BASE_CONFIG)
     (folder / "README.md").unlink(missing_ok=True)  # a form to fill in, for a hub
 
 
@@ -217,13 +314,8 @@ def save_whole(network: nn.Module, folder: Path, base: Base, *, merged: bool) ->
     with hushed(), torch.no_grad():
         own = copied(network, torch.device("cpu"))
         whole = own.merge_and_unload() if merged else own.unload()
-        _restore_dropout(whole.config, base)
+        whole.config = base.config
         whole.save_pretrained(folder)
-
-
-def _restore_dropout(config: Any, base: Base) -> None:
-    for key, rate in base.dropout.items():
-        setattr(config, key, rate)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The frozen base of a classifier, with a head for the classes and room for an adapter."""
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Base:
     Attributes:
         path: Its folder, absolute; empty where it started from random weights.
         fingerprint: Tells the backbone from others.
-        dropout: The rates that were switched off, by configuration key.
+        config: Its configuration as a classifier, with the rates of dropout that were switched off.
         new_modules: What the folder held no weights of, by module name, so that it is trained and
             saved with the adapter. Empty where the whole base started from random weights.
         new_head: Whether the head started from random weights: neither base nor adapter had one.
@@ -47,7 +48,7 @@ class Base:
 
     path: str
     fingerprint: str
-    dropout: dict[str, float]
+    config: Any
     new_modules: tuple[str, ...]
     new_head: bool
 
@@ -113,10 +114,12 @@ def build_base(
             "tokens; lower seq_len"
         )
     prefix = f"{model.base_model_prefix}."
+    with_dropout = copy.deepcopy(model.config)
+    _switch_off_dropout(model)
     return model.eval(), Base(
         path=str(model_folder(config.path).absolute()) if config.path else "",
         fingerprint=_fingerprint(model, new),
-        dropout=_switch_off_dropout(model),
+        config=with_dropout,
         new_modules=_modules_of(new, prefix),
         new_head=config.path is None or any(not name.startswith(prefix) for name in new),
     )
@@ -156,23 +159,16 @@ def _modules_of(parameters: Iterable[str], prefix: str) -> tuple[str, ...]:
     )
 
 
-def _switch_off_dropout(model: nn.Module) -> dict[str, float]:
-    """Sets every rate of dropout to 0; returns those of the configuration that were not."""
+def _switch_off_dropout(model: nn.Module) -> None:
+    """Set every rate of dropout to 0: in its layers, and in the configuration that others ask."""
     config: Any = model.config
-    rates = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "drop" in key and isinstance(value, float) and value > 0
-    }
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for key, value in vars(module).items():
+    for owner in (config, *model.modules()):
+        for key, value in list(vars(owner).items()):
             if "drop" in key and isinstance(value, float):
-                setattr(module, key, 0.0)
-    for key in rates:  # some layers look there in each forward
-        setattr(config, key, 0.0)
-    return rates
+                setattr(owner, key, 0.0)
 
 
 def _fingerprint(model: nn.Module, new: frozenset[str]) -> str:

@@ -24,7 +24,7 @@ _ITERATIONS = 300
 def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool:
     """Trains the head alone to the end; all ranks call it together, before the first window.
 
-    Each rank computes a part of the features, all are exchanged, and rank 0's head goes to all.
+    Each rank computes a part of the features, gets those of all, and takes over rank 0's head.
 
     Args:
         ddp: The team.
@@ -38,34 +38,22 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
     head = find_head(pipeline.model)
     if head is None:
         return False
-    world_size, comm = ddp.world_size, ddp.assembly.comm
-    each = -(-len(data) // world_size)
-    own = range(ddp.rank * each, min((ddp.rank + 1) * each, len(data)))
-    features = torch.zeros(world_size * each, head.in_features)
-    for start in range(own.start, own.stop, _PIECE):
-        if ddp.wants_stop():
-            break
-        stop = min(start + _PIECE, own.stop)
-        with ddp.emulated_slowness():
-            features[start:stop] = features_of(
-                pipeline, head, [data[i] for i in range(start, stop)]
-            )
+    features = []
+    for samples in ddp.eval_loader(data, batch_size=_PIECE, collate_fn=list):
+        part = torch.zeros(len(samples), head.in_features)
+        if not ddp.wants_stop():
+            with ddp.emulated_slowness():
+                part = features_of(pipeline, head, samples)
+        features.append(ddp.gather(part))
     ddp.weighted_mean(0.0)  # agrees on a stop
     if ddp.stopping:
         return False
-    comm.all_gather_parts(features, what="features of the head")
-    weight, bias = _fit(
-        features[: len(data)], torch.tensor(data.indices), pipeline, with_bias=head.bias is not None
-    )
+    if features:  # with fewer samples than ranks, the last ranks have none
+        _fit(head, torch.cat(features), torch.tensor(data.indices), pipeline)
     with torch.no_grad():
-        head.weight.copy_(weight)
-        if head.bias is not None:
-            head.bias.copy_(bias)
         for parameter in head.parameters():
             # Solvers round in their own way on unlike hardware.
-            whole = parameter.detach().contiguous()
-            comm.broadcast(whole, 0, what="the head")
-            parameter.copy_(whole)
+            parameter.copy_(ddp.gather(parameter)[: len(parameter)])
     return True
 
 
@@ -101,17 +89,14 @@ def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[E
     return found
 
 
-def _fit(
-    features: Tensor, labels: Tensor, pipeline: ClassifyPipeline, *, with_bias: bool
-) -> tuple[Tensor, Tensor]:
+def _fit(head: nn.Linear, features: Tensor, labels: Tensor, pipeline: ClassifyPipeline) -> None:
     """Logistic regression by L-BFGS, the loss weighted as in training."""
     scale = features.std(0).clamp_min(1e-6)
     scaled = features / scale
-    num_classes = len(pipeline.labels)
-    class_weights = torch.tensor([pipeline.weight_of([i]) for i in range(num_classes)])
-    weight = torch.zeros(num_classes, features.shape[1], requires_grad=True)
-    bias = torch.zeros(num_classes, requires_grad=with_bias)
-    trained = [weight, bias] if with_bias else [weight]
+    class_weights = torch.tensor([pipeline.weight_of([i]) for i in range(head.out_features)])
+    weight = torch.zeros(head.out_features, head.in_features, requires_grad=True)
+    bias = torch.zeros(head.out_features, requires_grad=head.bias is not None)
+    trained = [tensor for tensor in (weight, bias) if tensor.requires_grad]
     optimizer = torch.optim.LBFGS(trained, max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -123,4 +108,7 @@ def _fit(
 
     with torch.enable_grad():
         optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return (weight / scale).detach(), bias.detach()
+    with torch.no_grad():
+        head.weight.copy_(weight / scale)
+        if head.bias is not None:
+            head.bias.copy_(bias)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from evener.parsing import Fields, short, whole
 
 Confusion = tuple[tuple[int, ...], ...]
@@ -40,12 +42,9 @@ class Evaluation:
     @property
     def f1(self) -> tuple[float, ...]:
         """Harmonic mean of precision and recall for each class; 0 where a class was never hit."""
-        scores = []
-        for i, row in enumerate(self.confusion):
-            found = sum(other[i] for other in self.confusion)
-            both = sum(row) + found
-            scores.append(2 * row[i] / both if both else 0.0)
-        return tuple(scores)
+        table = np.array(self.confusion)
+        both = table.sum(0) + table.sum(1)
+        return tuple((2 * table.diagonal() / np.maximum(both, 1)).tolist())
 
     @property
     def macro_f1(self) -> float:
@@ -86,8 +85,7 @@ class Evaluation:
 
 
 def count_confusion(true: Sequence[int], predicted: Sequence[int], num_classes: int) -> Confusion:
-    """Counts pairs of true and predicted class."""
-    table = [[0] * num_classes for _ in range(num_classes)]
-    for t, p in zip(true, predicted, strict=True):
-        table[t][p] += 1
-    return tuple(map(tuple, table))
+    """Count pairs of true and predicted class."""
+    table = np.zeros((num_classes, num_classes), np.int64)
+    np.add.at(table, (list(true), list(predicted)), 1)
+    return tuple(map(tuple, table.tolist()))

@@ -18,9 +18,11 @@ from evener.errors import ConfigError, DataError, EvenerError
 from evener.files import new_folder
 from evener.loop.models import in_evaluation
 from evener.tasks.classification.adapter import (
+    DOCUMENT,
     AdapterModel,
     add_adapter,
     load_adapter,
+    read_document,
     save_adapter,
     save_whole,
 )
@@ -34,7 +36,6 @@ from evener.tasks.classification.dropout import own_dropout
 from evener.tasks.classification.encoding import Batch, Encoded, TextEncoder
 from evener.tasks.classification.metrics import Evaluation, count_confusion
 from evener.tasks.classification.samples import LabelSet, Sample, checked_text
-from evener.tasks.classification.saved import DOCUMENT, check_adapter, read_document
 from evener.tasks.language_model import model_folder
 from evener.team.terminal import warn
 
@@ -143,10 +144,9 @@ class ClassifyPipeline:
             model, base = build_base(model_config, labels.names, encoder)
             if adapter := getattr(model_config, "adapter", None):
                 given = Path(adapter).expanduser()
-                doubt = check_adapter(given, base, labels)
+                network, doubt = load_adapter(model, given, config.lora, base, labels)
                 if doubt and not quiet:
                     warn(doubt)
-                network = load_adapter(model, given, config.lora, base.new_modules)
                 base = replace(base, new_head=False)
             else:
                 network = add_adapter(model, config.lora, base.new_modules)

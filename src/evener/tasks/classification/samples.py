@@ -84,7 +84,8 @@ def checked_label(label: Any, where: str) -> str | int:
             return operator.index(label)
     except TypeError:
         pass
-    raise DataError(f"{where} has {label!r} as its label; give a class by name or by index")
+    kind = "empty" if label == "" else f"a {type(label).__name__}"
+    raise DataError(f"{where}: label {label!r} is {kind}; give a class by name or by index")
 
 
 class LabelSet:

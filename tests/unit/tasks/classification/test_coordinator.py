@@ -267,12 +267,12 @@ def test_the_learning_rate_may_change_between_batches() -> None:
         (Sample("text", "fourth"), "label 'fourth' is unknown"),
         (Sample(" \n", 0), "sample 1 has an empty text"),
         (Sample(None, 0), "sample 1 has None as its text"),  # type: ignore[arg-type]
-        (Sample("text", None), "sample 1 has None as its label"),  # type: ignore[arg-type]
+        (Sample("text", None), "sample 1: label None is a NoneType"),  # type: ignore[arg-type]
         (
             Sample("half \ud83d", 0),
             r"sample 1 is malformed: 'text' holds '\\ud83d', which is no character",
         ),
-        (Sample("text", True), "sample 1 has True as its label"),
+        (Sample("text", True), "sample 1: label True is a bool"),
         (("text", 0), r"sample 1 is a tuple; give a Sample\(text, label\)"),
     ],
 )

@@ -77,8 +77,8 @@ def test_a_file_of_texts_alone_can_be_predicted(tmp_path: Path) -> None:
         ('{"text": "a"}\n', r":1 lacks 'label'"),
         ('{"text": " ", "label": 0}\n', r":1 has an empty text"),
         ('{"text": 3, "label": 0}\n', r":1 has 3 as its text"),
-        ('{"text": "a", "label": 0.5}\n', r":1 has 0\.5 as its label"),
-        ('{"text": "a", "label": true}\n', r":1 has True as its label"),
+        ('{"text": "a", "label": 0.5}\n', r":1: label 0\.5 is a float"),
+        ('{"text": "a", "label": true}\n', r":1: label True is a bool"),
         ("[1]\n", r":1 holds a list"),
         ('{"text": "a\\ud83d", "label": 0}\n', r":1 is malformed: 'text' holds '\\ud83d'"),
         ('{"text": "a", "label": "\\udc00"}\n', r":1 is malformed: 'label' holds '\\udc00'"),
@@ -101,7 +101,7 @@ def test_bad_json_lines_are_named(tmp_path: Path, content: str, words: str) -> N
         ('text,label\n"a,x\n', r":2 is malformed: unexpected end of data"),
         ("words,label\na,x\n", r":2 lacks 'text'; it has 'words', 'label'"),
         ("text,label\n,x\n", r":2 has an empty text"),
-        ("text,label\na,\n", r":2 has '' as its label"),
+        ("text,label\na,\n", r":2: label '' is empty"),
         ("text,label,text\na,x,b\n", r":1 names two columns 'text'"),
     ],
 )
@@ -205,9 +205,7 @@ def test_labels_of_other_libraries_are_numbers() -> None:
     labels = LabelSet(["a", "b"])
     assert labels.index(np.int64(1), "") == labels.index(torch.tensor(1), "") == 1
     for label in (np.float32(1.0), torch.tensor([0.5]), 1.0, True, None):
-        with pytest.raises(
-            DataError, match=r"data:7 has .* as its label; give a class by name or by index"
-        ):
+        with pytest.raises(DataError, match=r"data:7: label .* give a class by name or by index"):
             labels.index(label, "data:7")  # type: ignore[arg-type]
 
 
