@@ -89,12 +89,6 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         """Counted targets of one epoch: all tokens but the first of each document."""
         return self._num_positions - self.num_documents
 
-    def count_targets(self, num_samples: int) -> int:
-        """Counted targets of the first ``num_samples`` samples."""
-        last = min(num_samples * self.seq_len, self._num_positions - 1)
-        # The stream's first token is no target anyway; of the others, those that begin a document.
-        return last + 1 - int(self._begins.searchsorted(last, "right")) if last > 0 else 0
-
     def __len__(self) -> int:
         """Samples of one epoch; each has at least one target."""
         return self._num_samples

@@ -18,13 +18,12 @@ from evener.files import blake2b, open_for_reading
 RECORD_SUFFIXES: Final = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 """File endings of files that hold a document per line or row."""
 
-DEFAULT_SUFFIXES: Final = (
-    *(".txt", ".text", ".md", ".rst", ".tex"),
-    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt"),
-    *(".js", ".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".jl", ".r", ".scala", ".swift"),
-    *(".sh", ".sql"),
-    *RECORD_SUFFIXES,
+_PROSE: Final = ".txt .text .md .rst .tex"
+_PROGRAMS: Final = (
+    ".py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .kt .js .jsx .ts .tsx .rb .php .pl .lua .jl .r "
+    ".scala .swift .sh .sql"
 )
+DEFAULT_SUFFIXES: Final = (*_PROSE.split(), *_PROGRAMS.split(), *RECORD_SUFFIXES)
 """File endings that are taken from folders: prose, program sources, records."""
 
 

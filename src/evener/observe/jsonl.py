@@ -18,6 +18,9 @@ MOST_LINE_BYTES: Final = 16 * 1024 * 1024
 """A longer line is not an event; that of a window of 1,000 ranks has 200 kB."""
 
 
+_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)
+
+
 class JsonlSink(Sink):
     """Appends events to a file; each is with the kernel when ``emit`` returns.
 
@@ -100,9 +103,9 @@ class JsonlSink(Sink):
 def to_line(event: Event) -> bytes:
     """Return an event as one line of strict JSON; what JSON does not know becomes its text."""
     try:
-        text = json.dumps(event, allow_nan=False, separators=(",", ":"), default=str)
+        text = _ENCODER.encode(event)
     except ValueError:
-        text = json.dumps(strict_json(event), allow_nan=False, separators=(",", ":"), default=str)
+        text = _ENCODER.encode(strict_json(event))
     return text.encode() + b"\n"
 
 

@@ -11,26 +11,11 @@ WARM_UP_WINDOWS = 3
 """Windows whose time does not count as speed: caches are cold and shares not settled yet."""
 
 
-class Speed(NamedTuple):
-    """Throughput after the warm-up.
-
-    Attributes:
-        weight_per_s: Tokens (or samples) per second.
-        samples_per_s: Samples per second.
-        measured_s: Seconds over which it was measured.
-    """
-
-    weight_per_s: float
-    samples_per_s: float
-    measured_s: float
-
-
 class _Mark(NamedTuple):
     """What a session had done when a window was committed."""
 
     t: float  # without evaluations
     weight: float
-    samples: int
 
 
 @dataclass(slots=True)
@@ -50,9 +35,9 @@ class _Session:
         if event["type"] == "eval":
             self.paused_s += event["elapsed_s"]
         elif event["type"] == "window":
-            done = self.totals.add(event["ranks"])
+            weight = self.totals.add(event["ranks"]).weight
             del self.marks[WARM_UP_WINDOWS + 1 :]
-            self.marks.append(_Mark(event["t"] - self.paused_s, done.weight, done.samples))
+            self.marks.append(_Mark(event["t"] - self.paused_s, weight))
 
 
 class EventTally:
@@ -100,16 +85,17 @@ class EventTally:
         """Seconds from the first event to the last one of each session, added up."""
         return sum(session.ended_t - session.began_t for session in self._sessions)
 
-    def speed(self) -> Speed | None:
-        """Return the team's throughput after the warm-up; ``None`` below two windows."""
-        weight, num_samples, measured_s = 0.0, 0, 0.0
+    def speed(self) -> float | None:
+        """Return the team's weight (tokens, or samples) per second after the warm-up.
+
+        Returns:
+            ``None`` below two windows.
+        """
+        weight = measured_s = 0.0
         for session in self._sessions:
             if session.team == self._sessions[-1].team and session.marks:
                 middle = (session.totals.windows - 1) // 2
                 mark, last = session.marks[min(WARM_UP_WINDOWS, middle)], session.marks[-1]
                 weight += last.weight - mark.weight
-                num_samples += last.samples - mark.samples
                 measured_s += last.t - mark.t
-        if measured_s <= 0:
-            return None
-        return Speed(weight / measured_s, num_samples / measured_s, measured_s)
+        return weight / measured_s if measured_s > 0 else None

@@ -112,7 +112,6 @@ def summarise(
     import psutil
 
     assembly, sums, members = ddp.assembly, tally.sums, ddp.members
-    team = sums.speed()
     ranks = []
     for m in members:
         totals = sums.members.get(m.member, Totals())
@@ -127,7 +126,7 @@ def summarise(
             )
         )
     return RunSummary(
-        tokens_per_s=team.weight_per_s if team else None,
+        tokens_per_s=sums.speed(),
         solo_tokens_per_s=speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size),
         solo_source="measured" if speeds else "speed model",
         equal_split_tokens_per_s=speeds.equal_split if speeds else None,

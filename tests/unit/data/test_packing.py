@@ -65,11 +65,6 @@ def test_every_token_that_begins_no_document_is_a_target_exactly_once(
         assert any(label != IGNORED for label in sample["labels"].tolist())
     assert sorted(counted) == sorted(token for document in documents for token in document[1:])
     assert packed.num_tokens == len(counted)
-    targets = 0
-    for count in range(len(packed) + 2):
-        assert packed.count_targets(count) == targets
-        if count < len(packed):
-            targets += sum(label != IGNORED for label in expected[count][1])
 
 
 def test_documents_may_be_read_in_another_order_than_they_lie():

@@ -213,7 +213,7 @@ def test_summary_from_a_tally() -> None:
     assert speed is not None
     summary = make(
         (80.0, 40.0),
-        speed.weight_per_s,
+        speed,
         ranks=tuple(
             RankSummary(
                 rank=rank,

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.tally import EventTally, Speed
+from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window, started
 
 
@@ -22,16 +22,16 @@ def test_speed_leaves_out_the_first_windows() -> None:
     # Window 0 lands after 100 s, 1 to 3 take 10 s each, all later ones 1 s: 10 tokens a sample.
     times = [100.0, 110.0, 120.0, 130.0, 131.0, 132.0, 133.0, 134.0]
     tally = EventTally()
-    speeds: list[Speed | None] = []
+    speeds: list[float | None] = []
     tally.add(started())
     for window, t in enumerate(times):
         tally.add(committed_window(window, t=t))
         speeds.append(tally.speed())
     assert speeds[0] is None
-    assert speeds[1] == Speed(10.0, 1.0, 10.0), "from window 0 to 1"
-    assert speeds[2] == Speed(10.0, 1.0, 10.0), "from window 1 to 2"
-    assert speeds[3] == Speed(10.0, 1.0, 20.0), "from window 1 to 3"
-    assert speeds[7] == Speed(100.0, 10.0, 4.0), "from window 3 to 7"
+    assert speeds[1] == 10.0, "from window 0 to 1"
+    assert speeds[2] == 10.0, "from window 1 to 2"
+    assert speeds[3] == 10.0, "from window 1 to 3"
+    assert speeds[7] == 100.0, "from window 3 to 7"
 
 
 def test_evaluations_do_not_count_as_time() -> None:
@@ -52,7 +52,7 @@ def test_evaluations_do_not_count_as_time() -> None:
                 )
             )
     # The evaluation after window 1 was before the measured span, and took its time there.
-    assert tally.speed() == Speed(100.0, 10.0, 4.0)
+    assert tally.speed() == 100.0
 
 
 def test_evaluation_after_the_last_window_changes_nothing() -> None:
@@ -75,12 +75,9 @@ def test_time_between_sessions_does_not_count() -> None:
     )
     assert tally.total.windows == 14
     assert tally.total.weight == 1400.0
-    speed = tally.speed()
-    assert speed is not None
     # Of the first session six windows count, from window 2 at 2 s to window 5; the last two are
     # void.
-    assert speed.measured_s == 3.0 + 4.0
-    assert speed.weight_per_s == 100.0
+    assert tally.speed() == 700.0 / (3.0 + 4.0)
 
 
 def test_reformed_team_gives_back_void_windows() -> None:
@@ -96,7 +93,7 @@ def test_reformed_team_gives_back_void_windows() -> None:
         "a": (16, 2),
         "b": (4, 1),
     }
-    assert tally.speed() == Speed(25.0, 2.5, 4.0)
+    assert tally.speed() == 25.0
 
 
 def test_nothing_is_no_error() -> None:
@@ -120,11 +117,9 @@ def test_the_speed_is_that_of_the_present_team() -> None:
         *session(100.0, 4, ["a", "b", "c"], 0.1),
         *session(200.0, 8, ["a", "b"], 2.0),
     ]
-    speed = EventTally.of(events).speed()
-    assert speed is not None
     # From the second window of a session of four on: 3 windows without the first of them.
-    assert speed.measured_s == pytest.approx(2 * (1.0 + 2.0))
-    assert EventTally.of(events[:12]).speed().measured_s == pytest.approx(2 * 0.1)
+    assert EventTally.of(events).speed() == pytest.approx(400.0 / (2 * (1.0 + 2.0)))
+    assert EventTally.of(events[:12]).speed() == pytest.approx(200.0 / (2 * 0.1))
 
 
 def test_elapsed_time_leaves_out_the_time_between_sessions() -> None:
