@@ -3,24 +3,18 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self, final
+from copy import copy
+from typing import NamedTuple, Self, final
 
 import torch
 from torch import Tensor
 
-from evener.errors import (
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ConfigError,
-)
+from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One collective call as a leaf sees it.
 
     Attributes:
@@ -28,26 +22,14 @@ class Call:
         kind: The operation, such as ``"all_reduce"``.
         what: What is exchanged, in words for a message; equal on all ranks.
         timeout_s: Seconds after which the call must have failed.
+        label: ``what``, and the operation with its size: what ranks compare.
     """
 
     number: int
     kind: str
     what: str
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Why a communicator ended; not the exception, whose traceback would keep frames alive."""
-
-    kind: type[CollectiveError]
-    message: str
-    missing: tuple[int, ...]
-
-    def error(self, prefix: str) -> CollectiveError:
-        if issubclass(self.kind, CollectiveTimeoutError):
-            return self.kind(prefix + self.message, missing=self.missing)
-        return self.kind(prefix + self.message)
+    label: str
 
 
 class Communicator(ABC):
@@ -94,7 +76,8 @@ class Communicator(ABC):
         self.backend = backend
         self.reason = "given by the caller"
         self.timeout_s = check_timeout(timeout_s)
-        self._ended: _End | None = None
+        #: Why it ended: without a traceback, which would keep frames alive.
+        self._ended: CollectiveError | None = None
         self._closed = False
         self._num_calls = 0
         self._num_splits = 0
@@ -127,9 +110,12 @@ class Communicator(ABC):
         """
         flats, calls = [], []
         for what, tensor in tensors:
-            call, flat = self._begin("all_reduce", what, timeout_s), _flat(tensor, what)
+            flat = _flat(tensor, what)
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+            size = f"{flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
+            call = self._begin("all_reduce", what, timeout_s, size)
             if flat.numel():
-                flats.append(torch.view_as_real(flat).view(-1) if flat.is_complex() else flat)
+                flats.append(flat)
                 calls.append(call)
         if calls:
             self._all_reduce_each(flats, calls)
@@ -149,10 +135,11 @@ class Communicator(ABC):
             raise ConfigError(
                 f"no rank {src} to broadcast {what!r} from: there are {self.world_size}"
             )
-        call = self._begin("broadcast", what, timeout_s)
-        flat = _flat(tensor, what)
+        flat = _flat(tensor, what).view(torch.uint8)
+        size = f"{flat.numel()} bytes from rank {self.numbers[src]}"
+        call = self._begin("broadcast", what, timeout_s, size)
         if flat.numel():
-            self._broadcast(flat.view(torch.uint8), src, call)
+            self._broadcast(flat, src, call)
 
     def all_gather_parts(self, flat: Tensor, *, what: str, timeout_s: float | None = None) -> None:
         """Fill ``flat`` on every rank with part ``r`` as it stands on rank ``r``, bit for bit.
@@ -167,10 +154,11 @@ class Communicator(ABC):
                 f"{what!r} has {flat.numel()} elements, which {self.world_size} ranks cannot share "
                 "in equal parts: pad it to a multiple of world_size"
             )
-        call = self._begin("all_gather_parts", what, timeout_s)
-        whole = _flat(flat, what)
+        whole = _flat(flat, what).view(torch.uint8)
+        size = f"{whole.numel() // self.world_size} bytes"
+        call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
-            self._all_gather_parts(whole.view(torch.uint8), call)
+            self._all_gather_parts(whole, call)
 
     def all_gather_rows(
         self, row: Sequence[float], *, what: str, timeout_s: float | None = None
@@ -185,7 +173,8 @@ class Communicator(ABC):
         Returns:
             The rows, indexed by rank.
         """
-        return self._all_gather_rows(row, self._begin("all_gather_rows", what, timeout_s))
+        call = self._begin("all_gather_rows", what, timeout_s, f"{len(row)} numbers")
+        return self._all_gather_rows(row, call)
 
     def all_gather_bytes(
         self, payload: bytes, *, what: str, timeout_s: float | None = None
@@ -205,12 +194,8 @@ class Communicator(ABC):
         widest = max(sizes)
         if widest == 0:
             return [b""] * self.world_size
-        flat = torch.zeros(self.world_size * widest, dtype=torch.uint8)
-        if payload:
-            start = self.rank * widest
-            flat[start : start + len(payload)] = torch.frombuffer(
-                bytearray(payload), dtype=torch.uint8
-            )
+        padded = bytearray(payload.ljust(widest, b"\0"))
+        flat = torch.frombuffer(padded * self.world_size, dtype=torch.uint8)
         self.all_gather_parts(flat, what=what, timeout_s=timeout_s)
         whole = flat.numpy().tobytes()
         return [whole[r * widest : r * widest + size] for r, size in enumerate(sizes)]
@@ -222,7 +207,7 @@ class Communicator(ABC):
             what: What is waited for, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
         """
-        self._all_gather_rows((), self._begin("barrier", what, timeout_s))
+        self._all_gather_rows((), self._begin("barrier", what, timeout_s, "all"))
 
     def split(
         self, ranks: Sequence[int], *, name: str, timeout_s: float | None = None
@@ -238,7 +223,14 @@ class Communicator(ABC):
             The new communicator (a ``SingleCommunicator`` where it has one member), or ``None`` on
             a rank outside of it. Its fate is its own: closing or losing either leaves the other.
         """
-        members = self._check_members(ranks, name)
+        members = tuple(ranks)
+        if not members or len(set(members)) != len(members):
+            raise ConfigError(f"split {name!r} with ranks {list(members)}: name each member once")
+        if not all(0 <= r < self.world_size for r in members):
+            raise ConfigError(
+                f"split {name!r} with ranks {list(members)}: there are ranks 0 to "
+                f"{self.world_size - 1}"
+            )
         what = f"split {name!r}"
         row = [*members, *[-1] * (self.world_size - len(members))]
         for other, theirs in enumerate(self.all_gather_rows(row, what=what, timeout_s=timeout_s)):
@@ -256,7 +248,7 @@ class Communicator(ABC):
             if members[0] != self.rank:
                 return None
             return SingleCommunicator(timeout_s=self.timeout_s, number=self.number)
-        call = self._begin("split", what, timeout_s)
+        call = self._begin("split", what, timeout_s, f"number {self._num_splits}")
         return self._split(members, f"{self._num_splits}/{name}", call)
 
     def add_nccl(self) -> None:
@@ -266,7 +258,7 @@ class Communicator(ABC):
             ConfigError: The ranks are not processes that NCCL could join.
         """
         if self.world_size > 1:  # one rank exchanges nothing
-            self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None))
+            self._add_nccl(self._begin("add_nccl", "forming the NCCL group", None, "all"))
             self.backend = "nccl"
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
@@ -294,8 +286,7 @@ class Communicator(ABC):
         if not self._closed:
             self._closed = True
             self._forget()
-        if self._ended is None:
-            self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
+        self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
 
     def __enter__(self) -> Self:
         return self
@@ -305,34 +296,24 @@ class Communicator(ABC):
 
     # ── for leaves ───────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, kind: str, what: str, timeout_s: float | None) -> Call:
+    def _begin(self, kind: str, what: str, timeout_s: float | None, size: str) -> Call:
         if self._ended is not None:
-            raise self._ended.error(f"rank {self.number} cannot start {what!r}: ")
+            again = copy(self._ended)
+            again.args = (f"rank {self.number} cannot start {what!r}: {again}",)
+            raise again
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        return Call(self._num_calls, kind, what, seconds)
+        return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")
 
     def _end(self, error: CollectiveError) -> CollectiveError:
         """Let everything go, make later calls raise the same, and return ``error`` to be raised."""
         if self._ended is None:
-            missing = error.missing if isinstance(error, CollectiveTimeoutError) else ()
-            self._ended = _End(type(error), str(error), missing)
+            self._ended = copy(error)
             self._release()
         return error
 
     def _numbers_of(self, ranks: Sequence[int]) -> list[int]:
         return [self.numbers[rank] for rank in ranks]
-
-    def _check_members(self, ranks: Sequence[int], name: str) -> tuple[int, ...]:
-        members = tuple(ranks)
-        if not members or len(set(members)) != len(members):
-            raise ConfigError(f"split {name!r} with ranks {list(members)}: name each member once")
-        if not all(0 <= r < self.world_size for r in members):
-            raise ConfigError(
-                f"split {name!r} with ranks {list(members)}: there are ranks 0 to "
-                f"{self.world_size - 1}"
-            )
-        return members
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, call: Call) -> None: ...
@@ -362,17 +343,17 @@ class Communicator(ABC):
             f"backend is 'nccl', but ranks exchange over {self.backend!r}: NCCL joins processes"
         )
 
-    @abstractmethod
     def _hurry(self, deadline: float) -> None:
         """Let the call under way, if any, fail by ``deadline``, on ``time.monotonic``'s clock."""
+        return
 
-    @abstractmethod
     def _release(self) -> None:
         """Let connections go, after a failure or a close; called once."""
+        return
 
-    @abstractmethod
     def _forget(self) -> None:
         """Let go of what peers may still ask for after a failure; called once, by ``close``."""
+        return
 
 
 @final
@@ -398,15 +379,6 @@ class SingleCommunicator(Communicator):
 
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         raise AssertionError("one rank has no split of two or more members")
-
-    def _hurry(self, deadline: float) -> None:
-        pass
-
-    def _release(self) -> None:
-        pass
-
-    def _forget(self) -> None:
-        pass
 
 
 def _flat(tensor: Tensor, what: str) -> Tensor:

@@ -24,17 +24,18 @@ from torch.distributed import is_nccl_available
 from evener.errors import LaunchError
 
 __all__ = [
+    "AllgatherOptions",
+    "AllreduceOptions",
+    "BroadcastOptions",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
     "TCPStore",
     "Work",
-    "broadcast_options",
     "form_gloo",
     "form_nccl",
-    "gather_options",
     "nccl_version",
-    "sum_options",
+    "options",
 ]
 
 #: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
@@ -102,29 +103,17 @@ def nccl_version() -> str:
     return ".".join(str(number) for number in numbers[:2])
 
 
-# Every step asks for the same options again, and torch only reads them.
+@lru_cache  # every step asks for the same ones again, and torch only reads them
+def options(kind: type[Any], timeout_s: float, src: int | None = None) -> Any:
+    """Return the options of an operation.
 
-
-@lru_cache
-def sum_options(timeout_s: float) -> AllreduceOptions:
-    """Options of an ``allreduce`` that sums."""
-    options = AllreduceOptions()
-    options.timeout = timedelta(seconds=timeout_s)
-    return options
-
-
-@lru_cache
-def broadcast_options(src: int, timeout_s: float) -> BroadcastOptions:
-    """Options of a ``broadcast`` from rank ``src``."""
-    options = BroadcastOptions()
-    options.rootRank = src
-    options.timeout = timedelta(seconds=timeout_s)
-    return options
-
-
-@lru_cache
-def gather_options(timeout_s: float) -> AllgatherOptions:
-    """Options of an ``_allgather_base``."""
-    options = AllgatherOptions()
-    options.timeout = timedelta(seconds=timeout_s)
-    return options
+    Args:
+        kind: Their class.
+        timeout_s: When Gloo gives up.
+        src: The rank from which a broadcast copies.
+    """
+    made = kind()
+    made.timeout = timedelta(seconds=timeout_s)
+    if src is not None:
+        made.rootRank = src
+    return made

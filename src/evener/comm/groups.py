@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, final
 
@@ -22,14 +22,15 @@ from evener.comm.base import (
     check_timeout,
 )
 from evener.comm.c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
     Work,
-    broadcast_options,
     form_gloo,
     form_nccl,
-    gather_options,
-    sum_options,
+    options,
 )
 from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import NotInherited, leave_behind_in_children, never_destroy
@@ -109,10 +110,10 @@ def connect(
         rank, world_size, address, port, hosts=hosts, listen_fd=listen_fd, timeout_s=timeout_s
     )
     try:
-        engine = GroupEngine(
+        return GroupCommunicator(
             meeting,
             rank=rank,
-            numbers=tuple(range(world_size)),
+            numbers=range(world_size),
             key=f"evener/{key}",
             backend=backend,
             timeout_s=timeout_s,
@@ -124,7 +125,6 @@ def connect(
             f"({first_line(error)}): look at the output of the other ranks; where hosts have "
             "several networks, name the one to use in GLOO_SOCKET_IFNAME"
         ) from None
-    return GroupCommunicator(engine)
 
 
 @final
@@ -146,24 +146,58 @@ class GroupCommunicator(Communicator, NotInherited):
     has a deadline.
     """
 
-    def __init__(self, engine: "GroupEngine") -> None:
-        """Exchange over process groups; all their ranks do so at the same time.
+    def __init__(
+        self,
+        meeting: MeetingPoint,
+        *,
+        rank: int,
+        numbers: Sequence[int],
+        key: str,
+        backend: str,
+        timeout_s: float,
+        form_timeout_s: float,
+    ) -> None:
+        """Form process groups; all their ranks do so at the same time.
+
+        The groups are Gloo's always, and NCCL's beside it where asked for.
 
         Args:
-            engine: Runs operations on them; it has 2 ranks or more, and no other user.
+            meeting: Where.
+            rank: This rank within the groups.
+            numbers: The number of each rank in the team, by which errors call it; 2 or more.
+            key: Names the groups in the store; no others may ever have used it there.
+            backend: ``"gloo"`` or ``"nccl"``.
+            timeout_s: Default deadline of operations.
+            form_timeout_s: Deadline for forming the groups.
         """
         super().__init__(
-            rank=engine.rank,
-            world_size=len(engine.numbers),
-            backend="nccl" if engine.has_nccl else "gloo",
-            timeout_s=engine.timeout_s,
-            numbers=engine.numbers,
+            rank=rank,
+            world_size=len(numbers),
+            backend=backend,
+            timeout_s=timeout_s,
+            numbers=numbers,
         )
-        self._engine = engine
+        self._meeting = meeting
+        self._key = key
+        self._store = store = PrefixStore(key, meeting.store)
+        notices = PrefixStore("notices", store)
+        self._board = NoticeBoard(notices, self.numbers, meeting.host, meeting.host_rank)
+        with Wires.opened() as self._wires:
+            self._gloo: ProcessGroupGloo | None = form_gloo(
+                PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
+            )
+        self._nccl: Any = self._form_nccl(timeout_s) if backend == "nccl" else None
+        self._busy = False
+        self._deadline = math.inf
+        self._heard_s = 0.0  # when the store answered last, in an operation of long patience
+        self._asks_at = math.inf
+        self._orphaned = False
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
         self._cell = bytearray(_CELL_BYTES)
         self._cells = bytearray(_CELL_BYTES * self.world_size)
+        #: Where the ranks' payloads begin.
+        self._starts = range(_HEADER.size, len(self._cells), _CELL_BYTES)
         self._cell_tensor = torch.frombuffer(self._cell, dtype=torch.uint8)
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -173,7 +207,11 @@ class GroupCommunicator(Communicator, NotInherited):
         """Let the connections go in a forked child; see ``NotInherited``."""
         if not self._closed:
             self._closed = True
-            self._engine.leave_behind()
+            never_destroy(vars(self).copy())
+            self._gloo = self._nccl = None
+            self._busy = False
+            self._wires.leave_behind()
+            self._meeting.leave_behind()
             self._end(
                 CollectiveError(
                     f"this process was forked from rank {self.rank}, which keeps the connections; "
@@ -185,138 +223,111 @@ class GroupCommunicator(Communicator, NotInherited):
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
         """Sum a tensor that fits into a cell."""
-        self._swap_cells(call, _sum_words(flat), _bytes_of(flat))
-        total = self._payload_tensor(0, flat.dtype, flat.numel()).clone()
-        for other in range(1, self.world_size):
-            total.add_(self._payload_tensor(other, flat.dtype, flat.numel()))
-        flat.copy_(total)
+        self._swap_cells(call, _bytes_of(flat))
+        flat.copy_(reduce(torch.add, self._payloads(flat)))
 
     def _all_reduce_each(self, flats: Sequence[Tensor], calls: Sequence[Call]) -> None:
-        if len(flats) == 1 and flats[0].numel() * flats[0].element_size() <= _PAYLOAD_BYTES:
+        if len(flats) == 1 and flats[0].nbytes <= _PAYLOAD_BYTES:
             self._all_reduce(flats[0], calls[0])
             return
-        for flat, call in zip(flats, calls, strict=True):
-            self._announce(call, _sum_words(flat), flat.numel() * flat.element_size())
-        options = sum_options(calls[0].timeout_s + _GRACE_S)
-        self._run_on(calls, flats, lambda tensor, group: group.allreduce([tensor], options))
+        how = options(AllreduceOptions, calls[0].timeout_s + _GRACE_S)
+        self._run_on(calls, flats, lambda tensor, group: group.allreduce([tensor], how))
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        words = f"broadcast of {flat.numel()} bytes from rank {self.numbers[src]}"
-        if flat.numel() <= _PAYLOAD_BYTES:
-            self._swap_cells(call, words, _bytes_of(flat))
-            if src != self.rank:
-                flat.copy_(self._payload_tensor(src, torch.uint8, flat.numel()))
+        if flat.nbytes <= _PAYLOAD_BYTES:
+            self._swap_cells(call, _bytes_of(flat))
+            flat.copy_(self._payloads(flat)[src])
             return
-        self._announce(call, words, flat.numel())
-        options = broadcast_options(src, call.timeout_s + _GRACE_S)
-        self._run_on([call], [flat], lambda tensor, group: group.broadcast([tensor], options))
+        how = options(BroadcastOptions, call.timeout_s + _GRACE_S, src)
+        self._run_on([call], [flat], lambda tensor, group: group.broadcast([tensor], how))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        size = flat.numel() // self.world_size
-        own = slice(self.rank * size, (self.rank + 1) * size)
-        words = f"all_gather_parts of {size} bytes"
-        if size <= _PAYLOAD_BYTES:
-            self._swap_cells(call, words, _bytes_of(flat[own]))
-            for other in range(self.world_size):
-                if other != self.rank:
-                    part = self._payload_tensor(other, torch.uint8, size)
-                    flat[other * size : (other + 1) * size].copy_(part)
+        def own(whole: Tensor) -> Tensor:
+            return whole.chunk(self.world_size)[self.rank]
+
+        if own(flat).nbytes <= _PAYLOAD_BYTES:
+            self._swap_cells(call, _bytes_of(own(flat)))
+            flat.copy_(torch.cat(self._payloads(own(flat))))
             return
-        self._announce(call, words, flat.numel())
-        options = gather_options(call.timeout_s + _GRACE_S)
+        how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
         self._run_on(
-            [call],
-            [flat],
-            lambda tensor, group: group._allgather_base(tensor, tensor[own], options),
+            [call], [flat], lambda part, group: group._allgather_base(part, own(part), how)
         )
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
-        length = len(row)
-        form = struct.Struct(f"={length}d")
-        words = f"{call.kind} of {length} numbers" if length else call.kind
+        form = struct.Struct(f"={len(row)}d")
         if form.size <= _PAYLOAD_BYTES:
-            self._swap_cells(call, words, form.pack(*row))
-            starts = range(_HEADER.size, len(self._cells), _CELL_BYTES)
-            return [list(form.unpack_from(self._cells, start)) for start in starts]
-        self._swap_cells(call, words, b"")
-        own = torch.empty(length, dtype=torch.float64)
-        whole = torch.empty(length * self.world_size, dtype=torch.float64)
-        form.pack_into(own.numpy().data.cast("B"), 0, *row)
-        options = gather_options(call.timeout_s + _GRACE_S)
-        self._run([call], [lambda group: group._allgather_base(whole, own, options)])
-        view = whole.numpy().data.cast("B")
-        return [list(form.unpack_from(view, r * form.size)) for r in range(self.world_size)]
+            self._swap_cells(call, form.pack(*row))
+            return [list(form.unpack_from(self._cells, start)) for start in self._starts]
+        self._swap_cells(call, b"")
+        whole = torch.empty(self.world_size, len(row), dtype=torch.float64)
+        whole[self.rank] = torch.tensor(row, dtype=torch.float64)
+        self._all_gather_parts(whole.view(-1).view(torch.uint8), call)
+        rows: list[list[float]] = whole.tolist()
+        return rows
 
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
         if self.rank not in members:
             return None
         try:
-            engine = GroupEngine(
-                self._engine.meeting,
+            return GroupCommunicator(
+                self._meeting,
                 rank=members.index(self.rank),
-                numbers=tuple(self._numbers_of(members)),
-                key=f"{self._engine.key}/{key}",
+                numbers=self._numbers_of(members),
+                key=f"{self._key}/{key}",
                 backend=self.backend,
                 timeout_s=self.timeout_s,
                 form_timeout_s=call.timeout_s,
             )
         except RuntimeError as error:
             raise PeerLostError(lost_message(self.number, call.what, first_line(error))) from None
-        return GroupCommunicator(engine)
 
     def _add_nccl(self, call: Call) -> None:
-        self._engine.add_nccl(call.timeout_s)
+        self._nccl = self._form_nccl(call.timeout_s)
 
-    def _hurry(self, deadline: float) -> None:
-        self._engine.hurry(deadline)
-
-    def _release(self) -> None:
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._engine.release()
-
-    def _forget(self) -> None:
-        self._engine.forget_store()
+    def _form_nccl(self, timeout_s: float) -> Any:
+        return form_nccl(PrefixStore("nccl", self._store), self.rank, self.world_size, timeout_s)
 
     # ── cells ────────────────────────────────────────────────────────────────────────────────────
 
-    def _swap_cells(self, call: Call, words: str, payload: bytes) -> None:
+    def _swap_cells(self, call: Call, payload: bytes) -> None:
         """Give all ranks this rank's cell, and check that all are in the same call.
 
         Args:
             call: The call.
-            words: What it does; equal on all ranks.
             payload: What to carry, of one length on all ranks; it must fit into a cell.
         """
-        label = f"{call.what!r} ({words})"
-        encoded = label.encode()  # the cell has room for its front only
-        _HEADER.pack_into(self._cell, 0, call.number, len(payload), zlib.crc32(encoded), encoded)
+        label = call.label.encode()  # the cell has room for its front only
+        _HEADER.pack_into(self._cell, 0, call.number, len(payload), zlib.crc32(label), label)
         self._cell[_HEADER.size : _HEADER.size + len(payload)] = payload
-        options = gather_options(call.timeout_s + _GRACE_S)
+        how = options(AllgatherOptions, call.timeout_s + _GRACE_S)
         cell, cells = self._cell_tensor, self._cells_tensor
-        self._run([call], [lambda group: group._allgather_base(cells, cell, options)])
+        self._run([call], [lambda group: group._allgather_base(cells, cell, how)])
         own = self._cell[: _HEADER.size]
         others = []
-        for other in range(self.world_size):
-            start = other * _CELL_BYTES
-            header = self._cells[start : start + _HEADER.size]
+        for number, start in zip(self.numbers, self._starts, strict=True):
+            header = self._cells[start - _HEADER.size : start]
             if header != own:
-                number, _, _, theirs = _HEADER.unpack(header)
+                count, _, _, theirs = _HEADER.unpack(header)
                 text = theirs.rstrip(b"\0").decode(errors="replace")
-                ahead = number - call.number
-                text = f"{text}, {ahead:+d} calls" if ahead else text
-                others.append((self.numbers[other], text))
+                ahead = count - call.number
+                others.append((number, f"{text}, {ahead:+d} calls" if ahead else text))
         if others:
-            raise self._end(CollectiveMismatchError(mismatch_message(self.number, label, others)))
+            text = mismatch_message(self.number, call.label, others)
+            raise self._end(CollectiveMismatchError(text))
 
-    def _payload_tensor(self, rank: int, dtype: torch.dtype, numel: int) -> Tensor:
-        offset = rank * _CELL_BYTES + _HEADER.size
-        return torch.frombuffer(self._cells, dtype=dtype, count=numel, offset=offset)
+    def _payloads(self, like: Tensor) -> list[Tensor]:
+        """What each rank's cell carries, as tensors of one kind; valid until the next swap."""
+        return [
+            torch.frombuffer(self._cells, dtype=like.dtype, count=like.numel(), offset=start)
+            for start in self._starts
+        ]
 
-    def _announce(self, call: Call, words: str, num_bytes: int) -> None:
+    def _announce(self, call: Call, num_bytes: int) -> None:
         """Check with all ranks before the first exchange of this kind and size."""
         known = (call.kind, num_bytes)
         if known not in self._announced:
-            self._swap_cells(call, words, b"")
+            self._swap_cells(call, b"")
         self._announced.pop(known, None)
         self._announced[known] = None  # at the end: the one used last
         if len(self._announced) > _MAX_ANNOUNCED:
@@ -327,11 +338,21 @@ class GroupCommunicator(Communicator, NotInherited):
     def _run(
         self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
     ) -> None:
+        """Start operations, each while those before are under way, and wait for all.
+
+        Args:
+            calls: What is done; the deadline is that of the first.
+            starts: Start them on the process group that they are given.
+            nccl: Whether that is the NCCL group.
+
+        Raises:
+            CollectiveError: One of its kinds. The communicator has ended then.
+        """
         try:
-            self._engine.run(calls, starts, nccl=nccl)
+            self._carry_out(calls, starts, nccl=nccl)
         except CollectiveError as error:
             raise self._end(error) from None
-        except BaseException:
+        except BaseException:  # Ctrl-C, or a signal handler that raises
             self._end(CollectiveError(f"rank {self.number} was interrupted in {calls[0].what!r}"))
             raise
 
@@ -343,7 +364,9 @@ class GroupCommunicator(Communicator, NotInherited):
         What goes over Gloo, and in which order, does not depend on where tensors lie: on another
         rank they may lie elsewhere.
         """
-        if self._engine.has_nccl and all(flat.device.type == "cuda" for flat in flats):
+        for flat, call in zip(flats, calls, strict=True):
+            self._announce(call, flat.nbytes)
+        if self._nccl is not None and all(flat.device.type == "cuda" for flat in flats):
             there = flats
             self._run(calls, [partial(start, flat) for flat in flats], nccl=True)
         else:
@@ -355,7 +378,7 @@ class GroupCommunicator(Communicator, NotInherited):
 
     def _on_host(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """The tensors, those of other devices as copies in one buffer."""
-        sizes = [0 if f.device.type == "cpu" else f.numel() * f.element_size() for f in flats]
+        sizes = [0 if flat.device.type == "cpu" else flat.nbytes for flat in flats]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         if self._scratch.numel() < ends[-1]:
             pinned = any(kind_of(flat.device).pins_memory for flat in flats)
@@ -366,94 +389,14 @@ class GroupCommunicator(Communicator, NotInherited):
             parts.append(part if part is flat else part.copy_(flat))
         return parts
 
-
-@final
-class GroupEngine:
-    """Runs operations of one communicator's process groups, to their end or to their deadline.
-
-    The groups are Gloo's always, and NCCL's beside it where asked for.
-
-    Attributes:
-        meeting: Where the groups were formed.
-        key: Their name in its store.
-        rank: As given.
-        numbers: As given.
-        timeout_s: As given.
-    """
-
-    def __init__(
-        self,
-        meeting: MeetingPoint,
-        *,
-        rank: int,
-        numbers: tuple[int, ...],
-        key: str,
-        backend: str,
-        timeout_s: float,
-        form_timeout_s: float,
+    def _carry_out(
+        self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool
     ) -> None:
-        """Form the groups; all ranks do so at the same time.
-
-        Args:
-            meeting: Where.
-            rank: This rank within the groups.
-            numbers: The number of each rank in the team, by which errors call it.
-            key: Names the groups in the store; no others may ever have used it there.
-            backend: ``"gloo"`` or ``"nccl"``.
-            timeout_s: Default deadline of operations.
-            form_timeout_s: Deadline for forming the groups.
-        """
-        self.meeting = meeting
-        self.key = key
-        self.rank = rank
-        self.numbers = numbers
-        self.timeout_s = timeout_s
-        self._store = store = PrefixStore(key, meeting.store)
-        notices = PrefixStore("notices", store)
-        self._board = NoticeBoard(notices, numbers, meeting.host, meeting.host_rank)
-        with Wires.opened() as self._wires:
-            self._gloo: ProcessGroupGloo | None = form_gloo(
-                PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
-            )
-        self._nccl: Any = None
-        if backend == "nccl":
-            self.add_nccl(timeout_s)
-        self._busy = False
-        self._deadline = math.inf
-        self._heard_s = 0.0  # when the store answered last, in an operation of long patience
-        self._asks_at = math.inf
-        self._orphaned = False
-
-    @property
-    def has_nccl(self) -> bool:
-        """Whether CUDA tensors can stay on the device."""
-        return self._nccl is not None
-
-    def add_nccl(self, timeout_s: float) -> None:
-        """Form the NCCL group; it connects at its first collective.
-
-        Args:
-            timeout_s: Deadline of collectives.
-        """
-        store = PrefixStore("nccl", self._store)
-        self._nccl = form_nccl(store, self.rank, len(self.numbers), timeout_s)
-
-    def run(
-        self, calls: Sequence[Call], starts: Sequence[Callable[[Any], Work]], *, nccl: bool = False
-    ) -> None:
-        """Start operations, each while those before are under way, and wait for all.
+        """Run operations to their end or to their deadline; see ``_run``.
 
         A Work handle keeps connections open, and a survivor that keeps them lets ranks hang which
         are not its neighbours. So handles are deleted in every frame that an exception could carry
         away, and the groups are let go before anybody learns of a failure.
-
-        Args:
-            calls: What is done; the deadline is that of the first.
-            starts: Start them on the process group that they are given.
-            nccl: Whether that is the NCCL group.
-
-        Raises:
-            CollectiveError: One of its kinds. The engine has ended then.
         """
         started = time.monotonic()
         self._deadline = started + calls[0].timeout_s
@@ -474,21 +417,17 @@ class GroupEngine:
         except RuntimeError as error:
             self._busy = not all(work.is_completed() for work in works)
             failure, cause = first_line(error), cause_of(error, works)
-        except BaseException:  # Ctrl-C, or a signal handler that raises
-            works.clear()
-            self.release()
-            raise
         finally:
             works.clear()
         waited_s = time.monotonic() - started
         raise self._explain(calls[done], calls, failure, cause, waited_s)
 
-    def hurry(self, deadline: float) -> None:
-        """Let the operation under way, if any, fail at ``deadline`` at the latest."""
+    def _hurry(self, deadline: float) -> None:
         self._deadline = min(self._deadline, deadline)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Let the groups go, also under another thread's operation; again it does nothing."""
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         groups = [group for group in (self._gloo, self._nccl) if group is not None]
         self._gloo = self._nccl = None
         if self._busy:
@@ -499,21 +438,13 @@ class GroupEngine:
             self._wires.cut()
             threading.Thread(target=groups.clear, name="evener-release").start()
 
-    def leave_behind(self) -> None:
-        """Let the groups and the store go in a forked child; see ``NotInherited``."""
-        never_destroy(vars(self).copy())
-        self._gloo = self._nccl = None
-        self._busy = False
-        self._wires.leave_behind()
-        self.meeting.leave_behind()
+    def _forget(self) -> None:
+        """Let the store go, through which peers learn why this rank gave up.
 
-    def forget_store(self) -> None:
-        """Let the store go, through which peers learn why this rank gave up; called once.
-
-        Before ``release`` on an orderly end: a peer that sees its connection close then finds no
+        Before the groups on an orderly end: a peer that sees its connection close then finds no
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
-        del self._board, self.meeting, self._store
+        del self._board, self._meeting, self._store
 
     def _explain(
         self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float
@@ -522,17 +453,17 @@ class GroupEngine:
 
         ``call`` of ``calls`` has failed; ``failure`` is what the process group said of it.
         """
-        number = self.numbers[self.rank]
+        number = self.number
         if self._gloo is None:  # another thread has let it go
             return CollectiveError(closed_message(number, call.what))
         if cause is not Cause.TIMED_OUT:
-            self.release()
+            self._release()
             if not self._board.read():  # else somebody gave up waiting, and so closed them
                 if cause is Cause.LOST:
                     return PeerLostError(lost_message(number, call.what, failure))
                 return CollectiveError(f"rank {number} failed in {call.what!r}: {failure}")
-        self._board.post(number, Notice(call.number, waited_s, call.what).text)
-        self.release()
+        self._board.post(number, Notice(call.number, waited_s, call.what))
+        self._release()
         return self._board.explain(number, call, calls, waited_s)
 
     @property
@@ -541,7 +472,7 @@ class GroupEngine:
         now = time.monotonic()
         if not (self._orphaned or threading.main_thread().is_alive()):
             self._orphaned = True
-            self.hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
+            self._hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
         return 0.0 if self._gloo is None else self._deadline - now
 
     @property
@@ -582,10 +513,6 @@ class GroupEngine:
             return bool(work.wait())
         finally:
             del work
-
-
-def _sum_words(flat: Tensor) -> str:
-    return f"all_reduce of {flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
 
 
 def _bytes_of(flat: Tensor) -> bytes:

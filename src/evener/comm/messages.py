@@ -20,6 +20,14 @@ def timeout_message(rank: int, what: str, waited_s: float, missing: Sequence[int
     )
 
 
+def late_message(rank: int, what: str, deadline_s: float) -> str:
+    """Tell a rank that the others had given up when it came."""
+    return (
+        f"rank {rank} came to {what!r} after the others had given up: their deadline was "
+        f"{deadline_s:.1f} s; raise the timeout if this rank is merely slow"
+    )
+
+
 def closed_message(rank: int, what: str) -> str:
     """Say in which operation a rank was when another of its threads closed the communicator."""
     return f"rank {rank} closed this communicator while it was in {what!r}"

@@ -1,16 +1,16 @@
 """A board on which ranks that gave up waiting say so, so that the others can tell who did not."""
 
 import contextlib
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Self, TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from evener.comm.base import Call
 from evener.comm.c10d import Store
-from evener.comm.messages import mismatch_message, timeout_message
+from evener.comm.messages import late_message, mismatch_message, timeout_message
 from evener.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError
 
 _LOOK_S = 0.5  # how long to look for the notices of other ranks
@@ -21,8 +21,7 @@ DYING_S = 0.03
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(NamedTuple):
     """What a rank that gave up had waited for.
 
     Attributes:
@@ -34,17 +33,6 @@ class Notice:
     number: int
     waited_s: float
     what: str
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read what ``text`` has written."""
-        number, waited_s, what = text.split(" ", 2)
-        return cls(int(number), float(waited_s), what)
-
-    @property
-    def text(self) -> str:
-        """How it stands on the board."""
-        return f"{self.number} {self.waited_s:.3f} {self.what}"
 
 
 @final
@@ -75,25 +63,25 @@ class NoticeBoard:
         self._host = host
         self._host_rank = host_rank
 
-    def post(self, rank: int, text: str) -> bool:
-        """Pin up ``text`` for ``rank``; whether the store answered."""
+    def post(self, rank: int, notice: Notice) -> bool:
+        """Pin up a notice of ``rank``; whether the store answered."""
 
         def task() -> bool:
-            self._store.set(str(rank), text)
+            self._store.set(str(rank), json.dumps(notice))
             self._store.set("any", "1")
             # A TCPStore does not wait for a reply to set(): only a read shows that it is there.
             return self._store.check(["any"])
 
         return bool(self._ask(task))
 
-    def read(self) -> dict[int, str] | None:
+    def read(self) -> dict[int, Notice] | None:
         """The notices by rank; ``None`` where the store does not answer."""
 
-        def task() -> dict[int, str]:
+        def task() -> dict[int, Notice]:
             if not self._store.check(["any"]):
                 return {}
             present = [rank for rank in self._ranks if self._store.check([str(rank)])]
-            return {rank: self._store.get(str(rank)).decode() for rank in present}
+            return {rank: Notice(*json.loads(self._store.get(str(rank)))) for rank in present}
 
         return self._ask(task)
 
@@ -110,7 +98,13 @@ class NoticeBoard:
         """
         notes = self._gather(rank)
         if notes is None:
-            return self._explain_without_store(rank, call, waited_s)
+            missing = tuple(r for r in self._ranks if r == self._host_rank != rank)
+            where = f" at {self._host[0]}:{self._host[1]}" if self._host else ""
+            return CollectiveTimeoutError(
+                f"{timeout_message(rank, call.what, waited_s, missing)} (the store{where} does "
+                "not answer, so others may be missing too)",
+                missing=missing,
+            )
         together = {(each.number, each.what) for each in calls}
         elsewhere = [
             (other, repr(notice.what))
@@ -125,39 +119,24 @@ class NoticeBoard:
             return CollectiveMismatchError(mismatch_message(rank, repr(call.what), elsewhere))
         missing = tuple(sorted({*absent, *late} - {rank}))
         if waited_s < longest_s / 2:
-            return CollectiveTimeoutError(
-                f"rank {rank} came to {call.what!r} after the others had given up: their "
-                f"deadline was {longest_s:.1f} s; raise the timeout if this rank is merely slow",
-                missing=missing,
-            )
-        return CollectiveTimeoutError(
-            timeout_message(rank, call.what, waited_s, missing), missing=missing
-        )
-
-    def _explain_without_store(self, rank: int, call: Call, waited_s: float) -> CollectiveError:
-        missing = tuple(r for r in self._ranks if r == self._host_rank != rank)
-        where = f" at {self._host[0]}:{self._host[1]}" if self._host else ""
-        return CollectiveTimeoutError(
-            f"{timeout_message(rank, call.what, waited_s, missing)} (the store{where} does "
-            "not answer, so others may be missing too)",
-            missing=missing,
-        )
+            text = late_message(rank, call.what, longest_s)
+        else:
+            text = timeout_message(rank, call.what, waited_s, missing)
+        return CollectiveTimeoutError(text, missing=missing)
 
     def _gather(self, rank: int) -> dict[int, Notice] | None:
         """Wait a moment for the others' notices; ``None`` where the store does not answer."""
         # Who serves the store looks for longer: others ask it until their own look is over.
         serves = self._host_rank == rank
-        known = texts = self.read()
+        known = seen = self.read()
         deadline = time.monotonic() + (2 * _LOOK_S if serves else _LOOK_S)
         while time.monotonic() < deadline and len(known or ()) < len(self._ranks):
-            if known is not None and texts is None:
+            if known is not None and seen is None:
                 break  # its host may have ended, having found out
             time.sleep(0.02)
-            texts = self.read()  # on a busy machine it may have been too slow to answer at once
-            known = known if texts is None else texts
-        if known is None:
-            return None
-        return {other: Notice.parse(text) for other, text in known.items()}
+            seen = self.read()  # on a busy machine it may have been too slow to answer at once
+            known = known if seen is None else seen
+        return known
 
     def _ask(self, task: Callable[[], T]) -> T | None:
         # A request to the store of a stopped process blocks for ever, also with a timeout set, so

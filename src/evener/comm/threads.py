@@ -4,18 +4,19 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from evener.comm.base import (
-    DEFAULT_TIMEOUT_S,
-    Call,
-    Communicator,
+from evener.comm.base import DEFAULT_TIMEOUT_S, Call, Communicator
+from evener.comm.messages import (
+    closed_message,
+    late_message,
+    lost_message,
+    mismatch_message,
+    timeout_message,
 )
-from evener.comm.messages import closed_message, lost_message, mismatch_message, timeout_message
 from evener.devices import kind_of
 from evener.errors import (
     CollectiveError,
@@ -26,29 +27,18 @@ from evener.errors import (
 )
 
 
-@dataclass(slots=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """One collective call under way.
 
     Attributes:
-        number: Its number, from 1.
-        offers: By rank: words for what it takes part in, and what it brings.
-        result: What all ranks take home, once the last has come.
-        done: Whether there is a result.
-        error: Says to a rank why there will be none.
+        offers: By rank: its call, and what it brings.
+        results: What all ranks take home; empty until the last has come.
+        errors: Says to a rank why there will be none; empty while there may be one.
     """
 
-    number: int
-    offers: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    result: Any = None
-    done: bool = False
-    error: Callable[[int], CollectiveError] | None = None
-
-    def complete(self, result: Any) -> None:
-        self.result, self.done = result, True
-
-    def fail(self, why: Callable[[int], CollectiveError]) -> None:
-        self.error = why
+    offers: dict[int, tuple[Call, Any]]
+    results: list[Any]
+    errors: list[Callable[[int], CollectiveError]]
 
 
 @final
@@ -117,49 +107,44 @@ class ThreadTeam:
         self._children.append(child)
         return child
 
-    def _meet(
-        self, rank: int, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]
-    ) -> Any:
+    def _meet(self, rank: int, call: Call, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
         """Bring ``offer``, wait for all ranks, and return what ``finish`` makes of their offers."""
         started = time.monotonic()
         with self._condition:
-            exchange = self._exchanges.setdefault(call.number, _Exchange(call.number))
-            exchange.offers[rank] = (words, offer)
-            if len(exchange.offers) == self.world_size and not (exchange.error or self._dead):
+            exchange = self._exchanges.setdefault(call.number, _Exchange({}, [], []))
+            exchange.offers[rank] = (call, offer)
+            if len(exchange.offers) == self.world_size and not (exchange.errors or self._dead):
                 self._complete(exchange, finish)
-            while not exchange.done:
-                error = self._obstacle(rank, call, exchange, started)
-                if error is not None:
+            while not exchange.results:
+                deadline = min(started + call.timeout_s, self._latest.get(rank, math.inf))
+                if error := self._obstacle(rank, call, exchange, started, deadline):
                     raise error
-                left_s = self._deadline(rank, call, started) - time.monotonic()
-                self._condition.wait(max(0.0, left_s))
-            return exchange.result
-
-    def _deadline(self, rank: int, call: Call, started: float) -> float:
-        return min(started + call.timeout_s, self._latest.get(rank, math.inf))
+                self._condition.wait(max(0.0, deadline - time.monotonic()))
+            return exchange.results[0]
 
     def _complete(self, exchange: _Exchange, finish: Callable[[list[Any]], Any]) -> None:
-        texts = {r: words for r, (words, _) in exchange.offers.items()}
-        if len(set(texts.values())) > 1:
-            exchange.fail(
-                lambda rank: CollectiveMismatchError(
-                    mismatch_message(
-                        rank, texts[rank], [(r, t) for r, t in texts.items() if t != texts[rank]]
-                    )
-                )
-            )
+        calls = {rank: call for rank, (call, _) in exchange.offers.items()}
+        labels = {rank: call.label for rank, call in calls.items()}
+        if len(set(labels.values())) > 1:
+
+            def differs(rank: int) -> CollectiveError:
+                own = labels[rank]
+                others = [(r, label) for r, label in labels.items() if label != own]
+                return CollectiveMismatchError(mismatch_message(rank, own, others))
+
+            exchange.errors.append(differs)
         else:
-            exchange.complete(finish([exchange.offers[r][1] for r in self.numbers]))
+            exchange.results.append(finish([exchange.offers[r][1] for r in self.numbers]))
         exchange.offers.clear()
-        self._exchanges.pop(exchange.number, None)
+        self._exchanges.pop(next(iter(calls.values())).number, None)
         self._condition.notify_all()
 
     def _obstacle(
-        self, rank: int, call: Call, exchange: _Exchange, started: float
+        self, rank: int, call: Call, exchange: _Exchange, started: float, deadline: float
     ) -> CollectiveError | None:
         """Why ``rank`` must stop waiting, if it must."""
-        if exchange.error is not None:
-            return exchange.error(rank)
+        if exchange.errors:
+            return exchange.errors[0](rank)
         if rank in self._dead:
             return PeerLostError(f"rank {rank} has died in {call.what!r}")
         if rank in self._closed:
@@ -169,22 +154,19 @@ class ThreadTeam:
         if gone:
             how = ", ".join(f"rank {r} {text}" for r, text in sorted(gone.items()))
             return PeerLostError(lost_message(rank, call.what, how))
-        if time.monotonic() < self._deadline(rank, call, started):
+        if time.monotonic() < deadline:
             return None
         waited_s = time.monotonic() - started
         missing = tuple(r for r in self.numbers if r not in exchange.offers)
 
         def too_late(other: int) -> CollectiveError:
             if other in missing:
-                return CollectiveTimeoutError(
-                    f"rank {other} came to {call.what!r} after the others had given up: their "
-                    f"deadline was {waited_s:.1f} s; raise the timeout if this rank is merely slow"
-                )
+                return CollectiveTimeoutError(late_message(other, call.what, waited_s))
             return CollectiveTimeoutError(
                 timeout_message(other, call.what, waited_s, missing), missing=missing
             )
 
-        exchange.fail(too_late)
+        exchange.errors.append(too_late)
         self._condition.notify_all()
         return too_late(rank)
 
@@ -204,40 +186,33 @@ class ThreadCommunicator(Communicator):
         self._team = team
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
-        words = f"all_reduce of {flat.numel()} {flat.dtype}"
-        self._take(flat, self._meet(call, words, _settled(flat), _sum))
+        self._exchange(flat, call, flat, _sum)
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
-        words = f"broadcast of {flat.numel()} bytes from rank {self.numbers[src]}"
-        offer = _settled(flat)
-        self._take(flat, self._meet(call, words, offer, lambda offers: _copy(offers[src])))
+        self._exchange(flat, call, flat, lambda offers: _settled(offers[src].clone()))
 
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
-        size = flat.numel() // self.world_size
-        part = flat[self.rank * size : (self.rank + 1) * size]
-        words = f"all_gather_parts of {size} bytes"
-        offer = _settled(part)
-        self._take(
-            flat,
-            self._meet(call, words, offer, lambda offers: torch.cat([o.cpu() for o in offers])),
-        )
+        part = flat.chunk(self.world_size)[self.rank]
+        self._exchange(flat, call, part, lambda offers: torch.cat([o.cpu() for o in offers]))
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
         values = [float(value) for value in row]
-        words = f"{call.kind} of {len(values)} numbers"
-        return [list(r) for r in self._meet(call, words, values, lambda offers: offers)]
+        return [list(r) for r in self._meet(call, values, lambda offers: offers)]
 
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
-        team = self._meet(call, key, None, lambda _: self._team._child(members))
+        team = self._meet(call, None, lambda _: self._team._child(members))
         return team.communicator(members.index(self.rank)) if self.rank in members else None
 
-    def _take(self, flat: Tensor, result: Tensor) -> None:
-        flat.copy_(result)
+    def _exchange(
+        self, flat: Tensor, call: Call, offer: Tensor, finish: Callable[[list[Tensor]], Tensor]
+    ) -> None:
+        """Put what ``finish`` makes of all ranks' offers into ``flat``."""
+        flat.copy_(self._meet(call, _settled(offer), finish))
         _settled(flat)  # before the memory of the result may be given to others
 
-    def _meet(self, call: Call, words: str, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
+    def _meet(self, call: Call, offer: Any, finish: Callable[[list[Any]], Any]) -> Any:
         try:
-            return self._team._meet(self.number, call, f"{call.what!r} ({words})", offer, finish)
+            return self._team._meet(self.number, call, offer, finish)
         except CollectiveError as error:
             raise self._end(error) from None
 
@@ -247,19 +222,12 @@ class ThreadCommunicator(Communicator):
     def _release(self) -> None:
         self._team._leave(self.number)
 
-    def _forget(self) -> None:
-        pass
-
 
 def _sum(offers: list[Tensor]) -> Tensor:
     total = offers[0].clone()
     for other in offers[1:]:
         total.add_(other.to(total.device))
     return _settled(total)
-
-
-def _copy(offer: Tensor) -> Tensor:
-    return _settled(offer.clone())
 
 
 def _settled(tensor: Tensor) -> Tensor:
