@@ -37,7 +37,8 @@ if "RANK" in os.environ:
     from pathlib import Path
     def close(assembly, close=Assembly.close):
         folder = Path(os.environ["TEST_HASHES"])
-        (folder / os.environ["RANK"]).write_text(str(assembly.flat.state_hash()))
+        weights = [p.tolist() for p in assembly.flat.parameters]
+        (folder / os.environ["RANK"]).write_text(str(weights))
         close(assembly)
     Assembly.close = close
 """

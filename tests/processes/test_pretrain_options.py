@@ -234,7 +234,7 @@ def with_a_spoilt_weight(rank, folder, command):
         norm = average(averager, *args, **options)
         if rank.rank == 1:
             flat = averager._flat
-            flat.parameters[flat.index_of("model.norm.weight")].data[3] += 1.0
+            flat.parameters[flat.names.index("model.norm.weight")].data[3] += 1.0
         return norm
 
     Communicator.all_reduce_each, GradientAverager.average = watch, spoil

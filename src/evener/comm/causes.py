@@ -7,7 +7,6 @@ these, and only for these, the text decides. Loads no torch, as launchers ask, t
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -24,42 +23,24 @@ _BASE: Final = "DistError"
 _RESULTS: Final = {1: Cause.TIMED_OUT, 2: Cause.LOST}
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """A part of a message from C++.
-
-    Attributes:
-        part: What the message holds.
-        cause: What that means.
-        library: Whose message it is.
-        seen: Versions of torch that raised it in a test or an experiment of ours; where there are
-            none, it stands in the library of that version and was never seen raised.
-    """
-
-    part: str
-    cause: Cause
-    library: str
-    seen: tuple[str, ...] = ()
-
-
-#: The last resort. The first that fits counts.
-_TEXTS: Final = (
-    _Text("Timed out waiting", Cause.TIMED_OUT, "Gloo in torch 2.13", ("2.13",)),
-    _Text("Application timeout caused pair closure", Cause.TIMED_OUT, "Gloo", ("2.13",)),
-    _Text("Operation timed out!", Cause.TIMED_OUT, "torch 2.13"),
-    _Text("Connect timeout", Cause.TIMED_OUT, "Gloo in torch 2.13"),
+#: The last resort: parts of messages from C++, by torch 2.13. The first that fits counts.
+_TEXTS: Final = {
+    "Timed out waiting": Cause.TIMED_OUT,  # Gloo; raised in tests
+    "Application timeout caused pair closure": Cause.TIMED_OUT,  # Gloo; raised in tests
+    "Operation timed out!": Cause.TIMED_OUT,  # torch
+    "Connect timeout": Cause.TIMED_OUT,  # Gloo
     # The kernel's words, after "Read error" or "Write error": nobody answers any more.
-    _Text("Connection timed out", Cause.TIMED_OUT, "the kernel"),
-    _Text("Connection closed by peer", Cause.LOST, "Gloo", ("2.13",)),
-    _Text("Connection reset by peer", Cause.LOST, "the kernel", ("2.13",)),
-    _Text("Connection refused", Cause.LOST, "the kernel"),
-    _Text("Broken pipe", Cause.LOST, "the kernel", ("2.13",)),
-    _Text("Read error", Cause.LOST, "Gloo", ("2.13",)),
-    _Text("Write error", Cause.LOST, "Gloo"),
-    _Text("Socket closed", Cause.LOST, "Gloo in torch 2.13"),
-    _Text("connectFullMesh failed", Cause.LOST, "Gloo in torch 2.13"),
-    _Text("ncclRemoteError", Cause.LOST, "NCCL"),
-)
+    "Connection timed out": Cause.TIMED_OUT,
+    "Connection closed by peer": Cause.LOST,  # Gloo; raised in tests
+    "Connection reset by peer": Cause.LOST,  # the kernel; raised in tests
+    "Connection refused": Cause.LOST,  # the kernel
+    "Broken pipe": Cause.LOST,  # the kernel; raised in tests
+    "Read error": Cause.LOST,  # Gloo; raised in tests
+    "Write error": Cause.LOST,  # Gloo
+    "Socket closed": Cause.LOST,  # Gloo
+    "connectFullMesh failed": Cause.LOST,  # Gloo
+    "ncclRemoteError": Cause.LOST,  # NCCL
+}
 
 
 def cause_of(error: BaseException, works: Iterable[Any] = ()) -> Cause:
@@ -76,7 +57,7 @@ def cause_of(error: BaseException, works: Iterable[Any] = ()) -> Cause:
         if (result := _result_of(work)) in _RESULTS:
             return _RESULTS[result]
     text = str(error)
-    return next((known.cause for known in _TEXTS if known.part in text), Cause.OTHER)
+    return next((cause for part, cause in _TEXTS.items() if part in text), Cause.OTHER)
 
 
 def is_of_an_exchange(error: BaseException) -> bool:

@@ -4,7 +4,6 @@
 one collective moves a whole group and nothing is concatenated per step.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import final
@@ -72,13 +71,11 @@ class FlatBuffers:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
         self._parts = dict(parts or {})
-        self._places = {name: i for i, (name, _) in enumerate(parameters)}
-        self._turns = _turns(buckets or (), self._places)
+        self._turns = _turns(buckets or (), {name for name, _ in parameters})
         self.groups: tuple[FlatGroup, ...] = ()
         self._buckets: list[tuple[FlatGroup, Bucket]] = []
         self.parameters: tuple[Parameter, ...] = ()
         self.names: tuple[str, ...] = ()
-        self._index: dict[str, int] = {}
         self._group_of: list[FlatGroup] = []
         self._data_ptrs: list[int] = []
         #: What each parameter has accumulated in this window; None before its first gradient.
@@ -94,10 +91,6 @@ class FlatBuffers:
         self._add(choose_trainable(parameters))
         self.zero_()
 
-    def index_of(self, name: str) -> int:
-        """Flat number of the parameter ``name``; ``KeyError`` where it is not trainable."""
-        return self._index[name]
-
     def groups_of(self, part: int | None) -> tuple[FlatGroup, ...]:
         """The groups of a part; all for ``None``."""
         return self.groups if part is None else tuple(g for g in self.groups if g.part == part)
@@ -105,10 +98,6 @@ class FlatBuffers:
     def buckets_of(self, part: int | None) -> list[tuple[FlatGroup, Bucket]]:
         """The buckets of a part in the order of exchange, each with its group; all for ``None``."""
         return [pair for pair in self._buckets if part is None or pair[0].part == part]
-
-    def in_model_order(self) -> list[int]:
-        """Flat numbers of the parameters, in the order in which the model has them."""
-        return sorted(range(len(self.names)), key=lambda i: self._places[self.names[i]])
 
     def zero_(self, part: int | None = None) -> None:
         """Drop the gradients (of a part): ``.grad`` is ``None``, as after ``zero_grad()``."""
@@ -246,17 +235,6 @@ class FlatBuffers:
                 return i
         return None
 
-    def state_hash(self) -> str:
-        """Hash of the bits of all parameters, in flat order; copies those that are not on the CPU.
-
-        It does not depend on ``world_size`` or device, but on how parameters fall into groups.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        for group in self.groups:
-            # The padding that depends on world_size comes after the last view.
-            digest.update(group.data[: group.spans()[-1][1]].cpu().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
     def close(self) -> None:
         """Remove the hooks; parameters and gradients stay where they are."""
         for hook in self._hooks:
@@ -287,7 +265,6 @@ class FlatBuffers:
 
     def _add_place(self, i: int, group: FlatGroup) -> None:
         parameter = self.parameters[i]
-        self._index[self.names[i]] = i
         self._group_of.append(group)
         self._data_ptrs.append(parameter.data_ptr())
         self._held.append(None)
@@ -340,7 +317,7 @@ class FlatBuffers:
 
 
 def _turns(
-    buckets: Sequence[tuple[str, Sequence[str]]], known: Mapping[str, int]
+    buckets: Sequence[tuple[str, Sequence[str]]], known: set[str]
 ) -> dict[str, tuple[int, str]]:
     """By parameter, number and label of its bucket."""
     turns: dict[str, tuple[int, str]] = {}

@@ -5,8 +5,8 @@ an IOMMU, a firewall, mixed drivers), and none of that can be undone in the proc
 each rank starts a child that loads nothing of the user's, forms the group and exchanges tensors
 whose result is known. The ranks agree on the outcome over the connection that they have.
 
-``python -m evener.comm.preflight`` is the child. It reads a line of JSON from its standard input
-and ends when that closes, which it does when the parent dies, however that happens.
+``python -m evener.comm.preflight`` is the child. It ends when its standard input closes, which it
+does when the parent dies, however that happens.
 """
 
 import importlib
@@ -18,11 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from enum import IntEnum
-from multiprocessing.connection import wait
-from typing import IO, Final
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Final, NamedTuple
 
 import torch
 
@@ -41,7 +40,6 @@ _LONGEST_S = 120.0  # a process that loads torch and forms an NCCL group takes a
 _ROUND_S = 0.2  # how often ranks tell one another how far their children are
 _FOLLOW_UP_S = 2.0  # a child that lost its peer may say so before the peer's end is noticed
 _SHORTEST_PART_BYTES = 1 << 10  # less travels with the announcement, over Gloo
-_MOST_OUTPUT_BYTES = 1 << 16
 
 
 class _State(IntEnum):
@@ -54,8 +52,7 @@ class _State(IntEnum):
     TIMED_OUT = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightJob:
+class PreflightJob(NamedTuple):
     """What a child is told.
 
     Attributes:
@@ -77,8 +74,7 @@ class PreflightJob:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PreflightResult:
+class PreflightResult(NamedTuple):
     """What the ranks agreed on.
 
     Attributes:
@@ -205,55 +201,41 @@ class _Child:
         self.step = 0
         self.story = "starting a process"
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = b""
-        command = [sys.executable, "-P", "-m", "evener.comm.preflight"]
+        self._said, says = Pipe(duplex=False)
+        told = [str(says.fileno()), json.dumps(job)]
         try:
+            # What libraries write to standard output (NCCL_DEBUG) goes where errors go.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+                [sys.executable, "-P", "-m", "evener.comm.preflight", *told],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=[says.fileno()],
             )
-            stdin = self._process.stdin
-            assert stdin is not None
-            stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         except OSError as error:
             self.state, self.story = _State.FAILED, f"no process could be started ({error})"
+        finally:
+            says.close()
 
     def look(self, patience_s: float) -> None:
         """Take in what the child says, and wait up to so many seconds for it."""
         if self._process is None or self.state is not _State.RUNNING:
             time.sleep(patience_s)
-            return
-        stdout = self._process.stdout
-        assert stdout is not None
-        # Not select(), which refuses descriptors from 1024 on.
-        if not wait([stdout.fileno()], patience_s):
-            return
-        chunk = os.read(stdout.fileno(), _MOST_OUTPUT_BYTES)
-        *lines, self._output = (self._output + chunk).split(b"\n")
-        for line in lines:
-            self._take(line)
-        if len(self._output) > _MOST_OUTPUT_BYTES:
-            self.state, self.story = _State.FAILED, "the process wrote what cannot be read"
-        if not chunk and self.state is _State.RUNNING:
-            code = self._process.wait()
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            self.state, self.story = _State.FAILED, f"the process ended ({how}) in {self.story}"
+        elif self._said.poll(patience_s):
+            try:
+                state, self.step, self.story = json.loads(self._said.recv_bytes())
+                self.state = _State(state)
+            except (EOFError, OSError):
+                code = self._process.wait()
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                self.state = _State.FAILED
+                self.story = f"the process ended ({how}) in {self.story}"
 
     def end(self) -> None:
         """Let nothing of it remain."""
+        self._said.close()
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
-
-    def _take(self, line: bytes) -> None:
-        try:
-            said = json.loads(line)
-            state, step, story = _State(said["state"]), int(said["step"]), str(said["story"])
-        except (ValueError, KeyError, TypeError):
-            return
-        self.state, self.step, self.story = state, step, story[:1000]
+            self._process.communicate()  # closes its standard input, and waits for its end
 
 
 # ── in the child ─────────────────────────────────────────────────────────────────────────────────
@@ -263,51 +245,36 @@ class _WrongNumbersError(Exception):
     """An exchange gave other numbers than it should."""
 
 
-class _Exchanges:
-    """Exchanges of which each rank knows the result.
+def _exchange(
+    comm: Communicator, device: torch.device, kind: str, num_bytes: int, what: str, timeout_s: float
+) -> None:
+    """Run an exchange of which each rank knows the result.
 
     Values depend on the rank and on the place in the tensor, and are whole numbers that float32
     holds exactly in whatever order they are added.
+
+    Raises:
+        _WrongNumbersError: The result is another one.
     """
-
-    def __init__(self, comm: Communicator, device: torch.device, timeout_s: float) -> None:
-        self._comm = comm
-        self._device = device
-        self._timeout_s = timeout_s
-        self._factors = [float(rank % 7 + 1) for rank in range(comm.world_size)]
-
-    def all_reduce(self, num_bytes: int, what: str) -> None:
-        """Sum the ranks' values."""
-        values = self._values(num_bytes, self._comm.rank)
-        self._comm.all_reduce(values, what=what, timeout_s=self._timeout_s)
-        self._check(values, _pattern(num_bytes) * sum(self._factors), what)
-
-    def broadcast(self, num_bytes: int, what: str) -> None:
-        """Copy the last rank's values."""
-        last = self._comm.world_size - 1
-        values = self._values(num_bytes, self._comm.rank)
-        self._comm.broadcast(values, last, what=what, timeout_s=self._timeout_s)
-        self._check(values, _pattern(num_bytes) * self._factors[last], what)
-
-    def all_gather(self, num_bytes: int, what: str) -> None:
-        """Gather the ranks' values; together they have so many bytes, or a little more."""
-        part = max(_SHORTEST_PART_BYTES, num_bytes // self._comm.world_size)
-        rows = torch.zeros(self._comm.world_size, part // 4, device=self._device)
-        rows[self._comm.rank] = self._values(part, self._comm.rank)
-        self._comm.all_gather_parts(rows.view(-1), what=what, timeout_s=self._timeout_s)
-        self._check(rows, torch.outer(torch.tensor(self._factors), _pattern(part)), what)
-
-    def _values(self, num_bytes: int, rank: int) -> torch.Tensor:
-        return (_pattern(num_bytes) * self._factors[rank]).to(self._device)
-
-    def _check(self, found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-        wrong = int((found.cpu() != expected).sum())
-        if wrong:
-            raise _WrongNumbersError(f"{wrong} of {expected.numel()} numbers are wrong in {what}")
-
-
-def _pattern(num_bytes: int) -> torch.Tensor:
-    return (torch.arange(num_bytes // 4) % 127 + 1).float()
+    size = comm.world_size
+    if kind == "all_gather":  # together they have so many bytes, or a little more
+        num_bytes = max(_SHORTEST_PART_BYTES, num_bytes // size)
+    pattern = (torch.arange(num_bytes // 4) % 127 + 1).float()
+    factors = torch.arange(size) % 7 + 1
+    values = (pattern * factors[comm.rank]).to(device)
+    if kind == "all_reduce":
+        comm.all_reduce(values, what=what, timeout_s=timeout_s)
+        expected = pattern * factors.sum()
+    elif kind == "broadcast":
+        comm.broadcast(values, size - 1, what=what, timeout_s=timeout_s)
+        expected = pattern * factors[-1]
+    else:
+        values = values.repeat(size)
+        comm.all_gather_parts(values, what=what, timeout_s=timeout_s)
+        expected = torch.outer(factors, pattern).view(-1)
+    wrong = int((values.cpu() != expected).sum())
+    if wrong:
+        raise _WrongNumbersError(f"{wrong} of {expected.numel()} numbers are wrong in {what}")
 
 
 def _in_words(num_bytes: int) -> str:
@@ -327,25 +294,23 @@ def _try_all(job: PreflightJob, tell: Callable[[str], None]) -> Communicator:
     comm: Communicator = connect(
         *place, hosts_store=False, backend="nccl", timeout_s=4 * job.timeout_s
     )
-    exchanges = _Exchanges(comm, device, job.timeout_s)
     for size in SIZES:
-        for exchange in (exchanges.all_reduce, exchanges.broadcast, exchanges.all_gather):
-            what = f"{exchange.__name__} of {_in_words(size)}"
+        for kind in ("all_reduce", "broadcast", "all_gather"):
+            what = f"{kind} of {_in_words(size)}"
             tell(what)
-            exchange(size, what)
+            _exchange(comm, device, kind, size, what, job.timeout_s)
     tell("waiting for the other ranks")
     comm.barrier(what="the end of the preflight", timeout_s=job.timeout_s)
     return comm
 
 
-def _run_child(job: PreflightJob, output: IO[str]) -> None:
+def _run_child(job: PreflightJob, parent: Connection) -> None:
     step, story = 0, ""
 
     def tell(words: str, state: _State = _State.RUNNING) -> None:
         nonlocal step, story
         step, story = step + 1, words
-        output.write(json.dumps({"state": state, "step": step, "story": words}) + "\n")
-        output.flush()
+        parent.send_bytes(json.dumps([state, step, words]).encode())
 
     try:
         # Ending an NCCL group may hang, too; the process is killed, which needs no end of it.
@@ -366,15 +331,11 @@ def _run_child(job: PreflightJob, output: IO[str]) -> None:
 def main() -> None:
     """Be the child: exchange, tell the parent, and wait to be ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C, and ends this process
-    # Libraries write to standard output as they like (NCCL_DEBUG); the parent reads what was that.
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    job = PreflightJob(**json.loads(sys.stdin.buffer.readline()))
+    parent, job = Connection(int(sys.argv[1])), PreflightJob(*json.loads(sys.argv[2]))
     signal.alarm(round(2 * job.timeout_s) + 60)  # by the kernel, if a driver holds all threads
     watcher = threading.Thread(target=_end_with_parent, daemon=True)
     watcher.start()
-    with suppress(BrokenPipeError):
-        _run_child(job, output)
+    _run_child(job, parent)
     watcher.join()  # peers may still be reading what this process has sent
 
 

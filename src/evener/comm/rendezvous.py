@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakValueDictionary
@@ -147,9 +148,16 @@ def open_store(
     server = _servers.get((address, port)) if hosts else None
     if hosts and server is None:
         server = _servers[address, port] = _serve(address, port, listen_fd, timeout_s)
-    number, left_s = _await_server(address, port, timeout_s)
+    patience = _Patience(timeout_s)
+    number = _reach(
+        address,
+        port,
+        patience,
+        f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({{}}): start rank 0 there, "
+        "and check the address, the port and the firewall between the hosts",
+    )
     try:
-        return _client(number, port, left_s), server
+        return _client(number, port, patience.left_s), server
     except (RuntimeError, TimeoutError) as error:
         raise LaunchError(
             f"{address}:{port} takes connections but does not answer as the store of a team "
@@ -186,13 +194,13 @@ def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
     """A socket that listens on ``port``, where ``address`` leads to this host."""
     with listen(address, port) as listener:
         # A server of torch's is its own first client, and would try for minutes.
-        reached = _reach(address, port, _Patience(min(timeout_s, _OWN_HOST_S)))
-        if reached.failure:
-            raise LaunchError(
-                f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
-                f"({reached.failure}): give the address of the host that "
-                "rank 0 runs on (MASTER_ADDR)"
-            )
+        _reach(
+            address,
+            port,
+            _Patience(min(timeout_s, _OWN_HOST_S)),
+            f"rank 0 serves the team's store, and does not reach itself at {address}:{port} "
+            "({}): give the address of the host that rank 0 runs on (MASTER_ADDR)",
+        )
         return listener.detach()
 
 
@@ -225,13 +233,11 @@ def listen(address: str, port: int) -> socket.socket:
         LaunchError: The port is in use, or not allowed.
     """
     try:
-        listener = bind(address, port)
-        try:
+        with ExitStack() as stack:
+            listener = stack.enter_context(bind(address, port))
             listener.listen(_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-        return listener
+            stack.pop_all()
+            return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
@@ -244,34 +250,19 @@ def listen(address: str, port: int) -> socket.socket:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Reached:
-    """How trying to connect ended: with the number that answered, or with why none did."""
+def _reach(address: str, port: int, patience: _Patience, failed: str) -> str:
+    """Try to connect until it works; return the number that answered.
 
-    number: str = ""
-    failure: str = ""
-
-
-def _await_server(address: str, port: int, timeout_s: float) -> tuple[str, float]:
-    """Wait until something listens there; return its number and the seconds left."""
-    patience = _Patience(timeout_s)
-    reached = _reach(address, port, patience)
-    if reached.failure:
-        raise LaunchError(
-            f"nothing listens on {address}:{port} after {timeout_s:.0f} s ({reached.failure}): "
-            "start rank 0 there, and check the address, the port and the firewall between the hosts"
-        )
-    return reached.number, patience.left_s
-
-
-def _reach(address: str, port: int, patience: _Patience) -> _Reached:
-    """Try to connect until it works or patience is at its end."""
+    Raises:
+        LaunchError: The address is unknown, or patience is at its end, which ``failed`` tells: with
+            the reason in the place of ``{}``.
+    """
     while True:
         try:
             # Also keeps torch from printing a stack trace for each attempt that comes too early.
             attempt_s = max(0.1, min(2.0, patience.left_s))
             with socket.create_connection((address, port), attempt_s) as connection:
-                return _Reached(number=number_behind(address, connection.getpeername()))
+                return number_behind(address, connection.getpeername())
         except (OSError, UnicodeError) as error:
             if is_unknown_name(error):
                 raise LaunchError(
@@ -280,7 +271,7 @@ def _reach(address: str, port: int, patience: _Patience) -> _Reached:
                 ) from None
             detail = getattr(error, "strerror", None) or "no answer"
         if not patience.pause():
-            return _Reached(failure=detail)
+            raise LaunchError(failed.format(detail))
 
 
 def call_roll(

@@ -34,8 +34,8 @@ class Wires(NotInherited):
         wires = cls()
         before = set(_sockets().values())
         yield wires
-        new = {fd: inode for fd, inode in _sockets().items() if inode not in before}
-        own = {fd: inode for fd, inode in new.items() if _is_torchs(fd)}
+        now = _sockets().items()
+        own = {fd: inode for fd, inode in now if inode not in before and _is_torchs(fd)}
         for descriptor in own:
             with suppress(OSError):
                 os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
@@ -50,25 +50,26 @@ class Wires(NotInherited):
         """
         ends = {inode: _ends(fd) for fd, inode in _sockets().items()}
         said = exchange(json.dumps([end for end in ends.values() if end]).encode())
-        far = {(there, here) for each in said for here, there in json.loads(each)}
+        far = [[there, here] for each in said for here, there in json.loads(each)]
         wires = cls()
         wires._inodes = frozenset(inode for inode, end in ends.items() if end in far)
         return wires
 
     def cut(self) -> None:
         """Ends the connections that are still open, as if the peers had closed theirs."""
-        for descriptor, inode in _sockets().items():
-            if inode in self._inodes:
-                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+        for descriptor in self._own():
+            with suppress(OSError), _tcp(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
         self._inodes = frozenset()
 
     def leave_behind(self) -> None:
         """Closes a forked child's copies; the parent and its peers notice nothing."""
-        for descriptor, inode in _sockets().items():
-            if inode in self._inodes:
-                with suppress(OSError):
-                    os.close(descriptor)
+        for descriptor in self._own():
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _own(self) -> list[int]:
+        return [fd for fd, inode in _sockets().items() if inode in self._inodes]
 
 
 def close_server(port: int) -> None:
@@ -79,8 +80,8 @@ def close_server(port: int) -> None:
             be remembered.
     """
     for descriptor in _sockets():
-        if _look(descriptor, lambda end: end.getsockname()[1] == port):
-            with suppress(OSError):
+        with suppress(OSError), _tcp(descriptor) as end:
+            if end.getsockname()[1] == port:
                 os.close(descriptor)
 
 
@@ -97,34 +98,28 @@ def _sockets() -> dict[int, str]:
     return found
 
 
-def _ends(descriptor: int) -> tuple[str, str] | None:
-    """Own and far address of a TCP connection."""
-    found: list[str] = []
-
-    def look(end: socket.socket) -> bool:
-        for host, port, *_ in (end.getsockname(), end.getpeername()):
-            found.append(f"{host.removeprefix('::ffff:')} {port}")
-        return True
-
-    return (found[0], found[1]) if _look(descriptor, look) else None
+def _ends(descriptor: int) -> list[str]:
+    """Own and far address of a TCP connection; empty for any other socket."""
+    with suppress(OSError), _tcp(descriptor) as end:
+        both = end.getsockname(), end.getpeername()
+        return [f"{host.removeprefix('::ffff:')} {port}" for host, port, *_ in both]
+    return []
 
 
 def _is_torchs(descriptor: int) -> bool:
     """Whether it is a TCP socket such as torch opens: one that listens, or one without delay."""
-
-    def looks(end: socket.socket) -> bool:
+    with suppress(OSError), _tcp(descriptor) as end:
         return bool(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             or (end.getpeername() and end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         )
+    return False
 
-    return _look(descriptor, looks)
 
-
-def _look(descriptor: int, question: Callable[[socket.socket], bool]) -> bool:
-    """What ``question`` says of a TCP socket; ``False`` of all others."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as end:
-            return end.family in (socket.AF_INET, socket.AF_INET6) and question(end)
-    except OSError:
-        return False
+def _tcp(descriptor: int) -> socket.socket:
+    """A copy of a TCP socket; raises ``OSError`` for any other."""
+    end = socket.socket(fileno=os.dup(descriptor))
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        end.close()
+        raise OSError("no TCP socket")
+    return end
