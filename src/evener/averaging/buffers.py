@@ -32,6 +32,7 @@ class BufferAverager:
     Attributes:
         names: Of the buffers, in the order of the model; those that the model had at the start.
         is_empty: Whether there are none, so that no window has to look at them.
+        agreed: What all ranks have agreed on, in the order of ``names``: equal on all of them.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -49,7 +50,7 @@ class BufferAverager:
         self._seen = self._buffers
         # Where differences are summed, in float64.
         self._device = float64_device(self._seen[0].device) if self._seen else torch.device("cpu")
-        self._consensus = [b.detach().clone() for b in self._seen]
+        self.agreed = [b.detach().clone() for b in self._seen]
         self._versions = [b._version for b in self._seen]
         self._snapshots: list[torch.Tensor] = []
         # As they were at the last ``keep``; what was never written is in the consensus.
@@ -60,14 +61,9 @@ class BufferAverager:
     def _buffers(self) -> list[torch.Tensor]:
         return [getattr(module, key) for module, key in self._places]
 
-    @property
-    def agreed(self) -> Sequence[torch.Tensor]:
-        """What all ranks have agreed on, in the order of ``names``: equal on all of them."""
-        return self._consensus
-
     def committed(self) -> Sequence[torch.Tensor]:
         """The same as the model holds it, where nothing has written to it since."""
-        return self._consensus if self.changed() else self._buffers
+        return self.agreed if self.changed() else self._buffers
 
     def changed(self) -> bool:
         """Whether a buffer was written on this rank since the last agreement."""
@@ -90,7 +86,7 @@ class BufferAverager:
     def rewind(self) -> None:
         """Puts the buffers back as they were at the last ``keep``: a batch is left out."""
         written = self._written()
-        kept = [self._kept.get(number, self._consensus[number]) for number, _ in written]
+        kept = [self._kept.get(number, self.agreed[number]) for number, _ in written]
         _copy([buffer for _, buffer in written], kept)
         for number, buffer in written:
             self._kept_marks[number] = (buffer, buffer._version)
@@ -145,7 +141,7 @@ class BufferAverager:
     def _differences(self) -> torch.Tensor:
         parts = [
             self._widened((b ^ agreed) if b.dtype == torch.bool else (b - agreed)).flatten()
-            for b, agreed in zip(self._snapshots, self._consensus, strict=True)
+            for b, agreed in zip(self._snapshots, self.agreed, strict=True)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
@@ -168,10 +164,7 @@ class BufferAverager:
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
         """
-        offset = 0
-        for agreed in self._consensus:
-            part = packed[offset : offset + agreed.numel()]
-            offset += agreed.numel()
+        for agreed, part in zip(self.agreed, self._parts(packed), strict=True):
             if agreed.is_floating_point():
                 if weight == 0:
                     part.zero_()  # what counts for nothing may even be NaN
@@ -189,13 +182,10 @@ class BufferAverager:
             moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
                 and float buffers come half of the way to the average.
         """
-        offset = 0
-        for buffer, agreed, kept in zip(
-            self._buffers, self._consensus, self._snapshots, strict=True
+        for buffer, agreed, kept, part in zip(
+            self._buffers, self.agreed, self._snapshots, self._parts(packed), strict=True
         ):
-            part = packed[offset : offset + agreed.numel()].view(agreed.shape)
-            offset += agreed.numel()
-            self._move(agreed, part)
+            self._move(agreed, part.view(agreed.shape))
             if not moved_on:
                 buffer.copy_(agreed)
             elif agreed.dtype == torch.bool:
@@ -207,6 +197,9 @@ class BufferAverager:
         self._mark()
         if moved_on:
             self._versions = [-1] * len(self._places)
+
+    def _parts(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(packed, [agreed.numel() for agreed in self.agreed])
 
     def _widened(self, difference: torch.Tensor) -> torch.Tensor:
         """In float64, where that exists."""
@@ -226,15 +219,13 @@ class BufferAverager:
     @torch.no_grad()
     def reset(self) -> None:
         """Takes the buffers as they are for the new consensus (after a broadcast or a load)."""
-        for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
-            agreed.copy_(buffer)
+        _copy(self.agreed, self._buffers)
         self._mark()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts the last consensus back, as after timing runs or a discarded window."""
-        for buffer, agreed in zip(self._buffers, self._consensus, strict=True):
-            buffer.copy_(agreed)
+        _copy(self._buffers, self.agreed)
         self._mark()
 
     @contextmanager
@@ -249,8 +240,7 @@ class BufferAverager:
             yield
         finally:
             with torch.no_grad():
-                for buffer, own in zip(self._buffers, working, strict=True):
-                    buffer.copy_(own)
+                _copy(self._buffers, working)
             self._versions = [-1] * len(self._places)
 
     def _mark(self) -> None:

@@ -91,22 +91,18 @@ class GradientAverager:
         if math.isfinite(norm):
             if max_norm is not None:
                 factor *= min(1.0, max_norm / (norm + 1e-6))
-            self._multiply(factor)
+            if factor != 1.0:
+                with torch.no_grad():
+                    for group in self._flat.groups_of(self._part):
+                        if tensors := self._flat.gradients(group):
+                            torch._foreach_mul_(tensors, factor)
         return norm
 
     def _norm(self) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
         groups = [self._flat.gradients(group) for group in self._flat.groups_of(self._part)]
-        norm = _norm(groups, None)
-        return norm if math.isfinite(norm) else _norm(groups, torch.float64)
-
-    @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
-        if factor == 1.0:
-            return
-        for group in self._flat.groups_of(self._part):
-            if tensors := self._flat.gradients(group):
-                torch._foreach_mul_(tensors, factor)
+        norm = norm_of(groups)
+        return norm if math.isfinite(norm) else norm_of(groups, torch.float64)
 
     @torch.no_grad()
     def unify(self, *, what: str) -> None:
@@ -122,8 +118,8 @@ class GradientAverager:
                 self.comm.broadcast(group.data, 0, what=what)
 
 
-def _norm(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None) -> float:
-    """2-norm of groups of tensors, each group of one device and dtype."""
+def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = None) -> float:
+    """2-norm of groups of tensors, each group of one device and dtype; half ones in float32."""
     squares = 0.0
     for tensors in groups:
         if tensors:

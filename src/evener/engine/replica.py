@@ -1,17 +1,19 @@
 """A rank's working copy of the model, and the consensus beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.parameters import ParameterAverager
+from evener.averaging.gradients import norm_of
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.comm.layout import FlatGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +35,33 @@ class Snapshot:
 class Replica:
     """Parameters and buffers of one rank, which its local steps move away from the consensus.
 
+    An average goes through three steps. ``snapshot`` takes this rank's difference from the
+    consensus into a scratch buffer; ``exchange`` sums ``weight / Σ weight`` of the differences over
+    ranks, and may run in another thread while this rank goes on; ``agree`` applies the sum to the
+    consensus and brings the working copy up to date. The working copy then is the consensus plus
+    the steps made since the snapshot, so no step is ever lost.
+
+    Differences are averaged, not values, and what is subtracted where nobody has changed anything
+    is +0, which leaves every bit as it is. All ranks subtract the same sum from the same consensus,
+    so that it stays the same to the bit on all of them, also on unlike devices.
+
     Args:
-        flat: The trainable parameters.
+        flat: The trainable parameters, the same on every rank when this is made.
         buffers: Keeps the consensus of buffers.
         check: Compares the ranks' consensus.
 
     Attributes:
-        parameters: Keeps the consensus of parameters.
+        consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
     """
 
-    def __init__(
-        self,
-        flat: FlatBuffers,
-        buffers: BufferAverager,
-        check: ReplicaCheck,
-    ) -> None:
-        self.flat = flat
-        self.parameters = ParameterAverager(flat)
-        self.buffers = buffers
+    def __init__(self, flat: FlatBuffers, buffers: BufferAverager, check: ReplicaCheck) -> None:
+        self._flat = flat
+        self._buffers = buffers
         self._check = check
+        self.consensus: list[Tensor] = []
+        self._scratch: list[Tensor] = []
+        self._snapshots: list[Tensor] = []
+        self.adopt()
 
     def verify(self, comm: Communicator, window: int) -> None:
         """Compares the ranks' consensus where that is due; all ranks call it together.
@@ -66,20 +76,28 @@ class Replica:
             ReplicasDifferError: The consensus after the window before differs.
         """
         if window and self._check.is_due(window - 1):
-            agreed = self.parameters.consensus, self.buffers.agreed
-            self._check.compare(comm, window - 1, *agreed)
+            self._check.compare(comm, window - 1, self.consensus, self._buffers.agreed)
 
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes in parameters that have become trainable, before their first step."""
+        for group in self._flat.groups[len(self.consensus) :]:
+            self.consensus.append(group.data.clone())
+            self._scratch.append(torch.zeros_like(group.data))
+            self._snapshots.append(torch.zeros_like(group.data))
+
+    @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """Takes this rank's differences from the consensus as they are now."""
-        self.flat.attach_grads()  # parameters thawed on this rank, which had no step since
-        self.parameters.adopt()
-        drift = self.parameters.snapshot()
-        return Snapshot(drift, self.buffers.changed(), self.buffers.snapshot())
+        self._flat.attach_grads()  # parameters thawed on this rank, which had no step since
+        self.adopt()
+        for group, agreed, scratch, kept in self._groups():
+            kept.copy_(group.data)
+            torch.sub(agreed, group.data, out=scratch)
+        drift = self._relative(self._scratch)
+        return Snapshot(drift, self._buffers.changed(), self._buffers.snapshot())
 
-    def adopt(self) -> None:
-        """Counts parameters that were thawed on this rank."""
-        self.parameters.adopt()
-
+    @torch.no_grad()
     def exchange(
         self,
         comm: Communicator,
@@ -95,14 +113,21 @@ class Replica:
             comm: The ranks.
             buffers: The snapshot of buffers, which becomes what was exchanged; ``None`` where no
                 rank has written any.
-            weight: Of this rank.
-            total: Of all ranks.
+            weight: What this rank's work counts; 0 leaves it out, whatever it holds.
+            total: The same, summed over ranks; larger than 0.
             what: Named in errors, such as ``window 3``.
         """
-        self.parameters.exchange(comm, weight, total, what=what)
+        for scratch in self._scratch:
+            if weight == 0:
+                scratch.zero_()
+            elif weight != total:
+                scratch.mul_(weight / total)
+            if comm.world_size > 1:
+                comm.all_reduce(scratch, what=f"parameters of {what}")
         if buffers is not None:
-            self.buffers.exchange(buffers, comm, weight, total, what=what)
+            self._buffers.exchange(buffers, comm, weight, total, what=what)
 
+    @torch.no_grad()
     def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
         """Moves the consensus on by what was exchanged, and this rank with it.
 
@@ -112,30 +137,58 @@ class Replica:
             moved_on: Whether this rank has made steps since the snapshot.
 
         Returns:
-            How far it was from the average, relative to that; not finite when the sum is not.
+            The divergence: the 2-norm of snapshot less average, relative to that of the average;
+            not finite when the sum is not.
         """
         if weight == 0:
             if not moved_on:
-                self.buffers.restore()
+                self._buffers.restore()
             return 0.0
-        divergence = self.parameters.agree(moved_on=moved_on)
+        for group, agreed, scratch, kept in self._groups():
+            agreed.sub_(scratch)
+            kept.sub_(agreed)
+            if moved_on:
+                group.data.sub_(kept)
+            else:
+                group.data.copy_(agreed)
         if differences is not None:
-            self.buffers.agree(differences, moved_on=moved_on)
-        return divergence
+            self._buffers.agree(differences, moved_on=moved_on)
+        return self._relative(self._snapshots)
 
     def restore(self) -> None:
         """Goes back to the consensus: what this rank has done since is dropped."""
-        self.parameters.restore()
-        self.buffers.restore()
-        self.flat.zero_()
+        self._show(self.consensus)
+        self._buffers.restore()
+        self._flat.zero_()
 
+    @torch.no_grad()
     def reset(self) -> None:
-        """Takes the model as it is for the consensus."""
-        self.parameters.reset()
-        self.buffers.reset()
+        """Takes the model as it is for the consensus (after a load or a broadcast)."""
+        for group, agreed, *_ in self._groups():
+            agreed.copy_(group.data)
+        self._buffers.reset()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the consensus in the model for the length of the block."""
-        with self.parameters.shown(), self.buffers.consensus():
-            yield
+        """Shows the consensus in the model for the length of the block; do not change it there."""
+        working = [group.data.clone() for group in self._flat.groups]
+        self._show(self.consensus)
+        try:
+            with self._buffers.consensus():
+                yield
+        finally:
+            self._show(working)
+
+    @torch.no_grad()
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        for group, tensor in zip(self._flat.groups, tensors, strict=True):
+            group.data.copy_(tensor)
+
+    def _groups(self) -> Iterator[tuple[FlatGroup, Tensor, Tensor, Tensor]]:
+        return zip(self._flat.groups, self.consensus, self._scratch, self._snapshots, strict=True)
+
+    def _relative(self, differences: Sequence[Tensor]) -> float:
+        """2-norm of differences, relative to that of the consensus."""
+        size = norm_of([[agreed] for agreed in self.consensus])
+        norm = norm_of([[difference] for difference in differences])
+        return norm / size if size else norm

@@ -27,7 +27,7 @@ def hashes(*parameters: Tensor, world_size: int = 2) -> list[int]:
     flat = FlatBuffers(list(model.named_parameters()), world_size)
     with SingleCommunicator() as comm:
         found = ReplicaCheck(model, flat, BufferAverager(model, comm)).hashes()
-    return [found[flat.index_of(f"p{i}")] for i in range(len(parameters))]
+    return [found[flat.names.index(f"p{i}")] for i in range(len(parameters))]
 
 
 def buffer_hashes(**buffers: Tensor) -> list[int]:

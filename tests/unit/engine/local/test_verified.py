@@ -34,7 +34,7 @@ def train(comm: Communicator, policy: str, *, spoil: bool) -> int:
             committed.append(result.window)
             if spoil and comm.rank == 1 and result.window == 0:
                 replica = ddp.assembly.engine._replica  # type: ignore[attr-defined]
-                replica.parameters.consensus[0][0] += 1e-3
+                replica.consensus[0][0] += 1e-3
 
         ddp.on_commit(on_commit)
         for x, y in ddp.loader(TensorDataset(X, Y), batch_size=2).epoch(0):
@@ -81,11 +81,11 @@ def walk(
 
 
 def spoil_parameter(ddp: Ddp) -> None:
-    replica_of(ddp).parameters.consensus[0][0] += 1e-3
+    replica_of(ddp).consensus[0][0] += 1e-3
 
 
 def spoil_buffer(ddp: Ddp) -> None:
-    replica_of(ddp).buffers.agreed[1][0] += 1e-3
+    replica_of(ddp)._buffers.agreed[1][0] += 1e-3
 
 
 SPOILS = [
