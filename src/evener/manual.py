@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from evener.averaging.replicas import Entry, ReplicaAverager
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
-from evener.engine.notices import warn_of_former_name
+from evener.engine.former_names import warn_of_former_name
 from evener.errors import ConfigError, NonFiniteGradientError
 from evener.loop.likeness import check_alike, describe_versions
 from evener.team.backends import check_backend, connect_team

@@ -11,7 +11,7 @@ import torch
 
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
-from evener.data.cursor import Cursor, Slice, derive_seed
+from evener.data.cursor import Cursor, derive_seed
 from evener.data.randomness import seed_training
 from evener.devices import kind_of
 from evener.engine.emulate import Slowdown
@@ -73,6 +73,7 @@ class Engine(ABC):
         habits: Watches the user's loop.
         slowdown: Stretches compute on a rank that is emulated slower.
         progress: What the team has applied so far.
+        batch_size: Samples of a window of SYNC over all ranks, or of a local step.
         share: The micro-batches between two updates, while they are computed.
         limits: The largest micro-batches that fit.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
@@ -81,10 +82,12 @@ class Engine(ABC):
         was_parked: Whether this rank has ever been parked.
     """
 
-    def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
+    def __init__(
+        self, team: Team, training: TrainingState, options: EngineOptions, way: ApplyPolicy
+    ) -> None:
         self.team, self.rank, self.world_size = team, team.rank, team.world_size
         self.state = State(
-            me=team.rank, world_size=team.world_size, policy=self.way, members=team.members
+            me=team.rank, world_size=team.world_size, policy=way, members=team.members
         )
         self.training = training
         self.flat = training.flat
@@ -92,6 +95,9 @@ class Engine(ABC):
         self.optimizers = training.optimizers
         self.options = options
         self.progress = Progress()
+        self.batch_size = 0
+        self._cursor: Cursor | None = None
+        self._max_steps: int | None = None
         self.limits = MicroBatchLimits(team.world_size)
         self.share = Share(0, scale=1.0, slowdown=options.slowdown)
         self.known_sizes: set[int] = set()
@@ -111,11 +117,6 @@ class Engine(ABC):
         self.slowdown = options.slowdown
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
-
-    @property
-    @abstractmethod
-    def way(self) -> ApplyPolicy:
-        """What a window is."""
 
     @property
     @abstractmethod
@@ -240,9 +241,28 @@ class Engine(ABC):
 
     # ── an epoch, as loaders see it ──────────────────────────────────────────────────────────────
 
-    @abstractmethod
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or continues the cursor's epoch; all ranks call it together."""
+        """Starts or continues the cursor's epoch; all ranks call it together.
+
+        Args:
+            cursor: The data position.
+            batch_size: Samples of a window of SYNC over all ranks, or of a local step.
+            max_steps: Optimizer steps of the run, as ``turns`` counts them; ``None`` for any.
+        """
+        self.settle()
+        self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
+        self._begin()
+        self.state = self.state.begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Gets ready for an epoch, when all before is settled."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """The data position of the epoch that was begun last."""
+        assert self._cursor is not None, "no epoch was begun"
+        return self._cursor
 
     def begin_stream(self, epoch: int) -> None:
         """Starts an epoch of windows without plans; all ranks call it together.
@@ -501,25 +521,16 @@ class Engine(ABC):
         applied, self._applied = self._applied, None
         self.state = self.state._replace(applied=False)
         assert applied is not None
-        self._commit_leases(applied.leases)
+        for lease in applied.leases:
+            self.cursor.commit(lease)
         if self._on_commit:
             self._tell_committed(self._completed(applied.result, rows))
-
-    @abstractmethod
-    def _commit_leases(self, leases: Sequence[Slice]) -> None:
-        """Tells the cursor that a window is committed."""
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """The result with what ranks tell of it in the round after: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            told = row.report
-            ranks[rank] = replace(
-                ranks[rank],
-                wait_s=told.wait_s,
-                sync_s=told.sync_s,
-                stale_steps=told.stale_steps,
-            )
+            ranks[rank] = ranks[rank].with_latest(row.report)
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
@@ -532,13 +543,14 @@ class Engine(ABC):
         finally:
             self.committing = False
 
-    def _data_of(self, cursor: Cursor, batch_size: int) -> tuple[float, ...]:
+    def _data(self) -> tuple[float, ...]:
         """What must be the same on every rank: samples, ``batch_size`` and seed."""
-        return (float(cursor.num_samples), float(batch_size), float(cursor.seed % 2**53))
+        cursor = self.cursor
+        return (float(cursor.num_samples), float(self.batch_size), float(cursor.seed % 2**53))
 
-    def _told(self) -> Mapping[str, Any]:
+    def _told(self) -> Report:
         """What this rank has to say of the window before, in its report of this one."""
-        return {} if self._applied is None else self._applied.told
+        return NOTHING if self._applied is None else self._applied.told
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
 
@@ -576,20 +588,7 @@ class Engine(ABC):
 
 def records_of(reports: Sequence[Report]) -> tuple[RankRecord, ...]:
     """What each rank did, in the terms of ``WindowResult``; times of waiting come later."""
-    return tuple(
-        RankRecord(
-            samples=report.samples,
-            weight=report.weight,
-            loss_sum=report.loss_sum,
-            micro_batches=report.micro_batches,
-            compute_s=report.compute_s,
-            steps=report.steps,
-            warmup_s=report.warmup_s,
-            warmup_micro_batches=report.warmup_micro_batches,
-            warmup_samples=report.warmup_samples,
-        )
-        for report in reports
-    )
+    return tuple(report.without_latest() for report in reports)
 
 
 def needs_plans() -> UsageError:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, NoReturn, final
 from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
-from evener.data.cursor import Cursor, Slice
+from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
 from evener.engine.engine import Engine, EngineOptions, needs_plans
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
@@ -86,7 +86,8 @@ class LocalEngine(Engine):
         background: Team | None = None,
     ) -> None:
         self._background = background
-        super().__init__(team, training, options)
+        way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
+        super().__init__(team, training, options, way)
         self._policy = policy
         self._replica = Replica(self.flat, self.buffers, self._check)
         self._steps = LocalSteps(team.rank, training, options)
@@ -96,17 +97,11 @@ class LocalEngine(Engine):
         self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
         self._book: LeaseBook | None = None
         self._own: deque[Slice] = deque()
-        self._limit: int | None = None
         self._in_batch = False
         #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
         self._spent_s = 0.0
         self._landing: Outcome | None = None
         self._result: WindowResult | None = None
-
-    @property
-    def way(self) -> ApplyPolicy:
-        """ASYNC where averages are formed in the background, else CADENCE."""
-        return ApplyPolicy.CADENCE if self._background is None else ApplyPolicy.ASYNC
 
     @property
     def policy(self) -> CadencePolicy:
@@ -120,19 +115,15 @@ class LocalEngine(Engine):
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or continues the cursor's epoch; all ranks call it together."""
-        self.settle()
+    def _begin(self) -> None:
         if self._steps.next_window(0).steps:  # an error has kept them from being averaged
             self._replica.restore()
         self.flat.zero_()
         self._schedule.accept()
         self._schedule.agree(self.progress, 0)
-        self._limit = max_steps
         self._book = LeaseBook(
-            cursor, batch_size, self.world_size, avoid_ones=self.options.avoid_ones
+            self.cursor, self.batch_size, self.world_size, avoid_ones=self.options.avoid_ones
         )
-        self.state = self.state.begin()
 
     def work(self) -> Iterator[Work]:
         """Plans the first window, and works this rank's queue off."""
@@ -210,13 +201,13 @@ class LocalEngine(Engine):
         return any(row.busy for row in rows.values())
 
     def _rest(self, *, busy: bool) -> Round:
-        return self._meet(Purpose.REST, busy=busy, report=Report(**self._told()))
+        return self._meet(Purpose.REST, busy=busy, report=self._told())
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
         """Starts a local step."""
-        weight = self._steps.batch_weight or float(self._book.batch_size if self._book else 1)
+        weight = self._steps.batch_weight or float(self.batch_size or 1)
         scale = None
         if num_micro_batches > 1 or self._scale.own:
             scale = power_of_two_near(weight) / (self._scale.own or 1.0)
@@ -232,9 +223,7 @@ class LocalEngine(Engine):
             return None
         self._in_batch = False
         self._replica.adopt()
-        made = self._steps.finish(
-            self.share, self.state.flight, self.progress, self._leases.batch_size
-        )
+        made = self._steps.finish(self.share, self.state.flight, self.progress, self.batch_size)
         if not made:
             self.buffers.rewind()
             for tell in self._on_left_out:
@@ -276,8 +265,7 @@ class LocalEngine(Engine):
                 buffers_changed=taken.changed,
                 loss_scale=self._scale.own,
                 limit=self.limits.own,
-                **self._told(),
-            ),
+            ).with_latest(self._told()),
         )
         self._exchanger.start(partial(self._exchange, said, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
@@ -357,12 +345,8 @@ class LocalEngine(Engine):
     def _draft(
         self, window: int, left: int, limit: int | None, *, stop: bool = False
     ) -> tuple[float, ...]:
-        cursor = self._leases.cursor
-        plan = self._policy.plan(window, cursor.epoch, left=left, limit=limit, stop=stop)
+        plan = self._policy.plan(window, self.cursor.epoch, left=left, limit=limit, stop=stop)
         return tuple(pack(plan))
-
-    def _data(self) -> tuple[float, ...]:
-        return self._data_of(self._leases.cursor, self._leases.batch_size)
 
     def _land(self) -> None:
         """Apply the result of the exchange in flight; wait for it if it has not ended."""
@@ -431,12 +415,12 @@ class LocalEngine(Engine):
             ),
         )
         spent_s = self._spent_s + time.perf_counter() - started_s
-        told = {
-            "wait_s": found.wait_s,
-            "sync_s": max(0.0, spent_s - found.wait_s),
-            "divergence": divergence,
-            "stale_steps": stale_steps,
-        }
+        told = Report(
+            wait_s=found.wait_s,
+            sync_s=max(0.0, spent_s - found.wait_s),
+            divergence=divergence,
+            stale_steps=stale_steps,
+        )
         self._applied = Applied(self._result, outcome.retired, told)
 
     def _go_by(self, plan: LocalPlan) -> None:
@@ -454,11 +438,6 @@ class LocalEngine(Engine):
         raise self._scale.exhausted(error, report.loss_scale)
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────
-
-    def _commit_leases(self, leases: Sequence[Slice]) -> None:
-        cursor = self._leases.cursor
-        for piece in leases:
-            cursor.commit(piece)
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         assert result.cadence is not None
@@ -478,7 +457,7 @@ class LocalEngine(Engine):
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self._limit is None else max(0, self._limit - self.turns)
+        return None if self._max_steps is None else max(0, self._max_steps - self.turns)
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

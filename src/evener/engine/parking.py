@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from evener.engine.engine import Engine, EngineOptions
-from evener.engine.notices import parked, slow_rank_0
 from evener.engine.results import Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.planning.policies import Policy
-from evener.planning.report import Report
+from evener.planning.policies import ApplyPolicy, Policy
 from evener.protocol.generation import Answer, Said, answer, without
 from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, Purpose
@@ -27,14 +25,10 @@ class ParkingEngine(Engine):
 
     The planner wishes it in the rows of a window, and ``protocol/generation.py`` makes the next
     generation of it. A leaf leaves its plans behind, and makes new ones with those who are present.
-
-    Attributes:
-        batch_size: Samples of a window, over all ranks.
     """
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
-        super().__init__(team, training, options)
-        self.batch_size = 0
+        super().__init__(team, training, options, ApplyPolicy.SYNC)
         self._recall_at = 0
         self._warned_of_rank_0 = False
 
@@ -67,17 +61,20 @@ class ParkingEngine(Engine):
         """What the planner wishes to change about the team after this window."""
         misfit = self.policy.rank_to_park(self.batch_size)
         if misfit == BOOKKEEPER:
-            self._warn_of_rank_0()
+            if not self._warned_of_rank_0:
+                speeds = self.policy.solo_speeds(self.batch_size)
+                self.habits.notice(
+                    f"rank 0 makes the team slower: alone it does {speeds[0]:.3g} samples/s of the "
+                    f"team's {sum(speeds):.3g}, and the exchange costs more than that brings; but "
+                    "it keeps the team's books and cannot be parked. Start the fastest device as "
+                    "rank 0 (first in devices, on the first host), or leave this one out"
+                )
+            self._warned_of_rank_0 = True
         elif misfit is not None:
             return misfit + 1
         if self.team.parked and self.window >= self._recall_at:
             return ADMIT
         return CALL if self.team.call_is_due else 0
-
-    def _warn_of_rank_0(self) -> None:
-        if not self._warned_of_rank_0:
-            self.habits.notice(slow_rank_0(self.policy.solo_speeds(self.batch_size)))
-        self._warned_of_rank_0 = True
 
     def _change(self, found: Round) -> None:
         """Does what the planner wished: the generation changes, or parked ranks are called."""
@@ -93,7 +90,7 @@ class ParkingEngine(Engine):
     def _end_generation(self) -> None:
         """Commit the last window of a generation, as all have applied it; drop all plans."""
         if self.state.applied:
-            self._meet(Purpose.CHANGE, report=Report(**self._told()))
+            self._meet(Purpose.CHANGE, report=self._told())
         self._drop_plans()
 
     def _park(self, rank: int) -> None:
@@ -104,7 +101,13 @@ class ParkingEngine(Engine):
         self.state = without(self.state, rank)
         self._use_team()
         self._recall_at = self.window + PARKED_WINDOWS
-        self.habits.notice(parked(rank, speeds, PARKED_WINDOWS))
+        why = f"alone it does {speeds[rank]:.3g} samples/s of the team's {sum(speeds):.3g}"
+        if not speeds[rank]:  # never had a sample
+            why = "by the calibration it is too slow for a single sample of a batch"
+        self.habits.notice(
+            f"rank {rank} is parked: {why}, and the exchange costs more than that brings; it is "
+            f"tried again after {PARKED_WINDOWS} windows or at the end of the epoch"
+        )
         if self.rank != rank:
             self._exchange_plans(0.0, 0.0)
 

@@ -1,12 +1,16 @@
 """The result of a window, what led to it, and the progress of the team: plain values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evener.data.cursor import Slice
+from evener.planning.report import Report
 from evener.protocol.machine import Verdict
 from evener.protocol.row import Row
+
+#: What one rank did in a window.
+RankRecord = Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,37 +30,6 @@ class Progress:
     samples: int = 0
     weight: float = 0.0
     skipped: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRecord:
-    """What one rank did in a window; times in seconds of its own clock.
-
-    ``steps`` are its local optimizer steps in CADENCE and ASYNC, ``stale_steps`` those that it had
-    made on top when the average of the window landed (ASYNC). ``warmup_samples`` are those of the
-    first micro-batch of each size, of which there were ``warmup_micro_batches``, and which took
-    ``warmup_s`` of ``compute_s``: these tell nothing of the rank's speed, as they pay for what is
-    set up once.
-    """
-
-    samples: int
-    weight: float
-    loss_sum: float
-    micro_batches: int
-    compute_s: float
-    wait_s: float = 0.0
-    sync_s: float = 0.0
-    steps: int = 0
-    stale_steps: int = 0
-    warmup_s: float = 0.0
-    warmup_micro_batches: int = 0
-    warmup_samples: int = 0
-
-    @property
-    def per_sample_s(self) -> float | None:
-        """Seconds of compute for each sample; ``None`` where nothing tells."""
-        timed = self.samples - self.warmup_samples
-        return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +121,11 @@ class Applied(NamedTuple):
     Attributes:
         result: Its result.
         leases: The samples that it took from the epoch.
-        told: What this rank will say of it in the next window's report: seconds that it waited for
-            others, seconds that averaging took of its time, and how far it was from the average.
+        told: What this rank will say of it in the next window's report, and nothing else: seconds
+            that it waited for others, seconds that averaging took of its time, and how far it was
+            from the average.
     """
 
     result: WindowResult
     leases: Sequence[Slice]
-    told: Mapping[str, Any]
+    told: Report

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, final
 
 from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
-from evener.data.cursor import Cursor, Slice
+from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions, records_of
 from evener.engine.finite import non_finite_on, overflow
@@ -22,7 +22,7 @@ from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
 from evener.errors import UsageError
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do, Phase
@@ -58,8 +58,6 @@ class SyncEngine(ParkingEngine):
         self._averagers: dict[int | None, GradientAverager] = {
             part: GradientAverager(self.flat, team.comm, part) for part in (None, *parts)
         }
-        self._cursor: Cursor | None = None
-        self._max_steps: int | None = None
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
         #: What this rank wants to say of the window after the next: a plan, where it plans.
@@ -78,11 +76,6 @@ class SyncEngine(ParkingEngine):
         self._equal_batches = EqualBatches()
 
     @property
-    def way(self) -> ApplyPolicy:
-        """SYNC."""
-        return ApplyPolicy.SYNC
-
-    @property
     def policy(self) -> Policy:
         """Who does how much; it knows all windows that are over."""
         self._learn()
@@ -95,19 +88,14 @@ class SyncEngine(ParkingEngine):
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or continues the cursor's epoch; all ranks call it together."""
-        self.settle()
+    def _begin(self) -> None:
         self.flat.attach_data()  # the model may have been given another memory format
-        self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
         self._drop_plans()
-        self.state = self.state.begin()
 
     def begin_stream(self, epoch: int) -> None:
         """Starts an epoch of windows without plans; all ranks call it together."""
         self.settle()
-        self.flat.attach_data()
-        self._drop_plans()
+        self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
 
@@ -115,8 +103,7 @@ class SyncEngine(ParkingEngine):
         """Plans the first windows, and goes through what is left of the epoch."""
         if self.world_size > 1 and not self.policy.is_calibrated:
             self._calibrate()
-        assert self._cursor is not None
-        self._exchange_plans(_LONGER_EPOCH * self._cursor.num_windows(self.batch_size), 0.0)
+        self._exchange_plans(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
         while True:
             if self.state.phase is Phase.AWAY:
                 self._wait_for_recall()
@@ -149,12 +136,9 @@ class SyncEngine(ParkingEngine):
         Args:
             *work_for_all: See ``Policy.plan``; for each of these windows.
         """
-        cursor = self._cursor
-        assert cursor is not None
-        data = self._data_of(cursor, self.batch_size)
         for wanted in work_for_all:
             number = self._make_draft(work_for_all=wanted)
-            found = self._meet(Purpose.PLAN, body=(*data, *self._take_draft()))
+            found = self._meet(Purpose.PLAN, body=(*self._data(), *self._take_draft()))
             self._check_plan(found.rows, number, DATA_LENGTH)
 
     def settle(self) -> None:
@@ -165,7 +149,7 @@ class SyncEngine(ParkingEngine):
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
         if self.has_left or self.state.applied:
-            self._meet(Purpose.REST, report=Report(**self._told()))
+            self._meet(Purpose.REST, report=self._told())
 
     def end_epoch(self) -> None:
         """Commits the last window of an epoch, and calls parked ranks; all call it together."""
@@ -283,7 +267,7 @@ class SyncEngine(ParkingEngine):
         found = 0 if index is None else index + 1
         # The part of the update that its samples stand for goes with a warm-up.
         warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
-        return Report(
+        return self._told()._replace(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
             # The last update is this rank's own work too, and part of what it costs a window.
@@ -297,7 +281,6 @@ class SyncEngine(ParkingEngine):
             warmup_s=share.warmup_s + self._update_s * warms_up,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
-            **self._told(),
         )
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
@@ -339,7 +322,7 @@ class SyncEngine(ParkingEngine):
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
         self._result = replace(result, progress=self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s}
+        told = Report(wait_s=found.wait_s, sync_s=sync_s)
         self._applied = Applied(self._result, leases, told)
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
@@ -466,9 +449,8 @@ class SyncEngine(ParkingEngine):
         Returns:
             The number of the window that it will be.
         """
-        assert self._cursor is not None
         number = self.window + len(self.state.plans)
-        piece = self._cursor.take(self.batch_size)
+        piece = self.cursor.take(self.batch_size)
         self._draft, self._wish = (), 0
         if piece is not None:
             self._leases[number] = piece
@@ -507,11 +489,6 @@ class SyncEngine(ParkingEngine):
         if self._cursor is not None:
             self._cursor.release()
 
-    def _commit_leases(self, leases: Sequence[Slice]) -> None:
-        for lease in leases:
-            assert self._cursor is not None
-            self._cursor.commit(lease)
-
     # ── a team that changes ──────────────────────────────────────────────────────────────────────
 
     def _use_team(self) -> None:
@@ -521,19 +498,17 @@ class SyncEngine(ParkingEngine):
         self.buffers.use(self.comm)
 
     def _counters(self) -> dict[str, Any]:
-        assert self._cursor is not None
         return {
             "progress": asdict(self.progress),
             "expected_weight": self._expected_weight,
-            "cursor": self._cursor.state_dict(),
+            "cursor": self.cursor.state_dict(),
             "loss_scale": self._scale.state_dict(),
         }
 
     def _take_over(self, counters: Mapping[str, Any]) -> None:
-        assert self._cursor is not None
         self._set_progress(Progress(**counters["progress"]))
         self._expected_weight = counters["expected_weight"]
-        self._cursor.load_state_dict(counters["cursor"])
+        self.cursor.load_state_dict(counters["cursor"])
         self._scale.load_state_dict(counters["loss_scale"])
         self.flat.zero_()
         self.buffers.reset()

@@ -13,8 +13,8 @@ from evener.comm.base import Communicator
 from evener.comm.existing import default_group
 from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
+from evener.engine.former_names import warn_of_former_name
 from evener.engine.memory import explain as explain_memory
-from evener.engine.notices import warn_of_former_name
 from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Share, Stopwatch, checked_value, checked_weight, refuse_number
 from evener.errors import EvenerError

@@ -50,27 +50,14 @@ class CadencePolicy(Planner):
     ) -> None:
         if len(elche.batch_counts) != len(members):
             raise ConfigError(f"{len(elche.batch_counts)} batch counts for {len(members)} members")
+        super().__init__(members)
         self.elche = elche
-        self._members = tuple(members)
         self._guard = guard
         self._max_batch_diff = max_batch_diff
         self._in_background = in_background
         self._verdict = Verdict.STABLE
         self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Member ids, by rank."""
-        return self._members
-
-    @property
-    def is_calibrated(self) -> bool:
-        """True: speeds are learnt from the first windows, without a calibration."""
-        return True
-
-    def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Does nothing: a local step takes as long as it takes, however it is cut."""
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Samples per second of each rank alone, as timed; see ``Planner``."""
@@ -155,7 +142,7 @@ class CadencePolicy(Planner):
         """What was learnt, as plain JSON types."""
         return {
             "policy": (ApplyPolicy.ASYNC if self._in_background else ApplyPolicy.CADENCE).value,
-            "members": list(self._members),
+            "members": list(self.members),
             "cadence": self.elche.state_dict(),
         }
 
@@ -169,7 +156,7 @@ class CadencePolicy(Planner):
             CheckpointError: The state is damaged.
         """
         saved = state.get("members")
-        if not isinstance(saved, list) or sorted(map(str, saved)) != sorted(self._members):
+        if not isinstance(saved, list) or sorted(map(str, saved)) != sorted(self.members):
             return
         cadence = state.get("cadence")
         if not isinstance(cadence, Mapping):
@@ -177,7 +164,7 @@ class CadencePolicy(Planner):
                 "the checkpoint's planner state is damaged (no cadence): resume from an older "
                 "checkpoint"
             )
-        order = [saved.index(member) for member in self._members]
+        order = [saved.index(member) for member in self.members]
         by_rank = {k: [cadence[k][i] for i in order] for k in ("counts", "ms") if k in cadence}
         self.elche.load_state_dict({**cadence, **by_rank})
 
@@ -198,7 +185,7 @@ class CadencePolicy(Planner):
         elche = self.elche
         counts = elche.batch_counts
         if not elche.is_calibrated and not elche.has_speed_hint:
-            counts = (1,) * len(self._members)
+            counts = (1,) * len(self.members)
         if self._max_batch_diff is not None:
             furthest = min(counts) + self._max_batch_diff
             counts = tuple(min(c, furthest) for c in counts)

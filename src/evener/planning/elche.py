@@ -213,10 +213,7 @@ class ElChe:
     @property
     def total_batches(self) -> int:
         """The same, over all ranks."""
-        total = 0
-        for count in self._counts:
-            total += count
-        return total
+        return sum(self._counts)
 
     @property
     def anchor(self) -> int:
@@ -264,9 +261,7 @@ class ElChe:
             return tuple(int(rank < n) for rank in range(self._world_size))
         total = self.total_batches
         shares = [max(1, count * n // total) for count in self._counts]
-        left = n
-        for share in shares:
-            left -= share
+        left = n - sum(shares)
         for rank in range(max(0, left)):
             shares[rank % self._world_size] += 1
         for _ in range(-left):

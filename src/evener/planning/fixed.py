@@ -7,7 +7,6 @@ from evener.errors import ConfigError
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
-from evener.planning.report import Report
 from evener.planning.shares import without_ones
 
 
@@ -33,51 +32,28 @@ class FixedShares(Policy):
                 "one per rank"
             )
         apportion(1, ratios)  # refuses impossible ratios before the first window does
-        self._members = tuple(members)
+        super().__init__(members)
         self._ratios = tuple(ratios)
         self._idle = frozenset(rank for rank, ratio in enumerate(ratios) if ratio == 0)
         self._avoid_ones = avoid_ones
         self._micro_batch_sizes: Sequence[int | None] = (None,) * len(members)
 
-    @property
-    def members(self) -> tuple[str, ...]:
-        """Member ids, by rank."""
-        return self._members
-
-    @property
-    def is_calibrated(self) -> bool:
-        """True: nothing is measured."""
-        return True
-
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         """Say how shares are computed; it matters only where single samples are avoided."""
         self._micro_batch_sizes = tuple(sizes)
 
-    def calibrate(self, speeds: Sequence[float]) -> None:
-        """Does nothing: shares do not depend on speed."""
-
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Zeros: nothing is measured."""
-        return (0.0,) * len(self._members)
-
-    def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
-        """Does nothing: shares do not depend on what happens."""
+        return (0.0,) * len(self.members)
 
     def plan(
         self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
         """Plan a window; ``work_for_all`` is ignored: the user has said what each rank does."""
-        shares = tuple(apportion(size, self._ratios))
+        shares = apportion(size, self._ratios)
         if self._avoid_ones:
             shares = without_ones(shares, self._micro_batch_sizes, self._idle)
         return WindowPlan(window, epoch, start, size, shares)
-
-    def set_parked(self, ranks: frozenset[int]) -> None:
-        """Does nothing: nobody is parked."""
-
-    def rank_to_park(self, batch_size: int) -> int | None:
-        """Nobody: the user has said what each rank does."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is learnt."""

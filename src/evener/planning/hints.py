@@ -1,7 +1,6 @@
 """Whether measured speeds contradict the user's hint. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 _SOLID_WINDOWS = 5
@@ -17,31 +16,6 @@ _FACTOR = 1.5
 _FACTOR_OF_SMALL_SHARES = 4.0
 """The same where a rank is slower still than hinted: of a small share what each micro-batch costs
 by itself is a large part, so that the rank seems slower than it would be with more work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """A rank that is measured to be much faster or slower than hinted.
-
-    Attributes:
-        rank: The rank.
-        hinted: Its part of the speed of all ranks that are measured, by the hint.
-        measured: The same by measurement.
-        windows: Windows in which it was measured.
-    """
-
-    rank: int
-    hinted: float
-    measured: float
-    windows: int
-
-    def __str__(self) -> str:
-        return (
-            f"speed_hint gives rank {self.rank} {self.hinted:.0%} of the speed of the ranks "
-            f"that were measured, and it has {self.measured:.0%} ({self.windows} windows); "
-            "the work follows the measurement. In speed_hint a larger number stands for a "
-            "faster rank; DdpConfig().with_speed_hint(slow_rank, ratio) says how slow one is"
-        )
 
 
 @final
@@ -63,7 +37,7 @@ class HintWatch:
         """Whether every rank has been compared, or is not waited for."""
         return len(self._judged) == len(self._hinted) or self._num_observed >= _LAST_WINDOW
 
-    def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[Contradiction]:
+    def observe(self, worked: Sequence[bool], speeds: Sequence[float]) -> list[str]:
         """Take in a window, and compare the ranks that are measured well enough now.
 
         Args:
@@ -71,8 +45,8 @@ class HintWatch:
             speeds: By rank, samples per second alone; 0 where that is not known.
 
         Returns:
-            Ranks whose part of the speed is off by more than a rough hint explains; each at most
-            once.
+            What to tell of ranks whose part of the speed is off by more than a rough hint explains;
+            of each at most once.
         """
         self._num_observed += 1
         self._windows = [n + bool(one) for n, one in zip(self._windows, worked, strict=True)]
@@ -92,7 +66,13 @@ class HintWatch:
             self._judged.add(rank)
             hinted, measured = self._hinted[rank] / all_hinted, speeds[rank] / all_measured
             if _contradicts(hinted, measured, even=1.0 / len(known)):
-                found.append(Contradiction(rank, hinted, measured, self._windows[rank]))
+                found.append(
+                    f"speed_hint gives rank {rank} {hinted:.0%} of the speed of the ranks that "
+                    f"were measured, and it has {measured:.0%} ({self._windows[rank]} windows); "
+                    "the work follows the measurement. In speed_hint a larger number stands for "
+                    "a faster rank; DdpConfig().with_speed_hint(slow_rank, ratio) says how slow "
+                    "one is"
+                )
         return found
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from evener.errors import ProtocolError
 from evener.planning.guard import Verdict
 
 
@@ -23,9 +22,6 @@ class LocalPlan:
         least: Local steps that a rank does whatever the clock says, as far as its ``most`` goes.
         anchor: The anchor that it rests on.
         verdict: What the divergence guard has said.
-
-    Raises:
-        ProtocolError: A number is out of range, or tuples are not of one length.
     """
 
     window: int
@@ -39,26 +35,7 @@ class LocalPlan:
     anchor: int = 1
     verdict: Verdict = Verdict.STABLE
 
-    def __post_init__(self) -> None:
-        """Refuse a plan that makes no sense, wherever it comes from."""
-        whole = (
-            self.window,
-            self.epoch,
-            self.least,
-            self.anchor,
-            *self.steps,
-            *self.most,
-            *self.queues,
-        )
-        if min(whole) < 0 or not self.window_s > 0:
-            raise ProtocolError(f"{self} holds a number that is out of range")
-        if len({len(self.steps), len(self.most), len(self.queues)}) != 1:
-            raise ProtocolError(f"{self} does not speak of one number of ranks")
-
     @property
     def total_steps(self) -> int:
         """Local steps expected of all ranks."""
-        total = 0
-        for count in self.steps:
-            total += count
-        return total
+        return sum(self.steps)

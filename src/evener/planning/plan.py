@@ -44,7 +44,5 @@ class WindowPlan:
                 f"plan of window {self.window} is for {len(self.shares)} ranks; rank {rank} has no "
                 "place in it"
             )
-        first = self.start
-        for share in self.shares[:rank]:
-            first += share
+        first = self.start + sum(self.shares[:rank])
         return range(first, first + self.shares[rank])

@@ -31,21 +31,21 @@ class Planner(ABC):
 
     Members are known by an id that stays the same when ranks are numbered anew. Only the planning
     rank's planner decides anything.
+
+    Attributes:
+        members: Member ids, by rank.
     """
 
-    @property
-    @abstractmethod
-    def members(self) -> tuple[str, ...]:
-        """Member ids, by rank."""
+    def __init__(self, members: Sequence[str]) -> None:
+        self.members = tuple(members)
 
     @property
-    @abstractmethod
     def is_calibrated(self) -> bool:
-        """Whether something is known of the speed of every member, so that none is calibrated."""
+        """Whether something is known of the speed of every member, or nothing needs to be."""
+        return True
 
-    @abstractmethod
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
-        """Say how shares are computed.
+        """Say how shares are computed, where that matters.
 
         Args:
             sizes: Most samples in one forward and backward, by rank; ``None`` for a whole share in
@@ -54,6 +54,7 @@ class Planner(ABC):
         Raises:
             ConfigError: Not one size a member, or a size below 1.
         """
+        return
 
     @abstractmethod
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
@@ -80,9 +81,8 @@ class Planner(ABC):
 
 
 class Policy(Planner):
-    """Plans SYNC windows from what members reported of earlier ones."""
+    """Plans SYNC windows, from what members reported of earlier ones where it learns."""
 
-    @abstractmethod
     def calibrate(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks until they are measured.
 
@@ -93,8 +93,8 @@ class Policy(Planner):
             speeds: One a rank, relative to one another; larger is faster. Where one is not finite
                 or not above 0, nothing is learnt.
         """
+        return
 
-    @abstractmethod
     def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window.
 
@@ -106,6 +106,7 @@ class Policy(Planner):
         Raises:
             ProtocolError: Reports or plan are of another team.
         """
+        return
 
     @abstractmethod
     def plan(
@@ -123,13 +124,13 @@ class Policy(Planner):
                 work only where it helps, ``inf`` always, where there are enough samples.
         """
 
-    @abstractmethod
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice."""
+        return
 
-    @abstractmethod
     def rank_to_park(self, batch_size: int) -> int | None:
         """The rank without which a window is predicted to be shorter, asked once a window.
 
         Rank 0 is named only where no other one is: it keeps the team's books.
         """
+        return None

@@ -10,6 +10,9 @@ PARAMETERS: Final = -2
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
+    In a ``WindowResult``, where it is called ``RankRecord``, the last four are about that window.
+    They are 0 until it has been committed.
+
     Attributes:
         weight: Sum of the weights of its micro-batches; steps left out count nothing.
         loss_sum: Sum of weight times loss.
@@ -61,6 +64,23 @@ class Report(NamedTuple):
     sync_s: float = 0.0
     divergence: float = 0.0
     stale_steps: int = 0
+
+    @property
+    def per_sample_s(self) -> float | None:
+        """Seconds of compute for each sample; ``None`` where nothing tells."""
+        timed = self.samples - self.warmup_samples
+        return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
+
+    def without_latest(self) -> "Report":
+        """Return the report without what is about the window before."""
+        return self._replace(wait_s=0.0, sync_s=0.0, divergence=0.0, stale_steps=0)
+
+    def with_latest(self, later: "Report") -> "Report":
+        """Return the report with what the report of the next window tells of this one."""
+        wait_s, sync_s, divergence, stale_steps = later[-4:]
+        return self._replace(
+            wait_s=wait_s, sync_s=sync_s, divergence=divergence, stale_steps=stale_steps
+        )
 
 
 NOTHING = Report()

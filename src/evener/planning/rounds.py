@@ -5,13 +5,13 @@ from fractions import Fraction
 
 from evener.planning.apportion import apportion
 
-#: Samples of each rank in a round.
-Round = tuple[int, ...]
+#: Samples of each rank in a round of an evaluation.
+Parts = tuple[int, ...]
 
 
 def evaluation_rounds(
     num_samples: int, batch_sizes: Sequence[int], speeds: Sequence[float]
-) -> list[Round]:
+) -> list[Parts]:
     """Divide a data set into rounds: consecutive slices, whose parts follow in rank order.
 
     The fastest rank has a whole batch in each round, the others as much of theirs as they do in
@@ -47,7 +47,7 @@ def _sizes(num_samples: int, whole: int, num_ranks: int) -> list[int]:
     return [whole] * (count - 1) + [rest, whole]
 
 
-def _divide(size: int, whole: Round) -> Round:
+def _divide(size: int, whole: Parts) -> Parts:
     """Parts of a round in proportion to those of a whole one, with a sample each if it can."""
     present = [rank for rank, part in enumerate(whole) if part]
     if size <= len(present):

@@ -72,7 +72,7 @@ class SyncPolicy(Policy):
     ) -> None:
         if not members or len(set(members)) != len(members):
             raise ConfigError(f"members={list(members)} must be different ids, at least one")
-        self._members = tuple(members)
+        super().__init__(members)
         self._avoid_ones = avoid_ones
         self._speeds = tuple(SpeedModel() for _ in members)
         # What follows from the speeds that are known now: costs, and by size the best shares and
@@ -88,27 +88,17 @@ class SyncPolicy(Policy):
         self.set_parked(frozenset())
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """Member ids, by rank."""
-        return self._members
-
-    @property
     def is_calibrated(self) -> bool:
         """Whether something is known of the speed of every member; see ``Planner``."""
         return all(speed.is_known for speed in self._speeds)
 
-    @property
-    def micro_batch_sizes(self) -> tuple[int | None, ...]:
-        """Most samples in one forward and backward, by rank."""
-        return self._micro_batch_sizes
-
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         """Say how shares are computed; see ``Policy``. Shares in use are forgotten."""
-        if len(sizes) != len(self._members):
+        if len(sizes) != len(self.members):
             raise ConfigError(
-                f"{len(sizes)} micro-batch sizes were given for {len(self._members)} members"
+                f"{len(sizes)} micro-batch sizes were given for {len(self.members)} members"
             )
-        for member, size in zip(self._members, sizes, strict=True):
+        for member, size in zip(self.members, sizes, strict=True):
             if size is not None and size < 1:
                 raise ConfigError(
                     f"micro_batch_size={size} of member {member!r} must be at least 1"
@@ -142,10 +132,10 @@ class SyncPolicy(Policy):
         Raises:
             ConfigError: Not one speed a rank, or a speed that is not finite and above 0.
         """
-        if len(speeds) != len(self._members):
+        if len(speeds) != len(self.members):
             raise ConfigError(
                 f"speed_hint={list(speeds)} has {len(speeds)} speeds for a team of "
-                f"{len(self._members)}; give one a rank"
+                f"{len(self.members)}; give one a rank"
             )
         for speed, relative_speed in zip(self._speeds, speeds, strict=True):
             speed.hint(relative_speed)
@@ -159,10 +149,10 @@ class SyncPolicy(Policy):
 
     def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         """Learn from a window; see ``Policy``."""
-        if len(reports) != len(self._members) or len(plan.shares) != len(self._members):
+        if len(reports) != len(self.members) or len(plan.shares) != len(self.members):
             raise ProtocolError(
                 f"window {plan.window} has {len(reports)} reports and {len(plan.shares)} shares "
-                f"for a team of {len(self._members)}"
+                f"for a team of {len(self.members)}"
             )
         for speed, report in zip(self._speeds, reports, strict=True):
             speed.observe(
@@ -182,10 +172,10 @@ class SyncPolicy(Policy):
         self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
     ) -> WindowPlan:
         """Plan a window with the earliest predicted finish; see ``Policy``."""
-        costs = self.costs if len(self._members) > 1 else None
+        costs = self.costs if len(self.members) > 1 else None
         least = 0
         if costs is None:
-            shares = equal_shares(size, len(self._members))
+            shares = equal_shares(size, len(self.members))
         else:
             shares = self._steady_shares(size, costs)
             if work_for_all:
@@ -197,7 +187,7 @@ class SyncPolicy(Policy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         """Give these ranks nothing to do until further notice; see ``Policy``."""
         self._parked = ranks
-        self._present = [r for r in range(len(self._members)) if r not in ranks]
+        self._present = [r for r in range(len(self.members)) if r not in ranks]
         self._misfits: list[int | None] = []
         self._in_use = {}
         self._best = {}
@@ -246,7 +236,7 @@ class SyncPolicy(Policy):
             "policy": ApplyPolicy.SYNC.value,
             "members": {
                 member: speed.state_dict()
-                for member, speed in zip(self._members, self._speeds, strict=True)
+                for member, speed in zip(self.members, self._speeds, strict=True)
                 if speed.is_measured
             },
         }
@@ -270,7 +260,7 @@ class SyncPolicy(Policy):
                 "the checkpoint's planner state is damaged (no members): resume from an older "
                 "checkpoint"
             )
-        for member, speed in zip(self._members, self._speeds, strict=True):
+        for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
         self._in_use = {}

@@ -288,9 +288,7 @@ def unpack_plan(numbers: Sequence[float], world_size: int) -> WindowPlan:
         raise ProtocolError(
             f"plan of window {plan.window} is for {len(plan.shares)} ranks, not for {world_size}"
         )
-    total = 0
-    for share in plan.shares:
-        total += share
+    total = sum(plan.shares)
     if total != plan.size:
         raise ProtocolError(
             f"plan of window {plan.window} has shares {plan.shares}, which sum to {total} "

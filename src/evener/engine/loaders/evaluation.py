@@ -11,7 +11,7 @@ from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
 from evener.errors import UsageError
-from evener.planning.rounds import Round, evaluation_rounds
+from evener.planning.rounds import Parts, evaluation_rounds
 from evener.protocol.row import Purpose
 
 _AHEAD = 3  # batches that are asked for before they are needed
@@ -80,7 +80,7 @@ class EvaluationLoader(LikeDataLoader):
         """Ends the fetching of data; idempotent."""
         self._closing()
 
-    def _agree(self, fingerprint: int) -> list[Round]:
+    def _agree(self, fingerprint: int) -> list[Parts]:
         """Return the rounds of the ranks that are present; the speeds of the lowest one count.
 
         Raises:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from evener.engine.engine import Engine
 from evener.errors import CollectiveMismatchError, UsageError
-from evener.planning.rounds import Round
+from evener.planning.rounds import Parts
 from evener.protocol.row import Purpose, pack, room_of, unpack
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class EvaluationPass:
         in_training: Whether the loop was begun inside a training loop.
     """
 
-    def __init__(self, engine: Engine, rounds: Sequence[Round], *, in_training: bool) -> None:
+    def __init__(self, engine: Engine, rounds: Sequence[Parts], *, in_training: bool) -> None:
         self.in_training = in_training
         self._engine = engine
         self._place = engine.comm.rank  # among the ranks that are present
@@ -181,7 +181,7 @@ class Gatherer:
         self._engine = engine
         self._passes = [EvaluationPass(engine, (), in_training=False)]  # first: outside of any
 
-    def evaluate(self, rounds: Sequence[Round]) -> Iterator[None]:
+    def evaluate(self, rounds: Sequence[Parts]) -> Iterator[None]:
         """Go through an evaluation; see ``EvaluationPass.go_through``."""
         current = EvaluationPass(self._engine, rounds, in_training=self._engine.is_training)
         self._passes.append(current)
