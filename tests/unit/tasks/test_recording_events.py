@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +176,9 @@ def test_the_first_micro_batch_of_a_size_makes_no_straggler() -> None:
         watch.observe(window_of(0.1))
     (record,) = window_of(0.1)
     for _ in range(4):  # it takes 9 s to set something up, each time for another size
-        warm = replace(record, samples=6, compute_s=9.4, warmup_samples=2, warmup_s=9.0)
+        warm = record._replace(samples=6, compute_s=9.4, warmup_samples=2, warmup_s=9.0)
         assert watch.observe([warm]) == []
-        alone = replace(record, samples=2, compute_s=9.0, warmup_samples=2, warmup_s=9.0)
+        alone = record._replace(samples=2, compute_s=9.0, warmup_samples=2, warmup_s=9.0)
         assert watch.observe([alone]) == []
 
 
