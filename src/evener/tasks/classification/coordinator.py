@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Self, TypeVar, final
@@ -23,7 +23,6 @@ from evener.errors import CollectiveError, ConfigError, NonFiniteGradientError, 
 from evener.loop.reporting import SinkMaker
 from evener.observe.events import Sink
 from evener.planning.plan import WindowPlan
-from evener.planning.report import Report
 from evener.tasks.classification.base_model import GivenModel
 from evener.tasks.classification.encoding import Encoded
 from evener.tasks.classification.metrics import Evaluation
@@ -181,7 +180,7 @@ class DataParallelCoordinator:
             scale = self._loss_scale.value
             correct = self._compute(parts)
             result = self._update()
-        self._policy.observe([Report(**asdict(record)) for record in result.ranks], plan, 0.0)
+        self._policy.observe(result.ranks, plan, 0.0)
         self.num_batches += 1
         return BatchResult(
             avg_loss=result.loss,
