@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from evener.data.sharding import shard_files as shard_files
     from evener.ddp import Ddp as Ddp
     from evener.engine.results import Progress as Progress
-    from evener.engine.results import RankRecord as RankRecord
     from evener.engine.results import WindowResult as WindowResult
     from evener.errors import CheckpointError as CheckpointError
     from evener.errors import CollectiveError as CollectiveError
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from evener.planning.guard import DivergenceGuard as DivergenceGuard
     from evener.planning.guard import Verdict as Verdict
     from evener.planning.policies import ApplyPolicy as ApplyPolicy
+    from evener.planning.report import RankRecord as RankRecord
     from evener.tasks.classification.command import classify as classify
     from evener.tasks.classification.coordinator import BatchResult as BatchResult
     from evener.tasks.classification.coordinator import (
@@ -107,7 +107,7 @@ _MODULE_OF: Final = {
     "PretrainResult": "evener.tasks.results",
     "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
-    "RankRecord": "evener.engine.results",
+    "RankRecord": "evener.planning.report",
     "Replicas": "evener.manual",
     "ReplicasDifferError": "evener.errors",
     "Sample": "evener.tasks.classification.samples",

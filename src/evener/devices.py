@@ -3,7 +3,6 @@
 import copy
 import platform
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ _FAST_FP16: Final = (7, 0)
 """CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
 
 
-class DeviceKind(ABC):
+class DeviceKind:
     """A kind of device, such as the CUDA GPUs of this host (ROCm's are CUDA devices to torch).
 
     What kinds have in common is asked of torch's module for them (``torch.cuda``, ``torch.xpu``;
@@ -44,9 +43,10 @@ class DeviceKind(ABC):
         """Torch's module for these devices."""
         return torch.get_device_module(self.name)
 
-    @abstractmethod
     def describe(self, device: torch.device) -> tuple[str, int]:
         """A device's name for people, and its memory in bytes; 0 where torch cannot tell."""
+        properties = self.module.get_device_properties(device)
+        return str(properties.name), int(properties.total_memory)
 
     def count(self) -> int:
         """Devices that torch finds here."""
@@ -109,11 +109,6 @@ class Cuda(DeviceKind):
     name = "cuda"
     pins_memory = True
 
-    def describe(self, device: torch.device) -> tuple[str, int]:
-        """Name and memory of the card."""
-        properties = torch.cuda.get_device_properties(device)
-        return properties.name, properties.total_memory
-
     def half(self, device: torch.device) -> Half:
         """bf16 where the card has it, else fp16 where it has tensor cores.
 
@@ -130,11 +125,6 @@ class Xpu(DeviceKind):
 
     name = "xpu"
     pins_memory = True
-
-    def describe(self, device: torch.device) -> tuple[str, int]:
-        """Name and memory of the card."""
-        properties = torch.xpu.get_device_properties(device)
-        return str(properties.name), int(properties.total_memory)
 
     def has_float64(self, device: torch.device) -> bool:
         """Data-centre cards have it; Arc cards and integrated graphics mostly do not."""
@@ -278,11 +268,8 @@ def free_cached_memory() -> None:
 
 
 def _cpu_name() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

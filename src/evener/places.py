@@ -5,6 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 _FOREIGN = (
@@ -37,18 +38,14 @@ def here() -> str:
 
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of the user's code that an exception has passed through."""
-    place, entry = "", error.__traceback__
-    while entry is not None:
-        file = entry.tb_frame.f_code.co_filename
-        if is_users(file):
-            place = f"{file}:{entry.tb_lineno}"
-        entry = entry.tb_next
+    place = ""
+    for frame, line in walk_tb(error.__traceback__):
+        if is_users(frame.f_code.co_filename):
+            place = f"{frame.f_code.co_filename}:{line}"
     return place
 
 
 def methods_passed(error: BaseException) -> Iterator[object]:
     """Yield the objects whose methods an exception has passed through."""
-    entry = error.__traceback__
-    while entry is not None:
-        yield entry.tb_frame.f_locals.get("self")
-        entry = entry.tb_next
+    for frame, _ in walk_tb(error.__traceback__):
+        yield frame.f_locals.get("self")

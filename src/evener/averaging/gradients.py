@@ -27,12 +27,13 @@ class GradientAverager:
     Args:
         flat: The ranks' buffers.
         comm: The ranks.
-        part: The part of ``flat`` that is averaged; all of it by default.
+
+    Attributes:
+        own_norm: 2-norm of this rank's gradients, between ``gather`` and ``average``.
     """
 
-    def __init__(self, flat: FlatBuffers, comm: Communicator, part: int | None = None) -> None:
+    def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
         self._flat = flat
-        self._part = part
         self.comm = comm
         self.own_norm: float | None = None
 
@@ -40,19 +41,28 @@ class GradientAverager:
         """Go on with other ranks."""
         self.comm = comm
 
-    def gather(self) -> int | None:
+    def gather(self, part: int | None = None) -> int | None:
         """Makes this rank's gradients ready for ``average`` and looks whether they are finite.
+
+        Args:
+            part: The part of ``flat`` that is averaged, here and below; all of it by default.
 
         Returns:
             Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
         """
-        had_any = self._flat.gather(self._part)
+        had_any = self._flat.gather(part)
         # One pass tells both: with one rank this norm is the one that average returns.
-        self.own_norm = self._norm() if had_any else 0.0
-        return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(self._part)
+        self.own_norm = self._norm(part) if had_any else 0.0
+        return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(part)
 
     def average(
-        self, scale: float, total_weight: float, *, what: str, max_norm: float | None = None
+        self,
+        scale: float,
+        total_weight: float,
+        part: int | None = None,
+        *,
+        what: str,
+        max_norm: float | None = None,
     ) -> float:
         """Replaces the gradients by the weighted mean over ranks; all ranks call it together.
 
@@ -61,6 +71,7 @@ class GradientAverager:
         Args:
             scale: What each rank's weights were divided by before backward.
             total_weight: Σ weight over ranks and micro-batches; larger than 0.
+            part: As in ``gather``.
             what: Names the exchange in errors.
             max_norm: Scale the mean down to this 2-norm, as ``clip_grad_norm_`` does.
 
@@ -82,36 +93,36 @@ class GradientAverager:
                         f"gradients of {what}" + (f": {bucket.label}" if bucket.label else ""),
                         group.grad[bucket.start : bucket.stop],
                     )
-                    for group, bucket in self._flat.buckets_of(self._part)
+                    for group, bucket in self._flat.buckets_of(part)
                 ]
             )
             self.own_norm = None
-        norm = factor * (self._norm() if self.own_norm is None else self.own_norm)
+        norm = factor * (self._norm(part) if self.own_norm is None else self.own_norm)
         self.own_norm = None
         if math.isfinite(norm):
             if max_norm is not None:
                 factor *= min(1.0, max_norm / (norm + 1e-6))
             if factor != 1.0:
                 with torch.no_grad():
-                    for group in self._flat.groups_of(self._part):
+                    for group in self._flat.groups_of(part):
                         if tensors := self._flat.gradients(group):
                             torch._foreach_mul_(tensors, factor)
         return norm
 
-    def _norm(self) -> float:
+    def _norm(self, part: int | None) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
-        groups = [self._flat.gradients(group) for group in self._flat.groups_of(self._part)]
+        groups = [self._flat.gradients(group) for group in self._flat.groups_of(part)]
         norm = norm_of(groups)
         return norm if math.isfinite(norm) else norm_of(groups, torch.float64)
 
     @torch.no_grad()
-    def unify(self, *, what: str) -> None:
+    def unify(self, part: int | None, *, what: str) -> None:
         """Gives every rank the same bits of the parameters; all ranks call it together.
 
         Unlike devices round an update differently, so that replicas would drift apart. Each rank
         owns an equal part of every buffer and the others copy it.
         """
-        for group in self._flat.groups_of(self._part):
+        for group in self._flat.groups_of(part):
             if group.data.numel() % self.comm.world_size == 0:
                 self.comm.all_gather_parts(group.data, what=what)
             else:  # ranks are parked, the buffer was padded for all: the lowest present rank gives

@@ -298,9 +298,8 @@ class Communicator(ABC):
 
     def _begin(self, kind: str, what: str, timeout_s: float | None, size: str) -> Call:
         if self._ended is not None:
-            again = copy(self._ended)
-            again.args = (f"rank {self.number} cannot start {what!r}: {again}",)
-            raise again
+            text = f"rank {self.number} cannot start {what!r}: {self._ended}"
+            raise type(self._ended)(text, **vars(self._ended))
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")

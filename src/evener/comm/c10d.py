@@ -9,34 +9,17 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-    TCPStore,
-    Work,
-)
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
+from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import Work as Work
 from torch.distributed import is_nccl_available
 
 from evener.errors import LaunchError
-
-__all__ = [
-    "AllgatherOptions",
-    "AllreduceOptions",
-    "BroadcastOptions",
-    "PrefixStore",
-    "ProcessGroupGloo",
-    "Store",
-    "TCPStore",
-    "Work",
-    "form_gloo",
-    "form_nccl",
-    "nccl_version",
-    "options",
-]
 
 #: Operations that Gloo has under way at a time; see "block by block" in docs/experiments.md.
 _NUM_GLOO_THREADS = 4

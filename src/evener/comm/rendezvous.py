@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakValueDictionary
 
-from evener.comm.addresses import (
-    bind,
-    is_loopback,
-    is_unknown_name,
-    number_behind,
-    numbers_of,
-)
+from evener.comm.addresses import bind, is_loopback, is_unknown_name, number_behind, numbers_of
 from evener.comm.c10d import ProcessGroupGloo, Store, TCPStore
 from evener.comm.messages import name_ranks
 from evener.comm.wires import Wires, close_server

@@ -19,21 +19,16 @@ from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
 from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import OptimizerState
-from evener.engine.results import Applied, Progress, RankRecord, Round, WindowResult, Work
+from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    EvenerError,
-    UsageError,
-)
+from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
 from evener.planning.local import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
-from evener.planning.report import NOTHING, Report
+from evener.planning.report import NOTHING, RankRecord, Report
 from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
@@ -211,10 +206,6 @@ class Engine(ABC):
         rows = self._meet(purpose, body=tuple(map(float, numbers))).rows
         return {rank: row.body for rank, row in rows.items()}
 
-    def tell_once(self, text: str) -> None:
-        """Tells the user something, the first time that it is said."""
-        self.habits.tell_once(text)
-
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
         """Calls ``function`` with every window that is committed, after those given before."""
         self._on_commit.append(function)
@@ -235,8 +226,17 @@ class Engine(ABC):
         for device in {group.data.device for group in self.flat.groups}:
             kind_of(device).seed(seed)
 
-    def check_model(self) -> None:
-        """Refuses a model whose parameters were replaced."""
+    def check_start(self, epoch: int) -> None:
+        """Refuse to begin an epoch inside another one, or with a model of other parameters.
+
+        Raises:
+            UsageError: Says which.
+        """
+        if self.in_epoch:
+            raise UsageError(
+                f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
+                "leave it by break, first"
+            )
         self.training.check_identity()
 
     # ── an epoch, as loaders see it ──────────────────────────────────────────────────────────────
@@ -298,7 +298,7 @@ class Engine(ABC):
 
     def plan_ahead(self) -> None:
         """Uses the time in which a device computes gradients; called after each backward."""
-        return  # where plans are not made ahead
+        return
 
     @abstractmethod
     def end_micro_batch(self) -> WindowResult | None:
@@ -317,10 +317,7 @@ class Engine(ABC):
 
     def _open(self, num_micro_batches: int, scale: float | None) -> Share:
         self.share = Share(
-            num_micro_batches,
-            scale=scale,
-            slowdown=self.slowdown,
-            known_sizes=self.known_sizes,
+            num_micro_batches, scale=scale, slowdown=self.slowdown, known_sizes=self.known_sizes
         )
         return self.share
 
@@ -456,8 +453,9 @@ class Engine(ABC):
         rows, verdict = found.rows, found.verdict
         after = verdict.state
         self.state = self.state._replace(own=None, stopping=self.stopping or after.stopping)
-        if any(row.report.limit for row in rows.values()):
-            self._learn_limits(rows)
+        limits = {rank: row.report.limit for rank, row in rows.items() if row.report.limit}
+        if limits and self.limits.learn(limits):
+            self.policy.set_micro_batch_sizes(self.limits.sizes)
         for do in verdict.do:
             if do is Do.COMMIT:
                 self._commit(rows)
@@ -491,13 +489,6 @@ class Engine(ABC):
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
         """Stops every rank: something is not finite on ``rank``."""
 
-    def _learn_limits(self, rows: Mapping[int, Row]) -> None:
-        known = [0] * self.world_size
-        for rank, row in rows.items():
-            known[rank] = row.report.limit
-        if self.limits.learn(known):
-            self.policy.set_micro_batch_sizes(self.limits.sizes)
-
     # ── learning rates ───────────────────────────────────────────────────────────────────────────
 
     def _agree_on_rates(self, rows: Mapping[int, Row]) -> None:
@@ -530,7 +521,13 @@ class Engine(ABC):
         """The result with what ranks tell of it in the round after: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            ranks[rank] = ranks[rank].with_latest(row.report)
+            told = row.report
+            ranks[rank] = ranks[rank]._replace(
+                wait_s=told.wait_s,
+                sync_s=told.sync_s,
+                divergence=told.divergence,
+                stale_steps=told.stale_steps,
+            )
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
@@ -548,9 +545,9 @@ class Engine(ABC):
         cursor = self.cursor
         return (float(cursor.num_samples), float(self.batch_size), float(cursor.seed % 2**53))
 
-    def _told(self) -> Report:
+    def _told(self) -> Mapping[str, Any]:
         """What this rank has to say of the window before, in its report of this one."""
-        return NOTHING if self._applied is None else self._applied.told
+        return {} if self._applied is None else self._applied.told
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
 
@@ -573,7 +570,7 @@ class Engine(ABC):
             weight=found.verdict.weight,
             progress=self.progress,
             applied_t=time.time(),
-            ranks=records_of(self._reports(found.rows)),
+            ranks=self._records(found.rows),
             **rest,
         )
 
@@ -585,10 +582,10 @@ class Engine(ABC):
         """Reports by rank; blank ones of ranks that are parked."""
         return [rows[r].report if r in rows else NOTHING for r in range(self.world_size)]
 
-
-def records_of(reports: Sequence[Report]) -> tuple[RankRecord, ...]:
-    """What each rank did, in the terms of ``WindowResult``; times of waiting come later."""
-    return tuple(report.without_latest() for report in reports)
+    def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:
+        """What each rank did, in the terms of ``WindowResult``; times of waiting come later."""
+        later: dict[str, Any] = {"wait_s": 0.0, "sync_s": 0.0, "divergence": 0.0, "stale_steps": 0}
+        return tuple(report._replace(**later) for report in self._reports(rows))
 
 
 def needs_plans() -> UsageError:

@@ -40,7 +40,7 @@ from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
 _AHEAD: Final = 3
 
 
-class Outcome(NamedTuple):
+class Exchanged(NamedTuple):
     """The result of an exchange.
 
     Attributes:
@@ -91,7 +91,7 @@ class LocalEngine(Engine):
         self._policy = policy
         self._replica = Replica(self.flat, self.buffers, self._check)
         self._steps = LocalSteps(team.rank, training, options)
-        self._exchanger: Exchanger[Outcome] = Exchanger()
+        self._exchanger: Exchanger[Exchanged] = Exchanger()
         if background is not None:
             self._exchanger = BackgroundExchanger(f"average-{team.rank}")
         self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
         self._in_batch = False
         #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
         self._spent_s = 0.0
-        self._landing: Outcome | None = None
+        self._landing: Exchanged | None = None
         self._result: WindowResult | None = None
 
     @property
@@ -201,7 +201,7 @@ class LocalEngine(Engine):
         return any(row.busy for row in rows.values())
 
     def _rest(self, *, busy: bool) -> Round:
-        return self._meet(Purpose.REST, busy=busy, report=self._told())
+        return self._meet(Purpose.REST, busy=busy, report=Report(**self._told()))
 
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
@@ -261,17 +261,18 @@ class LocalEngine(Engine):
             stop=self.wants_stop() or self.stopping,
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(
-                non_finite=work.non_finite or (0 if math.isfinite(taken.drift) else PARAMETERS),
+                non_finite=work.non_finite or (0 if math.isfinite(taken.size) else PARAMETERS),
                 buffers_changed=taken.changed,
                 loss_scale=self._scale.own,
                 limit=self.limits.own,
-            ).with_latest(self._told()),
+                **self._told(),
+            ),
         )
         self._exchanger.start(partial(self._exchange, said, taken.buffers, self._steps_left))
         self._spent_s = time.perf_counter() - started_s
         self._steps.resume_clock()
 
-    def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Outcome:
+    def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Exchanged:
         """Exchanges a window; all ranks call it together.
 
         It touches only scratch buffers, the lease book and the planner, so it may run in a thread
@@ -300,7 +301,7 @@ class LocalEngine(Engine):
             agree_on_rates({rank: other["rates"] for rank, other in enumerate(told)})
         self._replica.verify(wire.comm, plan.window)
         if Do.EXCHANGE not in verdict.do:
-            return Outcome(plan, found)
+            return Exchanged(plan, found)
         differences = None
         if verdict.weight:
             what, weight = f"window {plan.window}", own.report.weight
@@ -313,7 +314,7 @@ class LocalEngine(Engine):
             for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
         ]
         numbers = self._plan_next(wire, state, rows, limit)
-        return Outcome(plan, found, numbers, retired, differences)
+        return Exchanged(plan, found, numbers, retired, differences)
 
     def _plan_next(
         self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
@@ -415,12 +416,12 @@ class LocalEngine(Engine):
             ),
         )
         spent_s = self._spent_s + time.perf_counter() - started_s
-        told = Report(
-            wait_s=found.wait_s,
-            sync_s=max(0.0, spent_s - found.wait_s),
-            divergence=divergence,
-            stale_steps=stale_steps,
-        )
+        told = {
+            "wait_s": found.wait_s,
+            "sync_s": max(0.0, spent_s - found.wait_s),
+            "divergence": divergence,
+            "stale_steps": stale_steps,
+        }
         self._applied = Applied(self._result, outcome.retired, told)
 
     def _go_by(self, plan: LocalPlan) -> None:

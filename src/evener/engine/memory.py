@@ -79,10 +79,10 @@ class MicroBatchLimits:
         """Take half of ``samples``, which did not fit, as this rank's new limit."""
         self.own = max(1, samples // 2)
 
-    def learn(self, limits: Sequence[int]) -> bool:
-        """Take what the ranks say in a meeting; return whether something is new."""
+    def learn(self, limits: Mapping[int, int]) -> bool:
+        """Take what ranks say in a meeting; return whether something is new."""
         before = self.known
-        self.known = [new or old for new, old in zip(limits, before, strict=True)]
+        self.known = [limits.get(rank, limit) for rank, limit in enumerate(before)]
         return self.known != before
 
     def state_dict(self, members: Sequence[str]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from evener.engine.results import Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.report import Report
 from evener.protocol.generation import Answer, Said, answer, without
 from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, Purpose
@@ -90,7 +91,7 @@ class ParkingEngine(Engine):
     def _end_generation(self) -> None:
         """Commit the last window of a generation, as all have applied it; drop all plans."""
         if self.state.applied:
-            self._meet(Purpose.CHANGE, report=self._told())
+            self._meet(Purpose.CHANGE, report=Report(**self._told()))
         self._drop_plans()
 
     def _park(self, rank: int) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -16,17 +15,16 @@ from evener.comm.flat import FlatBuffers
 from evener.comm.layout import FlatGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Drift(NamedTuple):
     """How far a rank had moved when its window was over.
 
     Attributes:
-        drift: 2-norm of the difference of parameters from the consensus, relative to the latter.
+        size: 2-norm of the difference of parameters from the consensus, relative to the latter.
         changed: Whether a buffer was written.
         buffers: Their differences, for the exchange; those of parameters are kept in place.
     """
 
-    drift: float
+    size: float
     changed: bool
     buffers: Tensor
 
@@ -87,15 +85,15 @@ class Replica:
             self._snapshots.append(torch.zeros_like(group.data))
 
     @torch.no_grad()
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Drift:
         """Takes this rank's differences from the consensus as they are now."""
         self._flat.attach_grads()  # parameters thawed on this rank, which had no step since
         self.adopt()
         for group, agreed, scratch, kept in self._groups():
             kept.copy_(group.data)
             torch.sub(agreed, group.data, out=scratch)
-        drift = self._relative(self._scratch)
-        return Snapshot(drift, self._buffers.changed(), self._buffers.snapshot())
+        size = self._relative(self._scratch)
+        return Drift(size, self._buffers.changed(), self._buffers.snapshot())
 
     @torch.no_grad()
     def exchange(

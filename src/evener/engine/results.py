@@ -1,16 +1,13 @@
 """The result of a window, what led to it, and the progress of the team: plain values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evener.data.cursor import Slice
-from evener.planning.report import Report
+from evener.planning.report import RankRecord
 from evener.protocol.machine import Verdict
 from evener.protocol.row import Row
-
-#: What one rank did in a window.
-RankRecord = Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,4 +125,4 @@ class Applied(NamedTuple):
 
     result: WindowResult
     leases: Sequence[Slice]
-    told: Report
+    told: Mapping[str, Any]

@@ -11,7 +11,7 @@ from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
-from evener.engine.engine import EngineOptions, records_of
+from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
 from evener.engine.parking import ParkingEngine
@@ -53,11 +53,7 @@ class SyncEngine(ParkingEngine):
     ) -> None:
         super().__init__(team, training, options)
         self._policy = policy
-        num_parts = len(self.optimizers)
-        parts = range(num_parts) if num_parts > 1 else ()
-        self._averagers: dict[int | None, GradientAverager] = {
-            part: GradientAverager(self.flat, team.comm, part) for part in (None, *parts)
-        }
+        self._averager = GradientAverager(self.flat, team.comm)
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
         #: What this rank wants to say of the window after the next: a plan, where it plans.
@@ -149,7 +145,7 @@ class SyncEngine(ParkingEngine):
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
         if self.has_left or self.state.applied:
-            self._meet(Purpose.REST, report=self._told())
+            self._meet(Purpose.REST, report=Report(**self._told()))
 
     def end_epoch(self) -> None:
         """Commits the last window of an epoch, and calls parked ranks; all call it together."""
@@ -260,14 +256,14 @@ class SyncEngine(ParkingEngine):
 
     def _report(self, part: int | None) -> Report:
         """What this rank did; in an optimizer's turn, as far as its own losses go."""
-        share, averager = self.share, self._averagers[part]
+        share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
-        index = None if closes_turns else averager.gather()
+        index = None if closes_turns else averager.gather(part)
         loss_sum = share.loss_sum_of(part)
         found = 0 if index is None else index + 1
         # The part of the update that its samples stand for goes with a warm-up.
         warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
-        return self._told()._replace(
+        return Report(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
             # The last update is this rank's own work too, and part of what it costs a window.
@@ -281,6 +277,7 @@ class SyncEngine(ParkingEngine):
             warmup_s=share.warmup_s + self._update_s * warms_up,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
+            **self._told(),
         )
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
@@ -322,7 +319,7 @@ class SyncEngine(ParkingEngine):
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
         self._result = replace(result, progress=self.progress)
-        told = Report(wait_s=found.wait_s, sync_s=sync_s)
+        told = {"wait_s": found.wait_s, "sync_s": sync_s}
         self._applied = Applied(self._result, leases, told)
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
@@ -353,8 +350,8 @@ class SyncEngine(ParkingEngine):
         what, norm, started_s = f"window {plan.window}", math.nan, time.perf_counter()
         if not skipped:
             max_norm = self.options.max_grad_norm
-            norm = self._averagers[part].average(
-                self.share.scale_of(part), weight, what=what, max_norm=max_norm
+            norm = self._averager.average(
+                self.share.scale_of(part), weight, part, what=what, max_norm=max_norm
             )
         if closes:
             self._average_buffers(found, 0.0 if skipped else weight, what)
@@ -387,7 +384,7 @@ class SyncEngine(ParkingEngine):
             weight=weight,
             skipped=skipped,
             applied_t=time.time(),
-            ranks=records_of(self._reports(found.rows)),
+            ranks=self._records(found.rows),
         )
 
     def _average_buffers(self, found: Round, weight: float, what: str) -> None:
@@ -413,7 +410,7 @@ class SyncEngine(ParkingEngine):
         self.habits.step(stepped)
         self.flat.attach_data()
         if self.options.unlike_devices:
-            self._averagers[part].unify(what=f"parameters of {what}")
+            self._averager.unify(part, what=f"parameters of {what}")
         if not self._schedule.is_empty:
             self._schedule.after_update(None if part is None else stepped[0])
 
@@ -493,8 +490,7 @@ class SyncEngine(ParkingEngine):
 
     def _use_team(self) -> None:
         self.policy.set_parked(self.team.parked)
-        for averager in self._averagers.values():
-            averager.use(self.comm)
+        self._averager.use(self.comm)
         self.buffers.use(self.comm)
 
     def _counters(self) -> dict[str, Any]:

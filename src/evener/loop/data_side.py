@@ -143,7 +143,7 @@ class DataSide:
             num_samples = intake.count_trained()
             size = self._most_samples(micro_batch_size, intake.batch_size, num_samples)
             for remark in intake.remarks:
-                engine.tell_once(remark)
+                engine.habits.tell_once(remark)
             engine.set_micro_batch_size(size)
             self.events.learn(num_samples=num_samples)
             loader = TeamLoader(

@@ -248,7 +248,7 @@ class Loop(DataSide):
     def _start_unplanned(self) -> Share:
         """Starts a window outside of any loader: one contribution of each rank."""
         engine = self._engine
-        engine.tell_once(
+        engine.habits.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
             "contributes once, with the weight given to ddp.backward (1 by default). Not "
             "guaranteed: which rank sees which samples, that each is seen once an epoch, shares "

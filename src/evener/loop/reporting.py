@@ -11,10 +11,11 @@ from statistics import median
 from typing import Any, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
-from evener.engine.results import RankRecord, WindowResult
+from evener.engine.results import WindowResult
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Fanout, RankRow, Sink, make_event
+from evener.planning.report import RankRecord
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]

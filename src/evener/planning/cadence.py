@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from heapq import heapify, heapreplace
 from typing import Any, final
 
 from evener.errors import CheckpointError, ConfigError
@@ -11,6 +10,8 @@ from evener.planning.guard import DivergenceGuard, Verdict, ask_guard
 from evener.planning.local import LocalPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import Report
+from evener.planning.shares import fastest_shares
+from evener.planning.speed import CostModel
 
 _TAIL = 1.5
 """A window is planned as the last one when no more than so many windows' work is left."""
@@ -109,7 +110,7 @@ class CadencePolicy(Planner):
             most = tuple(min(m, furthest) for m in most)
         is_tail = available <= max(_TAIL * sum(counts), sum(most))
         if is_tail:
-            steps = most = self._last_steps(available, counts)
+            steps = most = self._last_steps(available)
             rest = self._split(left - sum(steps))
             queues = tuple(s + r for s, r in zip(steps, rest, strict=True))
         else:
@@ -133,7 +134,8 @@ class CadencePolicy(Planner):
             steps=steps,
             most=most,
             queues=queues,
-            least=self._least(most),
+            # Without these a rank would fall too far behind one that does all it may.
+            least=0 if self._max_batch_diff is None else max(0, max(most) - self._max_batch_diff),
             anchor=self.elche.anchor,
             verdict=self._verdict,
         )
@@ -191,12 +193,6 @@ class CadencePolicy(Planner):
             counts = tuple(min(c, furthest) for c in counts)
         return counts
 
-    def _least(self, most: Sequence[int]) -> int:
-        """Steps without which a rank would fall too far behind one that does all it may."""
-        if self._max_batch_diff is None:
-            return 0
-        return max(0, max(most) - self._max_batch_diff)
-
     def _window_s(self, steps: Sequence[int], *, is_tail: bool) -> float:
         if not self.elche.is_calibrated:
             return math.inf
@@ -213,27 +209,17 @@ class CadencePolicy(Planner):
             return [ms or slowest for ms in known]
         return [1.0 / count for count in self.elche.batch_counts]
 
-    def _last_steps(self, available: int, counts: Sequence[int]) -> tuple[int, ...]:
+    def _last_steps(self, available: int) -> tuple[int, ...]:
         if self._max_batch_diff is None:
             return self._split(available)
-        least = available // len(counts)
+        world_size = len(self.members)
+        least = available // world_size
         if least == 0:
-            return tuple(int(rank < available) for rank in range(len(counts)))
-        extra = self._split(available - least * len(counts))
+            return tuple(int(rank < available) for rank in range(world_size))
+        extra = self._split(available - least * world_size)
         return tuple(least + min(e, self._max_batch_diff) for e in extra)
 
     def _split(self, total: int) -> tuple[int, ...]:
         """Steps by rank that sum to ``total``, with the earliest finish."""
-        ms = self._ms()
-        steps = [0] * len(ms)
-        # Whole parts first, so that a long queue is not dealt one by one.
-        rate = sum(1.0 / m for m in ms)
-        for rank, m in enumerate(ms):
-            steps[rank] = int(total / m / rate * (1.0 - 1e-12))
-        ends = [((steps[rank] + 1) * m, rank) for rank, m in enumerate(ms)]
-        heapify(ends)
-        for _ in range(total - sum(steps)):
-            _, rank = ends[0]
-            steps[rank] += 1
-            heapreplace(ends, ((steps[rank] + 1) * ms[rank], rank))
-        return tuple(steps)
+        costs = [CostModel(0.0, ms) for ms in self._ms()]
+        return fastest_shares(total, costs, [None] * len(costs))

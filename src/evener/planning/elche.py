@@ -54,6 +54,11 @@ class ElChe:
         world_size: Number of ranks, 1 or more.
         anchor: Batches of the slowest rank in a window, 1 or more; also the least anchor.
 
+    Attributes:
+        anchor: Batches of the slowest rank.
+        is_calibrated: Whether a report has come.
+        has_speed_hint: Whether speeds were given by hand.
+
     Raises:
         ConfigError: A number is out of range.
 
@@ -75,15 +80,15 @@ class ElChe:
             "two averagings; give 1 or more",
         )
         self._world_size = world_size
-        self._anchor = anchor
+        self.anchor = anchor
         self._min_anchor = anchor
         self._max_anchor = max(MAX_ANCHOR, anchor)
         self._overhead_target = 0.10
         self._max_batch_diff: int | None = None
         self._counts = [anchor] * world_size
         self._ms = [0.0] * world_size
-        self._calibrated = False
-        self._hinted = False
+        self.is_calibrated = False
+        self.has_speed_hint = False
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────
 
@@ -127,8 +132,8 @@ class ElChe:
             "0 for each, relative to one another",
         )
         least = min(speeds)
-        self._counts = [max(1, _round(self._anchor * s / least)) for s in speeds]
-        self._hinted = True
+        self._counts = [max(1, _round(self.anchor * s / least)) for s in speeds]
+        self.has_speed_hint = True
         return self
 
     def with_overhead_target(self, target: float) -> Self:
@@ -169,11 +174,11 @@ class ElChe:
             max_anchor >= 0,
             f"max_anchor is {max_anchor}; give the largest anchor, or 0 for no growth",
         )
-        max_anchor = max_anchor or self._anchor
+        max_anchor = max_anchor or self.anchor
         self._max_anchor = max_anchor
-        if self._anchor > max_anchor:
-            counts = [max(1, _round(c * max_anchor / self._anchor)) for c in self._counts]
-            self._anchor, self._counts = max_anchor, counts
+        if self.anchor > max_anchor:
+            counts = [max(1, _round(c * max_anchor / self.anchor)) for c in self._counts]
+            self.anchor, self._counts = max_anchor, counts
         self._min_anchor = min(self._min_anchor, max_anchor)
         return self
 
@@ -216,29 +221,14 @@ class ElChe:
         return sum(self._counts)
 
     @property
-    def anchor(self) -> int:
-        """Batches of the slowest rank."""
-        return self._anchor
-
-    @property
     def anchor_wall_ms(self) -> float:
         """Milliseconds in which the slowest rank does them; 0 before the first report."""
-        return self._anchor * max(self._ms)
+        return self.anchor * max(self._ms)
 
     @property
     def ms_per_batch(self) -> tuple[float, ...]:
         """Milliseconds that a batch takes, by rank; 0 where none was timed."""
         return tuple(self._ms)
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether a report has come."""
-        return self._calibrated
-
-    @property
-    def has_speed_hint(self) -> bool:
-        """Whether speeds were given by hand."""
-        return self._hinted
 
     def clamp_total(self, n: int) -> tuple[int, ...]:
         """The counts scaled to sum to ``n``, as for the last window of an epoch; changes nothing.
@@ -307,7 +297,7 @@ class ElChe:
             return
         self._tune_anchor(max(wall_ms), sync_ms)
         self._recount(slow_ms)
-        self._calibrated = True
+        self.is_calibrated = True
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Averages more often, as when ranks drift apart.
@@ -321,7 +311,7 @@ class ElChe:
         """
         _require(not math.isnan(factor), "factor is nan; give a part such as 0.5")
         part = min(max(factor, 0.1), 1.0)
-        self._anchor = min(self._anchor, max(1, math.ceil(self._anchor * part)))
+        self.anchor = min(self.anchor, max(1, math.ceil(self.anchor * part)))
         self._recount(max(self._ms))
 
     def _smoothed(self, known: float, new: float) -> float:
@@ -335,23 +325,23 @@ class ElChe:
             return
         overhead = sync_ms / longest_ms
         if overhead > self._overhead_target:
-            wanted = math.ceil(self._anchor * min(overhead / self._overhead_target, 1e9))
-            self._anchor = min(max(wanted, self._min_anchor), self._max_anchor)
-        elif overhead < self._overhead_target / 2 and self._anchor > self._min_anchor:
-            self._anchor -= 1
+            wanted = math.ceil(self.anchor * min(overhead / self._overhead_target, 1e9))
+            self.anchor = min(max(wanted, self._min_anchor), self._max_anchor)
+        elif overhead < self._overhead_target / 2 and self.anchor > self._min_anchor:
+            self.anchor -= 1
 
     def _recount(self, slow_ms: float) -> None:
         for rank, (ms, count) in enumerate(zip(self._ms, self._counts, strict=True)):
             if abs(ms - slow_ms) < _SAME_MS:
-                self._counts[rank] = self._anchor
+                self._counts[rank] = self.anchor
                 continue
-            exact = self._anchor if ms <= 0 else self._anchor * slow_ms / ms
+            exact = self.anchor if ms <= 0 else self.anchor * slow_ms / ms
             target = max(1, _round(exact))
             settled = abs(target - count) <= _DEAD_ZONE * count
-            if self._calibrated and (settled or abs(exact - count) <= _BEYOND_ROUNDING):
+            if self.is_calibrated and (settled or abs(exact - count) <= _BEYOND_ROUNDING):
                 continue
             limit = self._max_batch_diff
-            if limit is not None and self._calibrated:
+            if limit is not None and self.is_calibrated:
                 target = min(max(target, count - limit), count + limit)
             self._counts[rank] = max(1, target)
 
@@ -360,10 +350,10 @@ class ElChe:
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, as plain JSON types."""
         return {
-            "anchor": self._anchor,
+            "anchor": self.anchor,
             "counts": list(self._counts),
             "ms": list(self._ms),
-            "calibrated": self._calibrated,
+            "calibrated": self.is_calibrated,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,11 +363,9 @@ class ElChe:
             CheckpointError: It is damaged, or of another number of ranks.
         """
         try:
-            anchor = int(state["anchor"])
-            counts = [int(c) for c in state["counts"]]
-            ms = [float(m) for m in state["ms"]]
-            calibrated = bool(state["calibrated"])
-            if len(counts) != self._world_size or len(ms) != self._world_size:
+            anchor, calibrated = int(state["anchor"]), bool(state["calibrated"])
+            counts, ms = [int(c) for c in state["counts"]], [float(m) for m in state["ms"]]
+            if {len(counts), len(ms)} != {self._world_size}:
                 raise ValueError(f"{len(counts)} counts for {self._world_size} ranks")
             if min([anchor, *counts]) < 1 or not all(0 <= m < math.inf for m in ms):
                 raise ValueError(f"anchor {anchor}, counts {counts}, ms {ms}")
@@ -386,8 +374,8 @@ class ElChe:
                 f"the cadence in the checkpoint does not fit ({error}): resume from an older "
                 "checkpoint, or start a new run"
             ) from error
-        self._anchor = min(anchor, self._max_anchor)
-        self._counts, self._ms, self._calibrated = counts, ms, calibrated
+        self.anchor = min(anchor, self._max_anchor)
+        self._counts, self._ms, self.is_calibrated = counts, ms, calibrated
 
     def _check_rank(self, rank: int) -> None:
         _require(

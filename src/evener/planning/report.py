@@ -71,16 +71,8 @@ class Report(NamedTuple):
         timed = self.samples - self.warmup_samples
         return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
 
-    def without_latest(self) -> "Report":
-        """Return the report without what is about the window before."""
-        return self._replace(wait_s=0.0, sync_s=0.0, divergence=0.0, stale_steps=0)
 
-    def with_latest(self, later: "Report") -> "Report":
-        """Return the report with what the report of the next window tells of this one."""
-        wait_s, sync_s, divergence, stale_steps = later[-4:]
-        return self._replace(
-            wait_s=wait_s, sync_s=sync_s, divergence=divergence, stale_steps=stale_steps
-        )
-
+#: What users call it, in a ``WindowResult``.
+RankRecord = Report
 
 NOTHING = Report()

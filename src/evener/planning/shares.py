@@ -19,12 +19,6 @@ _Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
 """Costs, most samples in a micro-batch, and least shares, each by rank."""
 
 
-def equal_shares(total: int, world_size: int) -> tuple[int, ...]:
-    """``total`` in whole shares that differ by one at most, the larger ones first."""
-    share, extra = divmod(total, world_size)
-    return tuple(share + (rank < extra) for rank in range(world_size))
-
-
 def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
 ) -> float:

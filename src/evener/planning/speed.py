@@ -93,10 +93,13 @@ class SpeedModel:
 
     Nothing at first; then a hint (relative to other ranks only), and the windows that it computed.
     A hint has no vote once a window was measured.
+
+    Attributes:
+        hinted: The cost that was hinted at, in its arbitrary unit, if any was.
     """
 
     def __init__(self) -> None:
-        self._hint: CostModel | None = None
+        self.hinted: CostModel | None = None
         self._recent: list[_Observation] = []
         self._surprises = 0
         self._cost: CostModel | None = None
@@ -104,7 +107,7 @@ class SpeedModel:
     @property
     def is_known(self) -> bool:
         """Whether anything is known: a hint or an observation."""
-        return (self._cost or self._hint) is not None
+        return (self._cost or self.hinted) is not None
 
     @property
     def is_measured(self) -> bool:
@@ -123,15 +126,10 @@ class SpeedModel:
         Raises:
             ConfigError: Nothing is known; ask ``is_known`` before.
         """
-        cost = self._cost or self._hint
+        cost = self._cost or self.hinted
         if cost is None:
             raise ConfigError("the speed of this rank is not known: measure it or give a hint")
         return cost
-
-    @property
-    def hinted(self) -> CostModel | None:
-        """The cost that was hinted at, in its arbitrary unit, if any was."""
-        return self._hint
 
     def hint(self, relative_speed: float) -> None:
         """Set the speed of this rank until something is measured.
@@ -147,7 +145,7 @@ class SpeedModel:
                 f"speed_hint holds {relative_speed}; speeds are finite numbers above 0, such as "
                 "1.0 for one rank and 0.5 for another that takes twice as long"
             )
-        self._hint = CostModel(0.0, 1.0 / relative_speed)
+        self.hinted = CostModel(0.0, 1.0 / relative_speed)
 
     def observe(self, samples: int, micro_batches: int, compute_s: float) -> None:
         """Learn from a window.

@@ -6,16 +6,11 @@ from statistics import median, median_low
 from typing import Any, final
 
 from evener.errors import CheckpointError, ConfigError, ProtocolError
+from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Policy
 from evener.planning.report import Report
-from evener.planning.shares import (
-    better_alone,
-    equal_shares,
-    fastest_shares,
-    finish_s,
-    without_ones,
-)
+from evener.planning.shares import better_alone, fastest_shares, finish_s, without_ones
 from evener.planning.speed import CostModel, SpeedModel
 
 _DEAD_BAND = 0.02
@@ -175,7 +170,7 @@ class SyncPolicy(Policy):
         costs = self.costs if len(self.members) > 1 else None
         least = 0
         if costs is None:
-            shares = equal_shares(size, len(self.members))
+            shares = apportion(size, [1.0] * len(self.members))
         else:
             shares = self._steady_shares(size, costs)
             if work_for_all:

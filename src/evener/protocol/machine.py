@@ -268,7 +268,8 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
     """
     announced = not all(row.final for row in rows.values())
     purpose = Purpose.WINDOW if announced else _common_purpose(rows)
-    if purpose is None or not _are_together(rows):
+    places = {(row.window, row.generation, row.attempt) for row in rows.values()}
+    if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Verdict(state=state.end(), error=error)
     stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
@@ -284,11 +285,6 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
     if purpose is Purpose.CHANGE:
         return Verdict(state=state._replace(applied=False), do=_commit(state))
     return _judge_window(state, rows, purpose)
-
-
-def _are_together(rows: Mapping[int, Row]) -> bool:
-    """Whether all are in the same window."""
-    return len({(row.window, row.generation, row.attempt) for row in rows.values()}) == 1
 
 
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:
@@ -379,7 +375,12 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
     part = working[first].part
     for rank in others:
         if working[rank].part != part:
-            told = wording.other_part(first, part, rank, working[rank].part)
+            parts = (part, working[rank].part)
+            words = ["all optimizers" if p == ALL else f"optimizer {p}" for p in parts]
+            told = (
+                f"rank {first} steps {words[0]}, rank {rank} {words[1]}: every rank must step the "
+                "same optimizers in the same order; decide by ddp.window, never by a local counter"
+            )
             return Verdict(state=state, do=do, error=UsageError(told))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
@@ -467,7 +468,12 @@ def land(
 def _unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:
     if len({row.trainable for row in rows.values()}) == 1:
         return None
-    return UsageError(wording.other_parameters(rows))
+    said = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
+    return UsageError(
+        f"ranks train different numbers of parameter tensors ({said}): requires_grad_(True) "
+        "was called on some of them only. Call it on every rank, at the beginning of an epoch "
+        "or when ddp.window, which is the same everywhere, reaches a number"
+    )
 
 
 def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
@@ -475,7 +481,11 @@ def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
     assert isinstance(plan, WindowPlan)
     for rank, row in rows.items():
         if row.report.samples != plan.shares[rank]:
-            return ProtocolError(wording.other_work(rank, row.report.samples, plan))
+            return ProtocolError(
+                f"rank {rank} computed {row.report.samples} samples of window {plan.window}, "
+                f"planned were {plan.shares[rank]}; ranks run different code, or this is a bug of "
+                "evener"
+            )
     return None
 
 

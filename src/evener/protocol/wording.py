@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from evener.planning.plan import WindowPlan
-from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row
+from evener.protocol.row import DATA_LENGTH, Drop, Purpose, Row
 
 
 def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
@@ -14,9 +13,11 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
         places: Where each is in the user's code, as far as that is known.
     """
     deeds = [
-        f"rank {rank} is {_deed(row)}{place and f' at {place}'}"
+        f"rank {rank} is {deed}{place and f' at {place}'}"
         for rank, row in rows.items()
         for place in (places.get(rank, ""),)
+        # One that has left its loop closes only what it had announced.
+        for deed in ((Purpose.REST if row.drop is Drop.LEFT else row.purpose).deed,)
     ]
     windows = {row.window for row in rows.values()}
     where = f"in window {windows.pop()}" if len(windows) == 1 else f"in windows {sorted(windows)}"
@@ -41,40 +42,6 @@ def mismatch(rows: Mapping[int, Row], places: Mapping[int, str]) -> str:
             "rank, or after the epoch"
         )
     return f"ranks joined different collectives {where}: {'; '.join(deeds)}. {why}"
-
-
-def _deed(row: Row) -> str:
-    """What a rank does; one that has left its loop closes only what it had announced."""
-    purpose = Purpose.REST if row.drop is Drop.LEFT else row.purpose
-    return purpose.deed
-
-
-def other_parameters(rows: Mapping[int, Row]) -> str:
-    """Ranks train different numbers of parameters."""
-    said = ", ".join(f"{row.trainable} on rank {rank}" for rank, row in rows.items())
-    return (
-        f"ranks train different numbers of parameter tensors ({said}): requires_grad_(True) "
-        "was called on some of them only. Call it on every rank, at the beginning of an epoch "
-        "or when ddp.window, which is the same everywhere, reaches a number"
-    )
-
-
-def other_part(first: int, part: int, other: int, other_part: int) -> str:
-    """Two ranks step different optimizers."""
-    words = ["all optimizers" if p == ALL else f"optimizer {p}" for p in (part, other_part)]
-    return (
-        f"rank {first} steps {words[0]}, rank {other} {words[1]}: every rank "
-        "must step the same optimizers in the same order; decide by ddp.window, never by a "
-        "local counter"
-    )
-
-
-def other_work(rank: int, samples: int, plan: WindowPlan) -> str:
-    """A rank computed something else than its share."""
-    return (
-        f"rank {rank} computed {samples} samples of window {plan.window}, planned "
-        f"were {plan.shares[rank]}; ranks run different code, or this is a bug of evener"
-    )
 
 
 def other_data(rank: int, row: Row, own_rank: int, own: Row) -> str:

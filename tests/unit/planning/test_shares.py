@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from evener.errors import ConfigError
 from evener.planning import shares as shares_module
+from evener.planning.apportion import apportion
 from evener.planning.shares import (
     better_alone,
-    equal_shares,
     fastest_shares,
     finish_s,
     without_ones,
@@ -111,7 +111,7 @@ def test_a_faster_rank_never_gets_less(costs, size, total):
 def test_equal_ranks_get_equal_shares(total, world_size, size):
     cost = CostModel(0.0, 0.1)
     shares = fastest_shares(total, [cost] * world_size, [size] * world_size)
-    assert shares == equal_shares(total, world_size)
+    assert shares == apportion(total, [1.0] * world_size)
     assert max(shares) - min(shares) <= 1
     assert sorted(shares, reverse=True) == list(shares)
 

@@ -362,7 +362,7 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
     team.run(32, 10)
     policy = team.policy
     assert policy.costs is not None
-    costs, sizes = policy.costs, policy.micro_batch_sizes
+    costs, sizes = policy.costs, policy._micro_batch_sizes
     together_s = finish_s(policy.plan(10, 0, 0, 32).shares, costs, sizes)
     for exchange_s, expected in [(policy.exchange_s, None), (10.0, 0)]:
         assert better_alone(32, costs, sizes, together_s + exchange_s) == expected

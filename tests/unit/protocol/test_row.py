@@ -221,12 +221,6 @@ def test_damage_is_named(place, value, message):
         unpack_plan(numbers, 2)
 
 
-@pytest.mark.parametrize("changes", [{"steps": (4, -2)}, {"window_s": 0.0}, {"most": (1,)}])
-def test_a_plan_of_local_steps_that_makes_no_sense_cannot_be_made(changes):
-    with pytest.raises(ProtocolError):
-        local_plan(**changes)
-
-
 def test_a_plan_of_another_length_is_refused():
     numbers = pack(local_plan())
     with pytest.raises(ProtocolError, match="encoded LocalPlan of 14 numbers"):

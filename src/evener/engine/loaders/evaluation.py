@@ -104,7 +104,7 @@ class EvaluationLoader(LikeDataLoader):
                     f"{engine.rank}; it must draw the same on every rank"
                 )
         if 0 < count < len(rows):
-            engine.tell_once(
+            engine.habits.tell_once(
                 f"an evaluation of {count} sample(s) on {len(rows)} ranks: the loop's body does "
                 f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
                 "what needs them on rank 0 (ddp.is_main_process)"

@@ -102,12 +102,7 @@ class TeamLoader(LikeDataLoader):
             loop.skip("the team had stopped, or reached max_steps, before this epoch")
             return
         loop.skip("this rank had no share of the windows of this epoch")
-        if engine.in_epoch:
-            raise UsageError(
-                f"epoch {epoch} was begun inside the loop over another one; finish that loop, or "
-                "leave it by break, first"
-            )
-        engine.check_model()
+        engine.check_start(epoch)
         engine.begin(self.cursor, self.batch_size, max_steps)
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)

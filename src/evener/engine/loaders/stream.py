@@ -12,7 +12,7 @@ from evener.devices import pins_memory
 from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.loops import Loop
-from evener.errors import CheckpointError, ConfigError, UsageError
+from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
 from evener.planning.apportion import apportion
 
@@ -48,7 +48,7 @@ class StreamLoader(LikeDataLoader):
         self._next = 0
         iterable = isinstance(batches.dataset, IterableDataset)
         what = batches.dataset if iterable else batches.batch_sampler
-        engine.tell_once(_REMARK.format(what=type(what).__name__))
+        engine.habits.tell_once(_REMARK.format(what=type(what).__name__))
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch; ``TypeError`` where the data set has no length."""
@@ -79,12 +79,7 @@ class StreamLoader(LikeDataLoader):
         if self._finished or epoch < self._epoch:
             return
         loop.skip("its data set gave this rank no batch")
-        if engine.in_epoch:
-            raise UsageError(
-                f"epoch {epoch} was begun inside the loop over another loader; finish that loop, "
-                "or leave it by break, first"
-            )
-        engine.check_model()
+        engine.check_start(epoch)
         engine.begin_stream(epoch)
         self._epoch = epoch
         try:

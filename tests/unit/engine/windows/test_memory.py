@@ -193,8 +193,8 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
 def test_limits_go_by_member() -> None:
     limits = MicroBatchLimits(3)
     limits.start_with(16)
-    assert limits.learn([0, 4, 0])
-    assert not limits.learn([0, 4, 0])
+    assert limits.learn({1: 4})
+    assert not limits.learn({1: 4})
     assert limits.sizes == [16, 4, 16]
     other = MicroBatchLimits(2)
     other.load_state_dict(limits.state_dict(["a", "b", "c"]), ["b", "z"], rank=0)
