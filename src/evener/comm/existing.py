@@ -7,8 +7,7 @@ deadline on every wait and survive its loss, and a collective of the user cannot
 import os
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ _BYTES = 256  # enough for a host name and a port
 _wires: list[Wires] = []
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
+class GroupPlace(NamedTuple):
     """This process's place in a group, and where its ranks can meet.
 
     Attributes:

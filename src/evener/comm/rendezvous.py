@@ -8,8 +8,8 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from evener.comm.addresses import bind, is_loopback, is_unknown_name, number_behind, numbers_of
@@ -25,8 +25,7 @@ _BACKLOG = 512
 _OWN_HOST_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class MeetingPoint:
+class MeetingPoint(NamedTuple):
     """Where ranks exchange addresses when they form a group.
 
     Attributes:

@@ -164,11 +164,6 @@ class Engine(ABC):
         return self.in_epoch or self.share.in_micro_batch
 
     @property
-    def was_led_out(self) -> bool:
-        """Whether the others have left their loops by ``break``, and this rank with them."""
-        return self.state.led_out
-
-    @property
     def has_left(self) -> bool:
         """Whether the user has left a loader's loop by ``break``, and others may not know."""
         return self.state.phase is Phase.REST

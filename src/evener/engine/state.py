@@ -7,8 +7,7 @@ was away receives it with the flat buffers.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +42,7 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingContent:
+class TrainingContent(NamedTuple):
     """A training state that was read, and has changed nothing yet.
 
     Attributes:

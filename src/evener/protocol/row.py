@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 from functools import cache
-from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from evener.errors import ProtocolError
 from evener.planning.plan import WindowPlan
@@ -41,45 +41,34 @@ _LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "round": -1}
 
 
 class Purpose(IntEnum):
-    """What a rank wants when it meets the others; all must want the same."""
+    """What a rank wants when it meets the others; all must want the same.
 
-    PLAN = 1
-    PROBE = 2
-    WINDOW = 3
-    REST = 4
-    VALUE = 5
-    SAVE = 6
-    REHEARSE = 7
-    AWAY = 8
-    CALL = 9
-    IDLE = 10
-    STEP = 11
-    EVALUATE = 12
-    GATHER = 13
-    CHANGE = 14
+    Attributes:
+        deed: The purpose in words, for errors.
+    """
 
-    @property
-    def deed(self) -> str:
-        """The purpose in words, for errors."""
-        return _DEEDS[self]
+    deed: str
 
+    PLAN = 1, "starting an epoch (loader.epoch)"
+    PROBE = 2, "timing its device before the first window"
+    WINDOW = 3, "closing a window (ddp.step, or the loader of a rank without a share)"
+    REST = 4, "ending an epoch (the loader is exhausted, or break has left it)"
+    VALUE = 5, "averaging a value (ddp.weighted_mean)"
+    SAVE = 6, "saving (ddp.save)"
+    REHEARSE = 7, "measuring speeds"
+    AWAY = 8, "parked, waiting to be called back"
+    CALL = 9, "calling parked ranks"
+    IDLE = 10, "waiting in the loader, with nothing to do in this window"
+    STEP = 11, "closing a window (ddp.step, outside of a map-style ddp.loader)"
+    EVALUATE = 12, "starting an evaluation (iterating over its loader)"
+    GATHER = 13, "gathering rows (ddp.gather, or the end of an evaluation's loop)"
+    CHANGE = 14, "changing the team (a rank is parked or called back)"
 
-_DEEDS: Final = {
-    Purpose.PLAN: "starting an epoch (loader.epoch)",
-    Purpose.PROBE: "timing its device before the first window",
-    Purpose.WINDOW: "closing a window (ddp.step, or the loader of a rank without a share)",
-    Purpose.REST: "ending an epoch (the loader is exhausted, or break has left it)",
-    Purpose.VALUE: "averaging a value (ddp.weighted_mean)",
-    Purpose.SAVE: "saving (ddp.save)",
-    Purpose.REHEARSE: "measuring speeds",
-    Purpose.AWAY: "parked, waiting to be called back",
-    Purpose.CALL: "calling parked ranks",
-    Purpose.IDLE: "waiting in the loader, with nothing to do in this window",
-    Purpose.STEP: "closing a window (ddp.step, outside of a map-style ddp.loader)",
-    Purpose.EVALUATE: "starting an evaluation (iterating over its loader)",
-    Purpose.GATHER: "gathering rows (ddp.gather, or the end of an evaluation's loop)",
-    Purpose.CHANGE: "changing the team (a rank is parked or called back)",
-}
+    def __new__(cls, number: int, deed: str) -> Self:
+        """Make a member of its number and words."""
+        self = int.__new__(cls, number)
+        self._value_, self.deed = number, deed
+        return self
 
 
 class Drop(IntEnum):

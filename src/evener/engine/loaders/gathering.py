@@ -1,8 +1,7 @@
 """``ddp.gather``: every rank gets the rows of all ranks, in the order of the data set."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ _OUTSIDE = -1  # the round of a call outside of any evaluation
 _HEAD = 4  # numbers of an offer before its shape
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """What a rank brings to an exchange of rows.
 
     Attributes:

@@ -114,7 +114,7 @@ class TeamLoader(LikeDataLoader):
                     yield from self._hand_out(work, indices)
                 if loop.skipped and engine.was_parked:
                     loop.skip("this rank was parked, as it cost more than it brought")
-                self._left = engine.was_led_out
+                self._left = engine.state.led_out
                 if not self._left:
                     engine.end_epoch()
             except BaseException:  # GeneratorExit, after `break`; or an error of this rank alone
