@@ -46,7 +46,6 @@ class ReplicaCheck:
 
     Attributes:
         every: As given.
-        is_wanted: Whether to compare at all.
     """
 
     def __init__(
@@ -55,13 +54,12 @@ class ReplicaCheck:
         self._flat = flat
         self._buffers = buffers
         self.every = every
-        self.is_wanted = every > 0
         self._places = {name: place for place, name in enumerate(_in_order(model))}
         self._factors: dict[torch.device, Tensor] = {}
 
     def is_due(self, window: int) -> bool:
         """Whether to compare after this window, wherever in an epoch it is."""
-        return self.is_wanted and (window + 1) % self.every == 0
+        return self.every > 0 and (window + 1) % self.every == 0
 
     def compare(
         self,

@@ -351,7 +351,7 @@ class Engine(ABC):
         Raises:
             ReplicasDifferError: On every rank.
         """
-        if self._check.is_wanted:
+        if self._check.every:
             with self.consensus():
                 self._check.compare(self.comm, self.window - 1)
 

@@ -1,6 +1,7 @@
 """The weighted mean of optimizer states that ranks have moved apart: what a checkpoint holds."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -81,9 +82,7 @@ class RecentMoments:
         mean: dict[str, Tensor] = {}
         for name, (shape, dtype) in richest["tensors"].items():
             weights = [n["weight"] for n in notes if name in n["tensors"]]
-            total = 0.0
-            for weight in weights:
-                total += weight
+            total = math.fsum(weights)
             kind = getattr(torch, dtype.removeprefix("torch."))
             part = torch.zeros(shape, dtype=kind, device=own.get(name, somewhere).device)
             if name in index:

@@ -1,6 +1,7 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, final
 
 import torch
@@ -180,7 +181,12 @@ def stream_of(
         return DataLoader(given.dataset, batch_sampler=taken, **settings)
     size = batch_size or given.batch_size
     if size is not None:
-        size = _part(size, rank, world_size)
+        if size < world_size:
+            raise ConfigError(
+                f"batch_size is {size} for a team of {world_size}: every rank reads a part of "
+                "each batch; give at least one sample for each"
+            )
+        size = apportion(size, [1.0] * world_size)[rank]
     return DataLoader(given.dataset, batch_size=size, drop_last=given.drop_last, **settings)
 
 
@@ -193,13 +199,11 @@ class EveryNth(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """The rank's batches."""
-        for number, batch in enumerate(self._batches):
-            if number % self._world_size == self._rank:
-                yield batch
+        yield from islice(self._batches, self._rank, None, self._world_size)
 
     def __len__(self) -> int:
         """How many there are."""
-        return (len(self._batches) - self._rank + self._world_size - 1) // self._world_size
+        return len(range(self._rank, len(self._batches), self._world_size))
 
 
 def count_samples(batch: Any) -> int:
@@ -208,12 +212,3 @@ def count_samples(batch: Any) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
     return 1
-
-
-def _part(batch_size: int, rank: int, world_size: int) -> int:
-    if batch_size < world_size:
-        raise ConfigError(
-            f"batch_size is {batch_size} for a team of {world_size}: every rank reads a part of "
-            "each batch; give at least one sample for each"
-        )
-    return apportion(batch_size, [1.0] * world_size)[rank]
