@@ -98,7 +98,7 @@ class SyncPolicy(Policy):
                 raise ConfigError(
                     f"micro_batch_size={size} of member {member!r} must be at least 1"
                 )
-        self._micro_batch_sizes = tuple(sizes)
+        self.micro_batch_sizes = tuple(sizes)
         self._in_use = {}
         self._best = {}
 
@@ -176,7 +176,7 @@ class SyncPolicy(Policy):
             if work_for_all:
                 shares, least = self._with_work_for_all(shares, costs, work_for_all)
         if self._avoid_ones:
-            shares = without_ones(shares, self._micro_batch_sizes, self._parked, least)
+            shares = without_ones(shares, self.micro_batch_sizes, self._parked, least)
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def set_parked(self, ranks: frozenset[int]) -> None:
@@ -201,7 +201,7 @@ class SyncPolicy(Policy):
         if len(present) == 1 or undecided:
             self._misfits = []
             return None
-        costs, sizes = self.costs, self._micro_batch_sizes
+        costs, sizes = self.costs, self.micro_batch_sizes
         assert costs is not None
         fastest = better_alone(
             batch_size,
@@ -222,7 +222,7 @@ class SyncPolicy(Policy):
         """Predicted samples per second of each rank alone; see ``Policy``."""
         return tuple(
             speed.cost.samples_per_s(batch_size, size) if speed.is_measured else 0.0
-            for speed, size in zip(self._speeds, self._micro_batch_sizes, strict=True)
+            for speed, size in zip(self._speeds, self.micro_batch_sizes, strict=True)
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class SyncPolicy(Policy):
         """The shares with the earliest finish, and that."""
         if size not in self._best:
             shares = self._fastest(size, costs, {})
-            self._best[size] = shares, finish_s(shares, costs, self._micro_batch_sizes)
+            self._best[size] = shares, finish_s(shares, costs, self.micro_batch_sizes)
         return self._best[size]
 
     def _fastest(
@@ -279,7 +279,7 @@ class SyncPolicy(Policy):
         best = fastest_shares(
             size,
             [costs[r] for r in self._present],
-            [self._micro_batch_sizes[r] for r in self._present],
+            [self.micro_batch_sizes[r] for r in self._present],
             [least.get(r, 0) for r in self._present],
         )
         shares = [0] * len(costs)
@@ -296,7 +296,7 @@ class SyncPolicy(Policy):
             return self._fastest(size, costs, {retried: 1})
         held, windows = self._in_use.pop(size, (best, 0))
         band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
-        if best_s < (1.0 - band) * finish_s(held, costs, self._micro_batch_sizes):
+        if best_s < (1.0 - band) * finish_s(held, costs, self.micro_batch_sizes):
             held, windows = best, 0
         self._in_use[size] = held, windows + 1
         if len(self._in_use) > _NUM_SIZES:
@@ -313,7 +313,7 @@ class SyncPolicy(Policy):
         if min(shares[r] for r in self._present) >= least:
             return shares, least
         raised = self._fastest(sum(shares), costs, dict.fromkeys(self._present, least))
-        best_s, raised_s = (finish_s(s, costs, self._micro_batch_sizes) for s in (shares, raised))
+        best_s, raised_s = (finish_s(s, costs, self.micro_batch_sizes) for s in (shares, raised))
         if raised_s - best_s > affordable * (best_s + self.exchange_s):
             return shares, 0
         return raised, least
@@ -326,7 +326,7 @@ class SyncPolicy(Policy):
         if not idle:
             return None
         rank = max(idle, key=lambda candidate: self._idle_windows[candidate])
-        lost_s = costs[rank].seconds(1, self._micro_batch_sizes[rank]) - best_s
+        lost_s = costs[rank].seconds(1, self.micro_batch_sizes[rank]) - best_s
         # At least a window's worth: where the retry is free, as with fewer samples than ranks,
         # work should not go round in circles either.
         affordable_s = _RETRY * self._idle_windows[rank] * best_s

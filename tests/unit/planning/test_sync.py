@@ -344,7 +344,7 @@ def test_micro_batch_sizes_can_change():
         policy.observe([report, report], plan, 0.0)
     assert policy.plan(0, 0, 0, 16).shares == (8, 8)
     policy.set_micro_batch_sizes([8, 2])
-    assert policy._micro_batch_sizes == (8, 2)
+    assert policy.micro_batch_sizes == (8, 2)
     assert policy.plan(1, 0, 16, 16).shares == (12, 4)
 
 
@@ -362,7 +362,7 @@ def test_parking_can_be_decided_from_what_the_policy_knows():
     team.run(32, 10)
     policy = team.policy
     assert policy.costs is not None
-    costs, sizes = policy.costs, policy._micro_batch_sizes
+    costs, sizes = policy.costs, policy.micro_batch_sizes
     together_s = finish_s(policy.plan(10, 0, 0, 32).shares, costs, sizes)
     for exchange_s, expected in [(policy.exchange_s, None), (10.0, 0)]:
         assert better_alone(32, costs, sizes, together_s + exchange_s) == expected
@@ -438,7 +438,7 @@ def test_state_goes_on_in_a_team_of_another_size():
 def test_state_goes_on_alike():
     team = Team(at_speeds(1.0, 0.4), noise=0.03)
     team.run(64, 15)
-    twin = SyncPolicy(team.policy.members, team.policy._micro_batch_sizes)
+    twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
     twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
     assert twin.costs == team.policy.costs
     assert twin.state_dict() == team.policy.state_dict()
