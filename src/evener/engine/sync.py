@@ -313,7 +313,7 @@ class SyncEngine(ParkingEngine):
                 self.habits.notice(warning)
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
         started_s = time.perf_counter()
-        if self._check.is_due(plan.window):
+        if self._check.every and self._check.is_due(plan.window):
             self._check.compare(self.comm, plan.window)
         sync_s = self._sync_s + time.perf_counter() - started_s
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
