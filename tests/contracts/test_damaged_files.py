@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.config.folders import folder_in_use
-from evener.config.pretrain import load_run_config
 from evener.config.runs import ModelConfig
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
@@ -26,6 +25,7 @@ from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
 from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from evener.team.place_file import read_place
+from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 

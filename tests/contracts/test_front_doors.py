@@ -15,8 +15,8 @@ from evener import (
     Verdict,
     WorkerError,
 )
-from evener.config.pretrain import load_run_config
 from evener.team.placement import devices_of_host
+from helpers.configurations import load_run_config
 
 
 def setup(policy: str = "sync", **options: Any) -> Ddp:

@@ -1,8 +1,6 @@
 """The YAML of a pretraining run: every key, its default, its limits. No torch here."""
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +14,6 @@ from evener.config.checks import (
     Whole,
     asks_for,
 )
-from evener.config.loading import load_config
 from evener.config.runs import EvalConfig, JobConfig, ModelConfig, OptimizerConfig
 
 BPE = "bpe"
@@ -110,13 +107,3 @@ class RunConfig(JobConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: HeldoutLossConfig = HeldoutLossConfig()
     sample: SampleConfig = SampleConfig()
-
-
-def load_run_config(
-    path: Path | None,
-    overrides: Iterable[str] = (),
-    *,
-    base: Mapping[str, Any] | None = None,
-) -> RunConfig:
-    """Read and check the configuration of a pretraining run; see ``load_config``."""
-    return load_config(RunConfig, path, overrides, base=base)

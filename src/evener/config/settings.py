@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
 from numbers import Real
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -23,15 +23,7 @@ from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERH
 from evener.planning.guard import DivergenceGuard, make_guard
 from evener.planning.policies import ApplyPolicy
 
-_Speeds = (
-    Annotated[Sequence[AboveZero], Field(min_length=1)]
-    | Annotated[Mapping[NotNegative, AboveZero], Field(min_length=1)]
-)
-
-
-def _check_guard(guard: Any) -> Any:
-    make_guard(guard)
-    return guard
+_Speeds = Sequence[AboveZero] | Mapping[NotNegative, AboveZero]
 
 
 def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
@@ -65,7 +57,8 @@ class LocalOptions:
     max_anchor: NotNegative | None = None
     max_batch_diff: NotNegative | None = None
     divergence_guard: Annotated[
-        str | bool | DivergenceGuard | None, BeforeValidator(_check_guard)
+        str | bool | DivergenceGuard | None,
+        BeforeValidator(lambda guard: make_guard(guard) and guard),
     ] = "level"
     divergence_threshold: AboveZero | None = None
     lr_scale_ratio: NotBelowZero = 0.0
@@ -85,10 +78,10 @@ class LocalOptions:
         ``max_batch_diff`` is none of them: it bounds how far ranks are apart in a window, not how
         fast the counts may follow the anchor.
         """
-        cadence = ElChe(world_size, ANCHOR if self.anchor is None else self.anchor)
+        cadence = ElChe(world_size, self.anchor or ANCHOR).with_max_anchor(self._largest_anchor)
         if self.overhead_target is not None:
             cadence.with_overhead_target(self.overhead_target)
-        return cadence.with_max_anchor(self._largest_anchor)
+        return cadence
 
     @property
     def _largest_anchor(self) -> int:
@@ -125,27 +118,21 @@ class TrainingOptions(LocalOptions):
 
     max_grad_norm: AboveZero | None = None
     non_finite: Literal["raise", "skip"] = "raise"
-    speed_hint: (
-        Annotated[
-            _Speeds,
-            asks_for(
-                "give a finite number above 0 for each rank, relative to one another, such as "
-                "[1, 0.33], or by rank: {1: 0.33}"
-            ),
-        ]
-        | None
-    ) = None
-    partition_ratios: (
-        Annotated[
-            Sequence[NotBelowZero],
-            AfterValidator(_not_all_zero),
-            asks_for(
-                "give a finite number of 0 or more, not all 0 for each rank, relative to one "
-                "another, such as [1, 0.33]"
-            ),
-        ]
-        | None
-    ) = None
+    speed_hint: Annotated[
+        Annotated[Sequence[AboveZero] | Mapping[NotNegative, AboveZero], Field(min_length=1)]
+        | None,
+        asks_for(
+            "give a finite number above 0 for each rank, relative to one another, such as "
+            "[1, 0.33], or by rank: {1: 0.33}"
+        ),
+    ] = None
+    partition_ratios: Annotated[
+        Annotated[Sequence[NotBelowZero], AfterValidator(_not_all_zero)] | None,
+        asks_for(
+            "give a finite number of 0 or more, not all 0 for each rank, relative to one another, "
+            "such as [1, 0.33]"
+        ),
+    ] = None
     verify_every: NotNegative | None = None
     timeout_s: AboveZero = 600.0
 
@@ -179,25 +166,22 @@ class DdpConfig(TrainingOptions):
         ConfigError: An option is unknown or out of range, or two exclude one another.
     """
 
-    gradient_buckets: (
-        Annotated[
-            Sequence[tuple[str, Sequence[str]]],
-            asks_for(
-                "give pairs of a label and a list of parameter names, such as "
-                "[('head', ['head.weight', 'head.bias'])]"
-            ),
-        ]
-        | None
-    ) = None
+    gradient_buckets: Annotated[
+        Sequence[tuple[str, Sequence[str]]] | None,
+        asks_for(
+            "give pairs of a label and a list of parameter names, such as "
+            "[('head', ['head.weight', 'head.bias'])]"
+        ),
+    ] = None
     emulate_slow: Annotated[
         Mapping[NotNegative, Annotated[Number, Field(ge=1)]],
         asks_for(
             "give a factor for each rank to be slowed, finite and 1 or more, such as {1: 3.0}"
         ),
     ] = field(default_factory=dict)
-    stop_when: (
-        Annotated[Callable[[], bool], asks_for("give a function without arguments")] | None
-    ) = None
+    stop_when: Annotated[
+        Callable[[], bool] | None, asks_for("give a function without arguments")
+    ] = None
     quiet: bool = False
 
     def with_speed_hint(self, slow_rank: int, ratio: float) -> Self:
@@ -225,8 +209,8 @@ class DdpConfig(TrainingOptions):
         if self.speed_hint is None:
             return None
         if isinstance(self.speed_hint, Mapping):
-            return tuple(float(self.speed_hint.get(rank, 1.0)) for rank in range(world_size))
-        return tuple(map(float, self.speed_hint))
+            return tuple(self.speed_hint.get(rank, 1.0) for rank in range(world_size))
+        return tuple(self.speed_hint)
 
     def check_policy(self, policy: ApplyPolicy) -> None:
         """Refuse options that were given and have no effect with the policy.

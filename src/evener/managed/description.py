@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar
 
 import torch
-from pydantic import BeforeValidator, InstanceOf, PlainValidator, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainValidator, ValidationInfo
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from evener.config.checks import MicroBatchSize, checked, whole_number
+from evener.config.checks import MicroBatchSize, asks_for, checked, whole_number
 from evener.config.settings import DdpConfig
 from evener.devices import count_accelerators
 from evener.engine.schedule import ProgressSchedule
@@ -59,24 +59,15 @@ def _check_function(value: object, option: ValidationInfo) -> object:
     return value
 
 
-def _check_folder(value: object) -> Path:
-    if not isinstance(value, str | Path):
-        raise ValueError("give the path of a folder")
-    return Path(value).expanduser().absolute()
-
-
-def _whole_from(least: int) -> BeforeValidator:
-    def check(value: object, option: ValidationInfo) -> int:
-        return whole_number(str(option.field_name), value, least)
-
-    return BeforeValidator(check)
-
-
 _Value = TypeVar("_Value")
 _Function = Annotated[_Value, BeforeValidator(_check_function)]
-_Folder = Annotated[str | Path, PlainValidator(_check_folder)]
-_Index = Annotated[int, _whole_from(0)]
-_Count = Annotated[int, _whole_from(1)]
+_Folder = Annotated[
+    str | Path,
+    AfterValidator(lambda folder: Path(folder).expanduser().absolute()),
+    asks_for("give the path of a folder"),
+]
+_Index = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_name, n, 0))]
+_Count = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_name, n, 1))]
 #: What pydantic takes as it is; checked below.
 _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 

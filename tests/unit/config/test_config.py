@@ -5,8 +5,9 @@ import pytest
 
 from evener.config.options import PretrainOptions
 from evener.config.presets import DEMO, resolve_config
-from evener.config.pretrain import RunConfig, load_run_config
+from evener.config.pretrain import RunConfig
 from evener.errors import CheckpointError, ConfigError, DataError
+from helpers.configurations import load_run_config
 
 KEYS = (
     "anchor, overhead_target, max_anchor, max_batch_diff, divergence_guard, "

@@ -1,0 +1,9 @@
+"""Configurations of pretraining runs, as ``evener pretrain`` reads them."""
+
+from functools import partial
+
+from evener.config.loading import load_config
+from evener.config.pretrain import RunConfig
+
+#: ``load_run_config(path, overrides, base=...)``.
+load_run_config = partial(load_config, RunConfig)
