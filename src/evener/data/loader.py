@@ -10,6 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import BaseContext
 from typing import Any, Final, Literal, final, get_args
 
@@ -106,13 +107,10 @@ class ThreadFetcher(Fetcher):
     def close(self) -> None:
         """Drops what is queued and waits, at most 5 s, for the batch that is being loaded."""
         self._closed = True
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job.settle(UsageError("the fetcher was closed before this batch was loaded"))
+        with suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
+                    job.settle(UsageError("the fetcher was closed before this batch was loaded"))
         self._jobs.put(None)
         self._thread.join(_THREAD_GRACE_S)
 

@@ -9,7 +9,7 @@ from evener.data.cursor import Permutation
 _CHUNK: Final = 4096
 
 
-class EpochOrder:
+class EpochOrder(Permutation):
     """Gives the same indices as ``Permutation``, many times faster where many are asked for.
 
     Positions are asked for in ascending order, or nearly so: indices of the chunk around the last
@@ -25,11 +25,8 @@ class EpochOrder:
     """
 
     def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
-        self._permutation = Permutation(num_samples, seed, epoch)
+        super().__init__(num_samples, seed, epoch)
         self._chunks: dict[int, list[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._permutation)
 
     def __getitem__(self, position: int) -> int:
         """Return the sample index; ``IndexError`` outside ``[0, num_samples)``."""
@@ -41,8 +38,8 @@ class EpochOrder:
                 del self._chunks[min(self._chunks)]
             first = number * _CHUNK
             positions = np.arange(first, min(first + _CHUNK, len(self)), dtype=np.uint64)
-            values = self._permutation.shuffle(positions)
+            values = self.shuffle(positions)
             while (outside := values >= len(self)).any():
-                values[outside] = self._permutation.shuffle(values[outside])
+                values[outside] = self.shuffle(values[outside])
             chunk = self._chunks[number] = values.tolist()
         return chunk[place]

@@ -37,19 +37,24 @@ def read_records(file: SourceFile, *, text_key: str, rejects: Rejects) -> Iterat
         DataError: The file cannot be read, is damaged, or has no such column.
         ConfigError: It is parquet, and pyarrow is not installed.
     """
-    if file.path.name.lower().endswith(".parquet"):
-        yield from _read_parquet(file, text_key, rejects)
-        return
+    is_table, done = file.path.name.lower().endswith(".parquet"), 0
     with reading(file) as stream:
-        done = 0
-        for number, line in read_lines(file.path, stream):
+        # Asking for the position costs a system call.
+        lines = (
+            (number, line, done if number % 64 else stream.tell())
+            for number, line in read_lines(file.path, stream)
+        )
+        rows: Iterator[tuple[int, Any, int]] = _parquet_rows(file, text_key) if is_table else lines
+        for number, record, position in rows:
             try:
-                text = text_of(parse_line(line), text_key)
-            except ValueError as error:
-                rejects.add(f"{file.path}:{number}", str(error))
+                value = {text_key: record.as_py()} if is_table else parse_line(record)
+                text = text_of(value, text_key)
+            except ValueError as error:  # a UnicodeDecodeError is one, too
+                where = f", row {number}" if is_table else f":{number}"
+                rejects.add(f"{file.path}{where}", str(error))
                 continue
-            read_bytes, done = stream.tell() - done, stream.tell()
-            yield Document(f"{file.label}#{number}", text, len(text.encode()), read_bytes)
+            yield Document(f"{file.label}#{number}", text, len(text.encode()), position - done)
+            done = position
 
 
 # ── JSON Lines ───────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +100,8 @@ def parse_line(line: bytes) -> Any:
 # ── parquet ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read_parquet(file: SourceFile, text_key: str, rejects: Rejects) -> Iterator[Document]:
+def _parquet_rows(file: SourceFile, text_key: str) -> Iterator[tuple[int, Any, int]]:
+    """Yield number (from 0), value, and how much of the file has been read up to it."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -104,23 +110,14 @@ def _read_parquet(file: SourceFile, text_key: str, rejects: Rejects) -> Iterator
             f"{file.path} needs {error.name}: pip install 'evener[data]', or give the text as "
             "JSON Lines"
         ) from None
-    row, done = 0, 0
     try:
         with parquet.ParquetFile(file.path) as table:
             _check_column(file, table.schema_arrow, text_key)
             total = max(1, table.metadata.num_rows)
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=[text_key], use_threads=False)
-            for batch in batches:
-                for value in batch.column(text_key):
-                    try:
-                        text = text_of({text_key: value.as_py()}, text_key)
-                    except ValueError as error:  # a UnicodeDecodeError is one, too
-                        rejects.add(f"{file.path}, row {row}", str(error))
-                    else:
-                        read = file.size * (row + 1) // total
-                        yield Document(f"{file.label}#{row}", text, len(text.encode()), read - done)
-                        done = read
-                    row += 1
+            values = (value for batch in batches for value in batch.column(text_key))
+            for row, value in enumerate(values):
+                yield row, value, file.size * (row + 1) // total
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{file.path} cannot be read as parquet: {error}. Fetch or write it again"

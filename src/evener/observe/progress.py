@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple, TextIO
 
 from evener.observe.events import Event, Sink, Totals, mean_loss
@@ -46,13 +47,10 @@ class ProgressSink(Sink):
 
     def close(self) -> None:
         """Leave the last state on the stream, with a line end."""
-        if not self._usable:
-            return
-        try:
-            self._end_live()
-            self._stream.flush()
-        except (OSError, ValueError):
-            pass
+        if self._usable:
+            with suppress(OSError, ValueError):
+                self._end_live()
+                self._stream.flush()
         self._usable = False
 
     def _take(self, event: Event) -> None:
@@ -84,21 +82,17 @@ class ProgressSink(Sink):
     def _print_plain(self, t: float) -> None:
         self._num_lines += 1
         self._last_shown_t = t
-        self._stream.write(self._state.line() + "\n")
-        self._stream.flush()
+        self._write(self._state.line() + "\n")
 
     def _print_above(self, text: str) -> None:
-        self._clear_live()
-        self._stream.write(text + "\n")
+        self._write(text + "\n")
         if self._live and self._state.windows:
             self._show_live()
-        self._stream.flush()
 
     def _show_live(self) -> None:
         # Written without rich's console, which ends the process when a pipe breaks.
         from rich.cells import cell_len, chop_cells
 
-        self._clear_live()
         # A line as wide as the terminal would wrap when the cursor moves on.
         most = max(1, _width(self._stream) - 1)
         # What is least missed goes first; a share and a wait are worth more than a bar.
@@ -106,8 +100,7 @@ class ProgressSink(Sink):
             line = self._state.line(**options)
             if cell_len(line) <= most:
                 break
-        self._stream.write(chop_cells(line, most)[0])
-        self._stream.flush()
+        self._write(chop_cells(line, most)[0])
         self._shown = True
 
     def _end_live(self) -> None:
@@ -117,10 +110,11 @@ class ProgressSink(Sink):
             self._stream.write("\n")
         self._live = self._shown = False
 
-    def _clear_live(self) -> None:
-        if self._shown:
-            self._stream.write("\r\x1b[2K")
-            self._shown = False
+    def _write(self, text: str) -> None:
+        """Write in place of the live line, if that is on the screen."""
+        self._stream.write("\r\x1b[2K" * self._shown + text)
+        self._stream.flush()
+        self._shown = False
 
 
 class _Window(NamedTuple):
