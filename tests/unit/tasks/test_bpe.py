@@ -1,6 +1,8 @@
 """A tokenizer trained on a corpus: exact, deterministic, cached, what AutoTokenizer loads."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +124,23 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         trained_tokenizer(
             IterableSource(TEXTS, "text"), 300, tmp_path / "file/cache", on_error="stop"
         )
+
+
+def test_of_two_processes_that_train_the_same_either_may_be_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> Path:
+        return trained_tokenizer(IterableSource(TEXTS, "text"), 300, tmp_path, on_error="stop")
+
+    new_folder = bpe.new_folder
+
+    @contextmanager
+    def beaten(final: Path) -> Iterator[Path]:
+        monkeypatch.setattr(bpe, "new_folder", new_folder)
+        train()
+        with new_folder(final) as fresh:
+            yield fresh
+            raise FileExistsError
+
+    monkeypatch.setattr(bpe, "new_folder", beaten)
+    assert load_tokenizer(train()).eos_id == EOS_ID

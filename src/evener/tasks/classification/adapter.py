@@ -18,24 +18,11 @@ from evener.tasks.classification.base_model import Base, folder_fingerprint
 from evener.tasks.classification.samples import LabelSet
 from evener.tasks.language_model import in_short, quiet
 
-_DECODER = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-#: Linear layers that an adapter usually sits on, by model type. Others get all linear layers.
+#: Linear layers that an adapter usually sits on, by model type; in others it sits on all of them.
 TARGETS: Mapping[str, list[str]] = {
-    **dict.fromkeys(
-        ("gemma", "gemma2", "llama", "mistral", "olmo", "olmo2", "qwen2", "qwen3", "smollm3"),
-        _DECODER,
-    ),
-    **{
-        key: ["query", "key", "value"]
-        for key in ("albert", "bert", "camembert", "electra", "roberta", "xlm-roberta")
-    },
-    "distilbert": ["q_lin", "k_lin", "v_lin", "out_lin"],
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
-    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
-}
+    kind: ["query", "key", "value"]
+    for kind in ("albert", "bert", "camembert", "electra", "roberta", "xlm-roberta")
+} | {"distilbert": ["q_lin", "k_lin", "v_lin", "out_lin"]}
 
 #: Beside the adapter, the configuration of its base with a head. Under the usual name
 #: ``config.json``, transformers would take the folder for that of a whole model.
@@ -162,14 +149,8 @@ def load_adapter(
 
 def _refuse_others(network: nn.Module, folder: Path, wanted: LoraConfig) -> None:
     """An adapter keeps what it was made with: other settings would do nothing."""
-    config, mark = _config_of(network), ".lora_A"
-    layers = [n.removesuffix(mark) for n, _ in network.named_modules() if n.endswith(mark)]
-    made = {
-        "rank": config.r,
-        "alpha": config.lora_alpha,
-        "dropout": config.lora_dropout,
-        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
-    }
+    made = {**adapter_settings(network), "dropout": _config_of(network).lora_dropout}
+    layers = _adapted(network)
     given = wanted.model_dump(include=wanted.model_fields_set, exclude_none=True)
     for key, value in sorted(given.items()):
         same = value == made[key]
@@ -282,15 +263,17 @@ def _config_of(network: nn.Module) -> Any:
     return network.peft_config["default"]  # type: ignore[index]
 
 
+def _adapted(network: nn.Module) -> list[str]:
+    """The names of the layers that the adapter sits on."""
+    mark = ".lora_A"
+    return [n.removesuffix(mark) for n, _ in network.named_modules() if n.endswith(mark)]
+
+
 def adapter_settings(network: nn.Module) -> dict[str, Any]:
-    """What decides, beside its weights, what an adapter does; as plain JSON types."""
+    """Return what decides, beside its weights, what an adapter does; as plain JSON types."""
     config = _config_of(network)
-    targets = config.target_modules  # a pattern, or names
-    return {
-        "rank": config.r,
-        "alpha": config.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }
+    targets = sorted({name.rpartition(".")[2] for name in _adapted(network)})
+    return {"rank": config.r, "alpha": config.lora_alpha, "target_modules": targets}
 
 
 def save_adapter(network: nn.Module, folder: Path, base: Base) -> None:

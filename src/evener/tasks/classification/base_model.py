@@ -147,14 +147,11 @@ def _longest_text(model: nn.Module) -> float:
     return float(positions)
 
 
-def _modules_of(parameters: Iterable[str], prefix: str) -> tuple[str, ...]:
+def _modules_of(names: Iterable[str], prefix: str) -> tuple[str, ...]:
     """Names of the modules that hold parameters: of those beside the backbone, the outermost."""
     return tuple(
         sorted(
-            {
-                name.rpartition(".")[0] if name.startswith(prefix) else name.partition(".")[0]
-                for name in parameters
-            }
+            {n.rpartition(".")[0] if n.startswith(prefix) else n.partition(".")[0] for n in names}
         )
     )
 

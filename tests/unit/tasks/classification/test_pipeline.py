@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evener.config.classify import ClassifyModelConfig
-from evener.errors import ConfigError
+from evener.errors import ConfigError, EvenerError
 from evener.tasks.classification.encoding import TextEncoder
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.samples import LabelSet
@@ -75,6 +75,14 @@ def test_what_was_saved_predicts_the_same(saved: tuple[ClassifyPipeline, Path]) 
     for one, other in zip(pipeline.predict(texts), again.predict(texts), strict=True):
         assert one.label == other.label
         assert one.probabilities == pytest.approx(other.probabilities, abs=1e-6)
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    saved: tuple[ClassifyPipeline, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EvenerError, match=r"file/folder cannot be written: .*; free disk space"):
+        saved[0].save(tmp_path / "file" / "folder")
 
 
 def test_an_adapter_of_another_base_is_refused(
