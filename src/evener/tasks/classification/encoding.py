@@ -13,8 +13,8 @@ from evener.errors import ConfigError
 from evener.tasks.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
-    ByteTokenizer,
     CausalTokenizer,
+    FolderTokenizer,
     fingerprint_of,
     open_tokenizer,
 )
@@ -57,9 +57,6 @@ class TextEncoder:
         suffix: Ids after it.
         pad_id: What fills shorter texts.
         seq_len: Most tokens of a text, special ones included.
-
-    Raises:
-        ConfigError: The tokens around a text leave no room for it.
     """
 
     tokenizer: CausalTokenizer
@@ -67,13 +64,6 @@ class TextEncoder:
     suffix: list[int]
     pad_id: int
     seq_len: int
-
-    def __post_init__(self) -> None:
-        if self._room <= 0:
-            raise ConfigError(
-                f"seq_len is {self.seq_len}, and the tokenizer puts {self.seq_len - self._room} "
-                "tokens around every text, which leaves no room for it; raise seq_len"
-            )
 
     @classmethod
     def load(cls, folder: Path | None, seq_len: int, end_tokens: int = 1) -> "TextEncoder":
@@ -89,18 +79,22 @@ class TextEncoder:
             ConfigError: ``seq_len`` leaves no room for text.
         """
         tokenizer = open_tokenizer(folder)
-        eos_id = tokenizer.eos_id
-        if isinstance(tokenizer, ByteTokenizer):
-            return cls(tokenizer, [], [eos_id] * end_tokens, _NUL, seq_len)
-        own, plain = tokenizer.hugging_face, tokenizer.encode("a").tolist()
-        whole = list(own.encode("a", add_special_tokens=True))
-        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        prefix, suffix = whole[:start], whole[start + len(plain) :]
-        pad_id = -1 if own.pad_token_id is None else int(own.pad_token_id)
-        if pad_id in (-1, eos_id):
-            pad_id = eos_id if own.unk_token_id is None else int(own.unk_token_id)
+        eos_id, prefix, suffix, pad_id = tokenizer.eos_id, [], [], _NUL
+        if isinstance(tokenizer, FolderTokenizer):
+            own, plain = tokenizer.hugging_face, tokenizer.encode("a").tolist()
+            whole = list(own.encode("a", add_special_tokens=True))
+            start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+            prefix, suffix = whole[:start], whole[start + len(plain) :]
+            pad_id = -1 if own.pad_token_id is None else int(own.pad_token_id)
+            if pad_id in (-1, eos_id):
+                pad_id = eos_id if own.unk_token_id is None else int(own.unk_token_id)
         if not suffix and eos_id not in (-1, pad_id):
             suffix = [eos_id] * end_tokens
+        if seq_len <= (around := len(prefix) + len(suffix)):
+            raise ConfigError(
+                f"seq_len is {seq_len}, and the tokenizer puts {around} tokens around every text, "
+                "which leaves no room for it; raise seq_len"
+            )
         return cls(tokenizer, prefix, suffix, max(0, pad_id), seq_len)
 
     @property
@@ -109,14 +103,11 @@ class TextEncoder:
         settings = f"{self.seq_len} {self.prefix} {self.suffix} {self.pad_id} "
         return fingerprint_of(self.tokenizer.files(), settings)
 
-    @property
-    def _room(self) -> int:
-        return self.seq_len - len(self.prefix) - len(self.suffix)
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, at most ``seq_len``."""
+        room = self.seq_len - len(self.prefix) - len(self.suffix)
         # A token has at most some hundred characters; a book need not be read to its end.
-        ids = self.tokenizer.encode(text[: self._room * 64])[: self._room]
+        ids = self.tokenizer.encode(text[: room * 64])[:room]
         return [*self.prefix, *ids.tolist(), *self.suffix]
 
     def collate(self, encoded: Sequence[Encoded]) -> Batch:
