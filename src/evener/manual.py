@@ -22,8 +22,7 @@ from evener.team.backends import check_backend, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
-from evener.team.hardware import hardware_summary
-from evener.team.members import Member, describe_self
+from evener.team.members import Member, describe_self, hardware_summary
 from evener.team.placement import device_by_number, devices_of_host
 from evener.team.terminal import say
 

@@ -46,8 +46,7 @@ from evener.team.backends import check_backend, check_policy, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
-from evener.team.hardware import team_lines
-from evener.team.members import Member, describe_self
+from evener.team.members import Member, describe_self, team_lines
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
 

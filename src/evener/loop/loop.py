@@ -27,10 +27,10 @@ from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.row import Purpose
 from evener.team.environment import DistributedTrainConfig
+from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
 from evener.team.placement import Devices, devices_of_host, place_in
 from evener.team.starting import start_all_ranks
-from evener.team.uncaught import explain_with, forget, note
 
 #: Longest wait for another rank in ``Ddp.close``, in seconds: work that remains is no reason there.
 CLOSING_S = 60.0

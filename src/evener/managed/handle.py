@@ -1,5 +1,6 @@
 """A managed run as its user holds it: metrics as they land, the trained model, stop."""
 
+import signal
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from evener.managed.metrics import EpochMetrics
 from evener.managed.rank import ManagedRank
 from evener.managed.trained import TrainedState
 from evener.team.environment import DistributedTrainConfig
-from evener.team.signals import OneInterrupt
+from evener.team.signals import StopSignals
 from evener.team.terminal import say
 
 # An interrupted run gets so long to stop and hand over its state; a second Ctrl-C ends it at once.
@@ -65,6 +66,7 @@ class InlineRun(Run):
         self._rank: ManagedRank | None = None
         self._epochs: Iterator[EpochMetrics] | None = None
         self._stop = threading.Event()
+        self._interrupt = StopSignals([signal.SIGINT])
         self._done = False
 
     def next_metrics(self) -> EpochMetrics | None:
@@ -102,17 +104,22 @@ class InlineRun(Run):
             self._rank = ManagedRank(
                 self._job,
                 environment=DistributedTrainConfig(),
-                stop_when=self._stop.is_set,
+                stop_when=self._is_stopped,
                 sinks=self._job.sinks,
             )
             self._epochs = self._rank.train()
-        with OneInterrupt(self._stop.set) as interrupt:
+        # The first Ctrl-C is a request, so that it breaks off no optimizer step.
+        with StopSignals([signal.SIGINT], max_interrupts=1) as self._interrupt:
             metrics = next(self._epochs, None)
-            while interrupt.came and next(self._epochs, None) is not None:
+            while self._interrupt.requested and next(self._epochs, None) is not None:
                 pass  # what is left of a run that stops
-        if interrupt.came:
+        if self._interrupt.requested:
+            self._stop.set()
             raise KeyboardInterrupt
         return metrics
+
+    def _is_stopped(self) -> bool:
+        return self._stop.is_set() or self._interrupt.requested is not None
 
     def _end(self, error: Exception | None = None) -> None:
         self._done = True

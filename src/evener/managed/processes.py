@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
@@ -156,11 +156,6 @@ class WorkerTeam(Supervisor, Run):
             self._metrics.put(None)
             self._ended.set()
 
-    def _start(self, *args: Any) -> None:
-        with self._job:
-            super()._start(*args)
-        self._started.set()
-
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
         if "metrics" in message:
@@ -184,6 +179,8 @@ class WorkerTeam(Supervisor, Run):
         return self._must_end.is_set()
 
     def _decide(self) -> None:
+        self._job.close()  # the workers have it
+        self._started.set()
         at_work = self._at_work
         for child in self.children:
             has_left = child.has_ended and child.code == 0 and child.place != DONE

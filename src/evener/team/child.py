@@ -15,9 +15,8 @@ from typing import Any
 from evener.errors import UserError
 from evener.team.channel import CHANNEL_FD, Channel
 from evener.team.environment import LAUNCHED, STORE_FD, DistributedTrainConfig
-from evener.team.failures import describe, exit_code_of
+from evener.team.failures import add_notes, describe, exit_code_of
 from evener.team.host import available_cores, threads_per_rank
-from evener.team.uncaught import explain
 
 #: Set by evener's launcher: its own process number.
 PARENT_PID = "EVENER_PARENT_PID"
@@ -91,7 +90,7 @@ def report_failure(error: Exception | SystemExit) -> int:
     Returns:
         What the process should exit with.
     """
-    explain(error)
+    add_notes(error)
     if _is_supervised():
         tell(failure=asdict(describe(error)))
     elif isinstance(error, UserError):

@@ -1,10 +1,17 @@
-"""What a rank that fails tells its launcher, before it exits."""
+"""What is said of an exception that ends a rank.
 
+What the open teams of the process know about it is added to it: by ``sys.excepthook``, which is
+wrapped meanwhile, or by ``report_failure``, by which a rank tells its supervisor.
+"""
+
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from weakref import WeakMethod
 
 from evener.comm.causes import is_of_an_exchange
 from evener.errors import (
@@ -101,3 +108,58 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+# ── what a team knows about an exception ─────────────────────────────────────────────────────────
+
+_explainers: list[WeakMethod[Callable[[BaseException], None]]] = []
+_undo: list[Callable[[], None]] = []
+
+
+def explain_with(method: Callable[[BaseException], None]) -> None:
+    """Have ``method`` add its notes to exceptions that nobody catches, until ``forget``.
+
+    Args:
+        method: A bound method; its object is not kept alive.
+    """
+    if not _explainers:
+        _wrap_hook()
+    _explainers.append(WeakMethod(method))
+
+
+def forget(method: Callable[[BaseException], None]) -> None:
+    """Undo ``explain_with``, and with the last one put ``sys.excepthook`` back; idempotent."""
+    _explainers[:] = [e for e in _explainers if e() is not None and e() != method]
+    while _undo and not _explainers:
+        _undo.pop()()
+
+
+def add_notes(error: BaseException) -> None:
+    """Add to an exception what the open teams know about it."""
+    for known in _explainers:
+        method = known()
+        if method is not None:
+            method(error)
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an exception, once."""
+    if text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
+def _wrap_hook() -> None:
+    before = sys.excepthook
+
+    def show(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        add_notes(error)
+        before(kind, error, traceback)
+
+    def undo() -> None:
+        if sys.excepthook is show:  # else somebody has wrapped it in turn, and may still call it
+            sys.excepthook = before
+
+    sys.excepthook = show
+    _undo.append(undo)

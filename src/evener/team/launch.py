@@ -68,7 +68,7 @@ def launch(
         ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
     with closing(peers), SignalQueue() as signals:
         launcher = _Launcher(signals, peers, grace_s)
-        launcher.run(command, ranks, store, os.environ)
+        launcher.run(command, ranks, store, os.environ, {})
         return launcher.conclude()
 
 

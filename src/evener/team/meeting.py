@@ -42,7 +42,7 @@ class Peers:
     """The launchers that this one is connected to: all others on node 0, node 0 elsewhere."""
 
     def __init__(self, channels: Sequence[Channel] = ()) -> None:
-        self.channels = list(channels)
+        self.channels = [channel for channel in channels if not channel.has_ended]
 
     def tell(self, message: Message) -> None:
         """Tells the other launchers, as far as they can be reached."""
@@ -315,7 +315,7 @@ class _Host:
         message = messages[0] if messages else {}
         self._is_reached |= message.get("token") == self._token
         hello = _parse_hello(message)
-        if hello is not None and self._admits(stranger, hello):
+        if hello is not None and self._admits(stranger, hello) and not stranger.has_ended:
             self._nodes[stranger] = hello
             stranger.tell({"waiting": True})
         else:

@@ -35,16 +35,15 @@ class OutputPump:
         self._writing = False
         self._thread = threading.Thread(target=self._run, name="evener-output", daemon=True)
 
-    def carry(self, prefix: bytes, source: IO[bytes] | None, target: int) -> None:
+    def carry(self, prefix: bytes, source: IO[bytes], target: int) -> None:
         """Add a pipe, before the start.
 
         Args:
             prefix: A mark for every line.
-            source: The pipe, closed once it has ended; ``None`` for none.
+            source: The pipe, closed once it has ended.
             target: Descriptor that its lines go to.
         """
-        if source is not None:
-            self._streams.append(_Stream(prefix, source, target))
+        self._streams.append(_Stream(prefix, source, target))
 
     def start(self) -> None:
         """Starts copying."""
@@ -64,7 +63,8 @@ class OutputPump:
         Returns:
             Whether all output has been copied.
         """
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

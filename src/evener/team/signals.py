@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
@@ -13,19 +13,27 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Notes SIGINT, SIGTERM and SIGUSR1 instead of dying of them, for as long as it is entered.
+    """Notes signals that ask a loop to stop instead of dying of them, for as long as it is entered.
 
-    The loop finishes its window, writes a checkpoint and ends with ``exit_code``; a third Ctrl-C
-    breaks that off. Handlers are put back on leaving. Outside the
-    main thread, where Python allows no handlers, it does nothing.
+    The loop finishes its window, writes a checkpoint and ends with ``exit_code``; one Ctrl-C too
+    many breaks that off. Handlers are put back on leaving. Handlers of the program's own stay, and
+    outside the main thread, where Python allows none, it does nothing.
+
+    Args:
+        signals: Which.
+        max_interrupts: So many times Ctrl-C is a request. Under torchrun one comes twice, from
+            terminal and agent.
 
     Attributes:
         requested: The first such signal that arrived; ``None`` while none has.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals] = STOPPING, max_interrupts: int = 2
+    ) -> None:
         self.requested: signal.Signals | None = None
-        self._num_interrupts = 0
+        self._signals = signals
+        self._interrupts_left = max_interrupts
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -35,11 +43,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in STOPPING:
-                previous = signal.getsignal(signum)
-                # None: set by C code, which we could not put back. Ignored: `nohup` and background
-                # jobs of scripts mean it.
-                if previous is not None and previous is not signal.SIG_IGN:
+            for signum in self._signals:
+                # What is ignored stays so: `nohup` and background jobs of scripts mean it.
+                if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                     self._previous[signum] = signal.signal(signum, self._note)
         return self
 
@@ -49,49 +55,12 @@ class StopSignals:
         self._previous.clear()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        # Under torchrun one Ctrl-C comes twice, from terminal and agent. Without any launcher only
-        # the user can end a process that waits, as one does for room on a full disk.
-        self._num_interrupts += signum == signal.SIGINT
-        if self.requested is None:
-            self.requested = signal.Signals(signum)
-        elif self._num_interrupts > 2:
+        # Without any launcher only the user can end a process that waits, as one does for room on a
+        # full disk.
+        if signum == signal.SIGINT and not self._interrupts_left:
             signal.default_int_handler(signum, frame)
-
-
-class OneInterrupt:
-    """Turns the first Ctrl-C into a request, so that it breaks off no optimizer step.
-
-    The second one raises ``KeyboardInterrupt`` at once, as does the first where a program has a
-    handler of its own, and outside the main thread.
-
-    Args:
-        request: Called by the handler of the first one.
-
-    Attributes:
-        came: Whether it came.
-    """
-
-    def __init__(self, request: Callable[[], object]) -> None:
-        self.came = False
-        self._request = request
-        self._installed = False
-
-    def __enter__(self) -> Self:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._installed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self.came:
-            signal.default_int_handler(signum, frame)
-        self.came = True
-        self._request()
+        self._interrupts_left -= signum == signal.SIGINT
+        self.requested = self.requested or signal.Signals(signum)
 
 
 class SignalQueue:

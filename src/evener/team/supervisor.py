@@ -16,8 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import MappingProxyType
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final
 
 from evener.errors import LaunchError
 from evener.team import lifeline
@@ -45,7 +44,6 @@ _SETTLE_S = 2.0
 _DEATH_S = 10.0
 # Output that is on its way gets so long, unless a reader such as a pager holds it up.
 _DRAIN_S = 2.0
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,51 +59,6 @@ class Child(RankRecord):
     process: subprocess.Popen[bytes]
     channel: Channel
     place: str = ""
-
-    @classmethod
-    def start(
-        cls,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        handed: Mapping[str, int],
-        *,
-        stdin: int | None,
-        is_piped: bool,
-    ) -> Self:
-        """Start a rank; it dies with the thread that calls this.
-
-        Args:
-            command: Program and arguments.
-            environ: Its environment.
-            handed: Descriptors that it inherits, by the variable that names each.
-            stdin: Its standard input, as ``subprocess`` takes it.
-            is_piped: Whether its output comes through pipes, rather than going where ours goes.
-
-        Raises:
-            LaunchError: The process could not be started.
-        """
-        ours, theirs = socket.socketpair()
-        handed = {**handed, CHANNEL_FD: theirs.fileno()}
-        target = subprocess.PIPE if is_piped else None
-        try:
-            with theirs, start_in_silence():
-                process = subprocess.Popen(
-                    command,
-                    env={**environ, **{name: str(number) for name, number in handed.items()}},
-                    stdin=stdin,
-                    stdout=target,
-                    stderr=target,
-                    pass_fds=list(handed.values()),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            ours.close()
-            raise LaunchError(
-                f"rank {environ['RANK']} could not be started ({command[0]}: {error.strerror}); "
-                "check that the program exists and that the machine has memory and processes left"
-            ) from error
-        rank = int(environ["RANK"])
-        return cls(rank=rank, pid=process.pid, process=process, channel=Channel(ours))
 
     @property
     def is_another_program(self) -> bool:
@@ -166,7 +119,7 @@ class Supervisor(ABC):
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._lifeline: subprocess.Popen[bytes] | None = None
-        self._pump: OutputPump | None = None
+        self._pump = OutputPump()
         self._deadline: float | None = None  # on the monotonic clock; None while nobody has to end
         self._lateness = ""  # what is said of those who miss it
         self._settles_at: float | None = None  # likewise; None while no rank has lost another
@@ -178,9 +131,11 @@ class Supervisor(ABC):
         ranks: LocalRanks,
         store: socket.socket | None,
         environ: Mapping[str, str],
-        handed: Mapping[str, int] = _NOTHING,
+        handed: Mapping[str, int],
     ) -> None:
         """Run a command as the ranks of this host, until all have ended.
+
+        The kernel ends a rank together with the thread that calls this.
 
         Args:
             command: Program and arguments, the same for every rank.
@@ -192,10 +147,22 @@ class Supervisor(ABC):
         Raises:
             LaunchError: A rank could not be started.
         """
+        sys.stdout.flush()
+        sys.stderr.flush()
         try:
             # Rank 0's alone once it has started: if it dies, others see that nobody answers.
-            with store or nullcontext():
-                self._start(command, ranks, store, environ, handed)
+            with store or nullcontext(), start_in_silence():
+                self._lifeline = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                )
+                for local_rank in range(ranks.count):
+                    given = {} if store is None or local_rank else {STORE_FD: store.fileno()}
+                    self._spawn(
+                        command, rank_environment(environ, ranks, local_rank), {**handed, **given}
+                    )
+            self._pump.start()
             self._watch()
         finally:
             self._end_all()
@@ -229,38 +196,36 @@ class Supervisor(ABC):
     def _alive(self) -> list[Child]:
         return [child for child in self.children if not child.has_ended]
 
-    def _start(
-        self,
-        command: Sequence[str],
-        ranks: LocalRanks,
-        store: socket.socket | None,
-        environ: Mapping[str, str],
-        handed: Mapping[str, int],
+    def _spawn(
+        self, command: Sequence[str], environ: Mapping[str, str], handed: Mapping[str, int]
     ) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._lifeline = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        for local_rank in range(ranks.count):
-            is_first = local_rank == 0
-            child = Child.start(
-                command,
-                rank_environment(environ, ranks, local_rank),
-                {**handed, STORE_FD: store.fileno()} if store is not None and is_first else handed,
-                stdin=self.stdin if is_first else subprocess.DEVNULL,
-                is_piped=not is_first,
-            )
-            self.children.append(child)
-            self._tell_lifeline("+", child)
-        self._pump = OutputPump()
-        for child in self.children:
-            mark = f"[rank {child.rank}] ".encode()
-            self._pump.carry(mark, child.process.stdout, 1)
-            self._pump.carry(mark, child.process.stderr, 2)
-        self._pump.start()
+        rank, is_first = int(environ["RANK"]), not self.children
+        ours, theirs = socket.socketpair()
+        handed = {**handed, CHANNEL_FD: theirs.fileno()}
+        target = None if is_first else subprocess.PIPE
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    command,
+                    env={**environ, **{name: str(number) for name, number in handed.items()}},
+                    stdin=self.stdin if is_first else subprocess.DEVNULL,
+                    stdout=target,
+                    stderr=target,
+                    pass_fds=list(handed.values()),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            raise LaunchError(
+                f"rank {rank} could not be started ({command[0]}: {error.strerror}); check that "
+                "the program exists and that the machine has memory and processes left"
+            ) from error
+        child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours))
+        self.children.append(child)
+        self._tell_lifeline("+", child)
+        for source, number in ((process.stdout, 1), (process.stderr, 2)):
+            if source is not None:
+                self._pump.carry(f"[rank {rank}] ".encode(), source, number)
 
     def _watch(self) -> None:
         while alive := self._alive:
@@ -328,7 +293,7 @@ class Supervisor(ABC):
 
     def _drain(self) -> None:
         deadline = time.monotonic() + _DRAIN_S
-        while self._pump is not None and not self._pump.finish(_LOOK_S):
+        while not self._pump.finish(_LOOK_S):
             is_late = time.monotonic() >= deadline and not self._pump.is_writing
             if is_late or self._is_hurried():
                 return

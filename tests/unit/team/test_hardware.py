@@ -2,8 +2,7 @@
 
 import pytest
 
-from evener.team.hardware import hardware_summary
-from evener.team.members import Member
+from evener.team.members import Member, hardware_summary
 
 
 def device(kind: str, name: str, gb: float, **more) -> Member:
