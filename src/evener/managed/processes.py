@@ -250,7 +250,8 @@ class WorkerTeam(Supervisor, Run):
             self._set_deadline(_EXIT_S, "did not end")
             self._order("exit", self._alive)
 
-    def _announce_kill(self, why: str, alive: Sequence[Child]) -> None:
+    def _kill(self, why: str) -> None:
+        alive = self._alive
         early = any(child.place != DONE for child in self.children)
         if alive and early and not self._failing and self.error is None:
             names = ", ".join(f"rank {child.rank} (pid {child.pid})" for child in alive)
@@ -260,6 +261,7 @@ class WorkerTeam(Supervisor, Run):
                 kind=None,
                 state=None,
             )
+        super()._kill(why)
 
     def _failure(self) -> WorkerError:
         first = first_failure(self.children)

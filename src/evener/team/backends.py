@@ -2,9 +2,7 @@
 
 import json
 import platform
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,6 +16,7 @@ from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
 from evener.team.environment import AverageBackend, DistributedTrainConfig, choose
 from evener.team.placement import join
+from evener.team.terminal import warn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +157,10 @@ def _try_nccl(
         return "nccl", f"{reason}, and NCCL has passed its preflight, which took {took}"
     failed = f"NCCL failed its preflight {outcome.failure}"
     if comm.rank == 0:
-        with suppress(OSError, ValueError):  # nobody reads
-            sys.stderr.write(
-                f"warning: {failed}; so ranks exchange over Gloo, by way of host memory, which is "
-                "slower. If NCCL is known to work here, backend='nccl' skips the preflight\n"
-            )
-            sys.stderr.flush()
+        warn(
+            f"{failed}; so ranks exchange over Gloo, by way of host memory, which is slower. If "
+            "NCCL is known to work here, backend='nccl' skips the preflight"
+        )
     return "gloo", f"chosen because {failed} (it took {took})"
 
 

@@ -137,7 +137,13 @@ class DistributedTrainConfig:
         if not self.local_world_size:
             known = self.world_size if is_loopback(host) else self.local_rank + 1
             set_field(self, "local_world_size", known)
-        self._check_local_numbers()
+        self._check_fit("local_rank", "local_world_size", "local ranks count", " on each host")
+        if self.local_world_size > self.world_size:
+            raise ConfigError(
+                f"{self._shown('local_world_size')} is {self.local_world_size}, but "
+                f"{self._shown('world_size')} is {self.world_size}; a host has no more ranks than "
+                "the team (LOCAL_WORLD_SIZE and WORLD_SIZE in the environment)"
+            )
         if self.role is not _role(self.rank):
             raise ConfigError(
                 f"role is {self.role.value!r} for rank {self.rank}; rank 0 is the coordinator and "
@@ -145,38 +151,26 @@ class DistributedTrainConfig:
             )
 
     def _check_numbers(self) -> None:
-        shown = self._shown
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not int:
-                raise ConfigError(f"{shown(name)} is {short(value)}; give a whole number")
-        rank, world_size = shown("rank"), shown("world_size")
+                raise ConfigError(f"{self._shown(name)} is {short(value)}; give a whole number")
         if self.world_size < 1:
-            raise ConfigError(f"{world_size} is {self.world_size}; a team has at least one rank")
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"{rank} is {self.rank}, but {world_size} is {self.world_size}; ranks count from 0 "
-                f"to {world_size} - 1, so start {self.world_size} processes with {rank} 0 to "
-                f"{self.world_size - 1}"
-            )
+            shown = self._shown("world_size")
+            raise ConfigError(f"{shown} is {self.world_size}; a team has at least one rank")
+        self._check_fit("rank", "world_size", "ranks count", "")
         if not 0 <= self.coordinator_port <= 65_535:
             raise ConfigError(
                 f"coordinator_port is {self.coordinator_port}; give a port from 1 to 65535"
             )
 
-    def _check_local_numbers(self) -> None:
-        local_rank, local_world_size = self._shown("local_rank"), self._shown("local_world_size")
-        if not 0 <= self.local_rank < self.local_world_size:
+    def _check_fit(self, name: str, of: str, who: str, where: str) -> None:
+        number, count = getattr(self, name), getattr(self, of)
+        if not 0 <= number < count:
+            rank, size = self._shown(name), self._shown(of)
             raise ConfigError(
-                f"{local_rank} is {self.local_rank}, but {local_world_size} is "
-                f"{self.local_world_size}; local ranks count from 0 to {local_world_size} - 1 on "
-                "each host"
-            )
-        if self.local_world_size > self.world_size:
-            raise ConfigError(
-                f"{local_world_size} is {self.local_world_size}, but {self._shown('world_size')} "
-                f"is {self.world_size}; a host has no more ranks than the team (LOCAL_WORLD_SIZE "
-                "and WORLD_SIZE in the environment)"
+                f"{rank} is {number}, but {size} is {count}; {who} from 0 to {size} - 1{where}, so "
+                f"start {count} processes{where} with {rank} 0 to {count - 1}"
             )
 
     def _shown(self, name: str) -> str:

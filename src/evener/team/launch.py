@@ -140,9 +140,10 @@ class _Launcher(Supervisor):
         self._failure_elsewhere = f"error: {words}\n"
         self._ask_to_stop(signal.SIGTERM)
 
-    def _announce_kill(self, why: str, alive: Sequence[Child]) -> None:
-        names = ", ".join(f"rank {child.rank} (pid {child.pid})" for child in alive)
+    def _kill(self, why: str) -> None:
+        names = ", ".join(f"rank {child.rank} (pid {child.pid})" for child in self._alive)
         say(f"evener: {why}: killed {names}")
+        super()._kill(why)
 
     def _look_after(self, child: Child) -> None:
         super()._look_after(child)

@@ -1,9 +1,9 @@
 """Ends the ranks when their launcher has gone without a word, killed by SIGKILL for example.
 
 A program of its own, run by path, that needs nothing but the standard library. Its standard input
-is a pipe that only the launcher holds: lines ``+PID`` and ``-PID`` add and remove the process group
-of a rank, and end-of-file means that the launcher is no more. The ranks' own request to die with
-their parent does not reach the processes that *they* started; killing the groups does.
+is a pipe that only the launcher holds: a line with the process group of a rank adds it, the same
+line again removes it, and end-of-file means that the launcher is no more. The ranks' own request to
+die with their parent does not reach the processes that *they* started; killing the groups does.
 """
 
 import os
@@ -16,11 +16,7 @@ def watch(lines: Iterable[str]) -> set[int]:
     """Reads the pipe to its end and returns the process groups that are left."""
     groups: set[int] = set()
     for line in lines:
-        sign, group = line[:1], int(line[1:])
-        if sign == "+":
-            groups.add(group)
-        else:
-            groups.discard(group)
+        groups ^= {int(line)}
     return groups
 
 

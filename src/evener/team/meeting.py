@@ -13,12 +13,12 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import wait
 
 from evener.comm.addresses import is_unknown_name, listens_everywhere
 from evener.errors import LaunchError
+from evener.parsing import Fields
 from evener.team.channel import Channel, Message
 from evener.team.nodes import Node
 from evener.team.ranks import MAX_NPROC, LocalRanks, open_port
@@ -106,18 +106,6 @@ def meet(
     return ranks, listener, peers
 
 
-def number_ranks(node: Node, counts: Mapping[int, int]) -> list[LocalRanks]:
-    """Numbers the ranks of all nodes, node after node.
-
-    Args:
-        node: Any of them.
-        counts: Ranks of each.
-    """
-    world_size = sum(counts.values())
-    firsts = [sum(counts[n] for n in range(number)) for number in range(node.nnodes)]
-    return [_ranks_of(node, first, counts[n], world_size) for n, first in enumerate(firsts)]
-
-
 def _ranks_of(node: Node, first: int, count: int, world_size: int) -> LocalRanks:
     return LocalRanks(
         first=first, count=count, world_size=world_size, host=node.host, port=node.port
@@ -129,55 +117,44 @@ def _open(connection: socket.socket) -> Channel:
     return Channel(connection, _LONGEST_MESSAGE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class _Hello:
-    """What a launcher says of itself."""
-
-    version: str
-    node: int
-    nnodes: int
-    nproc: int
-
-
-def _parse_hello(message: Message) -> _Hello | None:
-    numbers = [message.get(name) for name in ("node", "nnodes", "nproc")]
-    version = message.get("evener")
-    if not isinstance(version, str):
-        return None
-    if not all(type(n) is int and abs(n) <= _LARGEST_NUMBER for n in numbers):
-        return None
-    return _Hello(_printable(version)[:64], *numbers)  # type: ignore[arg-type]
-
-
 def _printable(text: str) -> str:
     """Return text without what would steer a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def check_hello(node: Node, hello: _Hello, known: Mapping[int, int]) -> str:
+def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
     """What is wrong with a launcher that has come; empty if nothing is.
 
     Args:
         node: Node 0.
         hello: What the launcher says of itself.
         known: Ranks of the nodes that are here already.
+
+    Raises:
+        ValueError: No launcher says such a thing.
     """
-    if hello.version != __version__:
+    fields = Fields(hello)
+    version = _printable(fields.text("evener"))[:64]
+    number, nnodes, nproc = (
+        fields.whole(name, least=-_LARGEST_NUMBER, most=_LARGEST_NUMBER)
+        for name in ("node", "nnodes", "nproc")
+    )
+    if version != __version__:
         return (
-            f"node 0 runs evener {__version__}, node {hello.node} runs {hello.version}; install "
-            "the same version on every machine"
+            f"node 0 runs evener {__version__}, node {number} runs {version}; install the same "
+            "version on every machine"
         )
-    if hello.nnodes != node.nnodes:
+    if nnodes != node.nnodes:
         return (
-            f"node 0 was started with --nnodes {node.nnodes}, node {hello.node} with --nnodes "
-            f"{hello.nnodes}; give every machine the same number"
+            f"node 0 was started with --nnodes {node.nnodes}, node {number} with --nnodes "
+            f"{nnodes}; give every machine the same number"
         )
-    if not 0 <= hello.node < node.nnodes or not 1 <= hello.nproc <= MAX_NPROC:
-        return f"node {hello.node} of {node.nnodes} with {hello.nproc} ranks is impossible"
-    if hello.node in known:
+    if not 0 <= number < nnodes or not 1 <= nproc <= MAX_NPROC:
+        return f"node {number} of {nnodes} with {nproc} ranks is impossible"
+    if number in known:
         return (
-            f"two machines were started with --node-rank {hello.node}; number them from 0 to "
-            f"{node.nnodes - 1}, each differently"
+            f"two machines were started with --node-rank {number}; number them from 0 to "
+            f"{nnodes - 1}, each differently"
         )
     return ""
 
@@ -210,7 +187,7 @@ class _Host:
         self._token = secrets.token_hex(8)
         self._is_reached = False  # by itself, under the address that all are given
         self._strangers: list[Channel] = []  # oldest first
-        self._nodes: dict[Channel, _Hello] = {}
+        self._nodes: dict[Channel, Message] = {}
         self._refusals: list[str] = []
 
     def gather(self) -> tuple[LocalRanks, Peers]:
@@ -228,15 +205,16 @@ class _Host:
         finally:
             for channel in self._strangers:
                 channel.close()
-        places = number_ranks(self._node, self._counts)
+        counts = self._counts
+        world_size = sum(counts.values())
         for channel, hello in self._nodes.items():
-            place = places[hello.node]
-            channel.tell({"first_rank": place.first, "world_size": place.world_size})
-        return places[0], Peers([*self._nodes])
+            first = sum(count for number, count in counts.items() if number < hello["node"])
+            channel.tell({"first_rank": first, "world_size": world_size})
+        return _ranks_of(self._node, 0, self._nproc, world_size), Peers([*self._nodes])
 
     @property
     def _counts(self) -> dict[int, int]:
-        return {0: self._nproc, **{hello.node: hello.nproc for hello in self._nodes.values()}}
+        return {0: self._nproc, **{one["node"]: one["nproc"] for one in self._nodes.values()}}
 
     def _call_oneself(self) -> Channel:
         # Rank 0 is going to meet its own store under this address: a wrong one is noticed here.
@@ -312,20 +290,22 @@ class _Host:
         if not messages and not stranger.has_ended:
             return
         self._strangers.remove(stranger)
-        message = messages[0] if messages else {}
-        self._is_reached |= message.get("token") == self._token
-        hello = _parse_hello(message)
-        if hello is not None and self._admits(stranger, hello) and not stranger.has_ended:
+        hello = messages[0] if messages else {}
+        self._is_reached |= hello.get("token") == self._token
+        if self._admits(stranger, hello) and not stranger.has_ended:
             self._nodes[stranger] = hello
             stranger.tell({"waiting": True})
         else:
             stranger.close()
 
-    def _admits(self, stranger: Channel, hello: _Hello) -> bool:
+    def _admits(self, stranger: Channel, hello: Message) -> bool:
         """Whether a launcher fits; one that does not is told why."""
         # One that went and comes again may be heard before the end of its first connection is.
         self._drop_those_that_went()
-        wrong = check_hello(self._node, hello, self._counts)
+        try:
+            wrong = check_hello(self._node, hello, self._counts)
+        except ValueError:
+            return False
         if wrong:
             with suppress(OSError):
                 wrong = f"{wrong} (from {stranger.peer[0]})"
@@ -346,10 +326,6 @@ class _Host:
 # ── the other nodes ──────────────────────────────────────────────────────────────────────────────
 
 
-class _ClosedError(Exception):
-    """What listens at the address closed the connection before it had answered."""
-
-
 def _join(node: Node, nproc: int) -> tuple[LocalRanks, Channel]:
     deadline = time.monotonic() + node.timeout_s
     pause_s, said = _FIRST_PAUSE_S, False
@@ -358,18 +334,17 @@ def _join(node: Node, nproc: int) -> tuple[LocalRanks, Channel]:
         left_s = deadline - time.monotonic()
         try:
             address = (node.host, node.port)
-            connection = socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s)))
-            channel = _open(connection)
-            try:
-                return _ask(node, nproc, channel, deadline), channel
-            except BaseException:
-                channel.close()
-                raise
-        except _ClosedError:
+            with ExitStack() as unless_met:
+                connection = socket.create_connection(address, max(0.1, min(_CONNECT_S, left_s)))
+                channel = unless_met.enter_context(closing(_open(connection)))
+                ranks = _ask(node, nproc, channel, deadline)
+                if ranks is not None:
+                    unless_met.pop_all()
+                    return ranks, channel
             # Node 0 does that to the oldest of many connections which have not said who they are.
             closed_at = closed_at or time.monotonic()
             if time.monotonic() - closed_at >= min(_SILENCE_S, node.timeout_s):
-                raise LaunchError(_is_no_answer(node, "closed the connection")) from None
+                raise LaunchError(_is_no_answer(node, "closed the connection"))
             why = "it closed the connection"
         except (OSError, UnicodeError) as error:
             if is_unknown_name(error):
@@ -391,12 +366,11 @@ def _join(node: Node, nproc: int) -> tuple[LocalRanks, Channel]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRanks:
-    """Says who this node is, and waits for its ranks.
+def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRanks | None:
+    """Says who this node is, and waits for its ranks; ``None`` if it ends before any answer.
 
     Raises:
         LaunchError: Node 0 refused it, did not answer in time, or is something else.
-        _ClosedError: The connection ended before any answer.
     """
     channel.tell(
         {"evener": __version__, "node": node.number, "nnodes": node.nnodes, "nproc": nproc}
@@ -404,7 +378,7 @@ def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRank
     try:
         answer = _first_answer(node, channel, deadline)
         if answer is None:
-            raise _ClosedError
+            return None
         if answer.get("waiting") is True:
             answer = channel.next(deadline)
     except TimeoutError:

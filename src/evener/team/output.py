@@ -10,7 +10,6 @@ from typing import IO
 _CHUNK_BYTES = 65_536
 # A "line" without end (a progress bar, binary data) is cut here.
 _LONGEST_LINE_BYTES = 65_536
-_ATOMIC_BYTES = select.PIPE_BUF
 
 
 @dataclass(slots=True)
@@ -87,16 +86,10 @@ class OutputPump:
             lines.append(rest)
             rest = b""
         stream.rest[:] = rest
-        # Rank 0 writes to the same place by itself: a write that fits the pipe's atomic size cannot
-        # be torn apart by its lines.
-        batch = b""
+        # Each by itself: rank 0 writes to the same place, and would tear apart what does not fit the
+        # pipe's atomic size.
         for line in lines:
-            marked = stream.prefix + line + b"\n"
-            if batch and len(batch) + len(marked) > _ATOMIC_BYTES:
-                self._write(stream.target, batch)
-                batch = b""
-            batch += marked
-        self._write(stream.target, batch)
+            self._write(stream.target, stream.prefix + line + b"\n")
 
     def _write(self, target: int, data: bytes) -> None:
         view = memoryview(data)

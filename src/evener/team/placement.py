@@ -45,57 +45,22 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
     of_kind |= {"auto": of_kind.get(first, ("cpu",)), "cpu": ("cpu",)}
     if first:
         of_kind["accelerator"] = of_kind[first]
-    if isinstance(devices, bool):
-        raise ConfigError(f"devices is {devices}; give 'auto', a number of ranks or a list")
+    if isinstance(devices, bool) or not isinstance(devices, int | torch.device | Sequence):
+        raise ConfigError(f"devices is {devices!r}; give 'auto', a number of ranks or a list")
     if isinstance(devices, int):
         if devices < 1:
             raise ConfigError(f"devices is {devices}; give 1 or more ranks")
         if first and devices > counts[first]:
             raise ConfigError(
-                f"devices is {devices}, but this host has {found_here(counts)}; for further "
+                f"devices is {devices}, but this host has {_found_here(counts)}; for further "
                 f"ranks on the CPU name each: devices={[*of_kind[first], 'cpu']}"
             )
         return of_kind["auto"][:devices] if first else ("cpu",) * devices
     if isinstance(devices, str | torch.device):
-        name = str(devices)
-        if name in of_kind:
-            return of_kind[name]
-        return (_checked(name, counts, devices),)
-    if not isinstance(devices, Sequence):
-        raise ConfigError(f"devices is {devices!r}; give 'auto', a number of ranks or a list")
+        return of_kind.get(str(devices)) or (_checked(str(devices), counts, devices),)
     if not devices:
         raise ConfigError("devices is an empty list; name a device for each rank")
-    return tuple(
-        _checked(by_number(device, counts, devices), counts, devices) for device in devices
-    )
-
-
-def by_number(device: object, counts: Mapping[str, int], devices: object) -> str:
-    """The name of a device of a list, where it may be a number: 1 is ``"cuda:1"`` or the like.
-
-    Args:
-        device: The device.
-        counts: See ``devices_of_host``.
-        devices: The list, for errors.
-
-    Raises:
-        ConfigError: It is a truth value, or there is no accelerator to count.
-    """
-    if not isinstance(device, int):
-        return str(device)
-    if isinstance(device, bool):
-        raise ConfigError(
-            f"devices is {devices!r}, which holds {device}; give names such as 'cuda:0' or 'cpu', "
-            "or numbers of the host's accelerator"
-        )
-    kind = next(iter(counts), "")
-    if not kind or not 0 <= device < counts[kind]:
-        remedy = "numbers count from 0" if kind else "name devices, such as ['cpu', 'cpu']"
-        raise ConfigError(
-            f"devices is {devices!r}, where {device} is a device of the host's accelerator by its "
-            f"number, but torch finds {found_here(counts)} here; {remedy}"
-        )
-    return f"{kind}:{device}"
+    return tuple(_checked(device, counts, devices) for device in devices)
 
 
 def check_devices(devices: Devices) -> None:
@@ -103,14 +68,17 @@ def check_devices(devices: Devices) -> None:
     devices_of_host(devices, count_accelerators())
 
 
-def found_here(counts: Mapping[str, int]) -> str:
+def _found_here(counts: Mapping[str, int]) -> str:
     """Devices by kind, such as ``2 cuda devices``."""
     texts = [f"{n} {kind} device{'' if n == 1 else 's'}" for kind, n in counts.items()]
     return " and ".join(texts) or "no accelerator"
 
 
-def _checked(name: str, counts: Mapping[str, int], devices: object) -> str:
-    """The name of one device, if that is here."""
+def _checked(device: object, counts: Mapping[str, int], devices: object) -> str:
+    """The name of one device, if that is here; in a list it may be a number: 1 is ``"cuda:1"``."""
+    if isinstance(device, int):
+        return _by_number(device, counts, devices)
+    name = str(device)
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
@@ -123,10 +91,26 @@ def _checked(name: str, counts: Mapping[str, int], devices: object) -> str:
         )
     if kind not in counts or int(index) >= counts[kind]:
         raise ConfigError(
-            f"devices is {devices!r}, but torch finds {found_here(counts)} here; devices are "
+            f"devices is {devices!r}, but torch finds {_found_here(counts)} here; devices are "
             "numbered from 0, and 'auto' takes what is there"
         )
     return name
+
+
+def _by_number(number: int, counts: Mapping[str, int], devices: object) -> str:
+    if isinstance(number, bool):
+        raise ConfigError(
+            f"devices is {devices!r}, which holds {number}; give names such as 'cuda:0' or 'cpu', "
+            "or numbers of the host's accelerator"
+        )
+    kind = next(iter(counts), "")
+    if not 0 <= number < counts.get(kind, 0):
+        remedy = "numbers count from 0" if kind else "name devices, such as ['cpu', 'cpu']"
+        raise ConfigError(
+            f"devices is {devices!r}, where {number} is a device of the host's accelerator by its "
+            f"number, but torch finds {_found_here(counts)} here; {remedy}"
+        )
+    return f"{kind}:{number}"
 
 
 def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torch.device:
@@ -179,7 +163,7 @@ def device_by_number(
     source = "backend" if wanted == environment.backend else "devices"
     raise ConfigError(
         f"{source} is {wanted!r}, but local rank {environment.local_rank} finds "
-        f"{found_here(counts)} where it needs {wanted}:{number}; start at most one rank per "
+        f"{_found_here(counts)} where it needs {wanted}:{number}; start at most one rank per "
         f"device, or let {source} be 'auto'"
     )
 

@@ -75,15 +75,12 @@ class Child(RankRecord):
         """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
         code = self.process.poll()
         if code is not None:
-            self._end(code)
+            self.end(code)
             _kill_group(self.pid)
         return code is not None
 
-    def give_up(self) -> None:
-        """Take it for killed, though it has not ended."""
-        self._end(-signal.SIGKILL)
-
-    def _end(self, code: int) -> None:
+    def end(self, code: int) -> None:
+        """Note that it has ended, or that it never will."""
         self.has_ended, self.code, self.time = True, code, time.time()
 
     def desert(self, words: str) -> None:
@@ -173,10 +170,6 @@ class Supervisor(ABC):
     def _decide(self) -> None:
         """Heed requests, look at the ranks, and tell those that have to end."""
 
-    @abstractmethod
-    def _announce_kill(self, why: str, alive: Sequence[Child]) -> None:
-        """Say that ranks are killed."""
-
     @property
     def _requests(self) -> Sequence[int]:
         """Descriptors to wait on besides those of the ranks."""
@@ -222,7 +215,7 @@ class Supervisor(ABC):
             ) from error
         child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours))
         self.children.append(child)
-        self._tell_lifeline("+", child)
+        self._tell_lifeline(child)
         for source, number in ((process.stdout, 1), (process.stderr, 2)):
             if source is not None:
                 self._pump.carry(f"[rank {rank}] ".encode(), source, number)
@@ -246,34 +239,28 @@ class Supervisor(ABC):
                 f"evener: rank {child.rank} (pid {child.pid}) does not end even when killed: it "
                 "hangs in the kernel, in a device driver or a network file system"
             )
-            child.give_up()
+            child.end(-signal.SIGKILL)
 
     def _look_after(self, child: Child) -> None:
         if child.look():
-            self._tell_lifeline("-", child)
+            self._tell_lifeline(child)
 
     def _take(self, child: Child, message: Message) -> None:
         child.take(message)
 
     def _failed_for_sure(self) -> bool:
-        follow_ups = 0
-        for child in self.children:
-            if child.report is not None and child.report.follow_up and not child.desertion:
-                follow_ups += 1
-            elif child.report is not None or child.failed:
-                return True
-        if not follow_ups:
-            return False
-        self._settles_at = self._settles_at or time.monotonic() + _SETTLE_S
-        return time.monotonic() >= self._settles_at
+        failing = [child for child in self.children if child.report is not None or child.failed]
+        if any(c.report is None or not c.report.follow_up or c.desertion for c in failing):
+            return True
+        if failing and self._settles_at is None:
+            self._settles_at = time.monotonic() + _SETTLE_S
+        return self._settles_at is not None and time.monotonic() >= self._settles_at
 
     def _set_deadline(self, seconds: float, lateness: str) -> None:
         self._deadline, self._lateness = time.monotonic() + seconds, lateness
 
     def _kill(self, why: str) -> None:
-        alive = self._alive
-        self._announce_kill(why, alive)
-        for child in alive:
+        for child in self._alive:
             child.kill()
         self._killed = True
         self._set_deadline(_DEATH_S, why)
@@ -298,11 +285,11 @@ class Supervisor(ABC):
             if is_late or self._is_hurried():
                 return
 
-    def _tell_lifeline(self, sign: str, child: Child) -> None:
-        """Add (``+``) or remove (``-``) the process group of a rank."""
+    def _tell_lifeline(self, child: Child) -> None:
+        """Add the process group of a rank, or remove it again."""
         if self._lifeline is not None and self._lifeline.stdin is not None:
             with suppress(BrokenPipeError):
-                self._lifeline.stdin.write(f"{sign}{child.pid}\n".encode())
+                self._lifeline.stdin.write(f"{child.pid}\n".encode())
                 self._lifeline.stdin.flush()
 
 
