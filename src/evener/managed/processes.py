@@ -21,7 +21,7 @@ from evener.managed.travel import pack
 from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.ranks import LocalRanks, bind_store
 from evener.team.supervisor import ANOTHER_PROGRAM, Child, Supervisor
-from evener.team.verdict import first_failure, silent_end
+from evener.team.verdict import first_failure
 
 #: Descriptor of the file with the pickled job, in a worker.
 JOB_FD: Final = "EVENER_JOB_FD"
@@ -254,7 +254,7 @@ class WorkerTeam(Supervisor, Run):
         alive = self._alive
         early = any(child.place != DONE for child in self.children)
         if alive and early and not self._failing and self.error is None:
-            names = ", ".join(f"rank {child.rank} (pid {child.pid})" for child in alive)
+            names = ", ".join(child.who for child in alive)
             self.error = WorkerError(
                 f"{names}: {why}, and killed; what was trained since the last checkpoint is lost",
                 rank=alive[0].rank,
@@ -271,12 +271,8 @@ class WorkerTeam(Supervisor, Run):
             who = f"rank {first.rank} ({self._devices[first.rank]}, pid {first.pid})"
             text = f"{who} failed: {report.kind}: {report.message}"
         else:
-            text = silent_end(first)
-        others = [
-            f"rank {child.rank} ({child.report.kind})"
-            for child in self.children
-            if child.report and child is not first
-        ]
+            text = first.silent_end
+        others = [child.in_short for child in self.children if child.report and child is not first]
         if others:
             text += f"; also ended: {', '.join(others)}"
         if self.state is not None:

@@ -70,18 +70,12 @@ def run_child(main: Callable[[], int | None]) -> int:
 
 def follows_from_ctrl_c(error: BaseException) -> bool:
     """Return whether a library could not be imported because Ctrl-C came."""
-    if not isinstance(error, ImportError | SystemError):
-        return False
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, KeyboardInterrupt):
-            return True
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            pending += [each.__cause__, each.__context__]
-    return False
+    chain: list[BaseException] = []
+    each: BaseException | None = error if isinstance(error, ImportError | SystemError) else None
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    return any(isinstance(one, KeyboardInterrupt) for one in chain)
 
 
 def report_failure(error: Exception | SystemExit) -> int:

@@ -18,7 +18,7 @@ from evener.team.ranks import LocalRanks, bind_store, check_nproc
 from evener.team.signals import STOPPING, SignalQueue, end_in_silence
 from evener.team.supervisor import ANOTHER_PROGRAM, Child, Supervisor
 from evener.team.terminal import say
-from evener.team.verdict import exit_code, explain
+from evener.team.verdict import judge
 
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0
@@ -86,10 +86,13 @@ class _Launcher(Supervisor):
 
     def conclude(self) -> int:
         """Say why the run failed, if it has; returns the launcher's exit code."""
-        words = explain(self.children, self._stop_signal) or self._failure_elsewhere
+        code, words = judge(self.children, self._stop_signal)
+        if not words:
+            words = self._failure_elsewhere
+            code = code or int(bool(words))
         if words:
             say(words, end="")
-        return exit_code(self.children, self._stop_signal) or int(bool(self._failure_elsewhere))
+        return code
 
     @property
     def _requests(self) -> Sequence[int]:
@@ -141,7 +144,7 @@ class _Launcher(Supervisor):
         self._ask_to_stop(signal.SIGTERM)
 
     def _kill(self, why: str) -> None:
-        names = ", ".join(f"rank {child.rank} (pid {child.pid})" for child in self._alive)
+        names = ", ".join(child.who for child in self._alive)
         say(f"evener: {why}: killed {names}")
         super()._kill(why)
 

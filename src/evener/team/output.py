@@ -86,8 +86,7 @@ class OutputPump:
             lines.append(rest)
             rest = b""
         stream.rest[:] = rest
-        # Each by itself: rank 0 writes to the same place, and would tear apart what does not fit the
-        # pipe's atomic size.
+        # Rank 0 writes to the same place by itself, and the atomic size of a pipe is small.
         for line in lines:
             self._write(stream.target, stream.prefix + line + b"\n")
 

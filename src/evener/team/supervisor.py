@@ -236,8 +236,8 @@ class Supervisor(ABC):
                 self._end_late()
         for child in self._alive:
             say(
-                f"evener: rank {child.rank} (pid {child.pid}) does not end even when killed: it "
-                "hangs in the kernel, in a device driver or a network file system"
+                f"evener: {child.who} does not end even when killed: it hangs in the kernel, in a "
+                "device driver or a network file system"
             )
             child.end(-signal.SIGKILL)
 

@@ -44,18 +44,44 @@ class RankRecord:
     desertion: str = ""
 
     @property
+    def who(self) -> str:
+        """Its number and its process, in words."""
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether it has reported an exception, and not merely that it exits."""
+        return self.report is not None and not self.report.is_exit
+
+    @property
     def failed(self) -> bool:
         """Whether it fails or ended badly, and not merely as it was told to."""
-        if self.desertion:
-            return True
-        if self.report is not None and not self.report.is_exit:
+        if self.desertion or self.has_raised:
             return True
         if self.code < 0:
             return -self.code not in self.signals
         return self.code != 0 and not self.signals
 
+    @property
+    def silent_end(self) -> str:
+        """Words for its end, where it left no report."""
+        if self.desertion:
+            return f"{self.who} {self.desertion}"
+        if self.code >= 0:
+            return f"{self.who} ended with exit code {self.code}; its output above may say why"
+        cause = _LIKELY_CAUSES.get(-self.code, "something outside of this run sent it")
+        return f"{self.who} was killed by {_signal_name(-self.code)}: {cause}"
 
-def first_failure(outcomes: Sequence[RankRecord]) -> RankRecord | None:
+    @property
+    def in_short(self) -> str:
+        """Its end in a few words."""
+        if self.report is not None and self.has_raised:
+            return f"rank {self.rank} ({self.report.kind})"
+        end = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        return f"rank {self.rank} ({end})"
+
+
+def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
     """The failure that the others followed from; ``None`` if no rank failed.
 
     Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
@@ -63,93 +89,66 @@ def first_failure(outcomes: Sequence[RankRecord]) -> RankRecord | None:
     of ranks that came for different things, where one of them had a reason of its own.
     """
 
-    def order(outcome: RankRecord) -> tuple[bool, bool, float]:
-        report = outcome.report
+    def order(record: RankRecord) -> tuple[bool, bool, float]:
+        report = record.report
         if report is None:
-            return False, False, outcome.time
+            return False, False, record.time
         came_apart = report.user_error and report.kind == CollectiveMismatchError.__name__
         return report.follow_up, came_apart, report.time
 
-    return min((o for o in outcomes if o.failed), key=order, default=None)
+    return min((one for one in records if one.failed), key=order, default=None)
 
 
-def exit_code(outcomes: Sequence[RankRecord], stop_signal: int | None) -> int:
-    """What the launcher should exit with.
+def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, str]:
+    """What the launcher should exit with and say.
 
     Args:
-        outcomes: All ranks.
+        records: All ranks, which have ended.
         stop_signal: The signal with which the launcher was asked to stop, if it was.
+
+    Returns:
+        The exit code; and the words for a person, ready to print, which are empty if there is
+        nothing to say.
     """
-    first = _shown_failure(outcomes, stop_signal)
-    if first is not None:
-        return first.code if first.code > 0 else 1
-    if stop_signal is not None and any(o.code for o in outcomes):
-        return 128 + stop_signal
-    return 0
+    first = first_failure(records)
+    # When ranks are told to stop, some lose their peers on the way out: that is no failure.
+    is_lost = first is not None and first.report is not None and first.report.follow_up
+    if first is None or (is_lost and stop_signal is not None):
+        has_stopped = stop_signal is not None and any(one.code for one in records)
+        return (128 + (stop_signal or 0) if has_stopped else 0), ""
+    return (first.code if first.code > 0 else 1), _explain(first, records)
 
 
-def explain(outcomes: Sequence[RankRecord], stop_signal: int | None) -> str:
-    """The words for a person, ready to print; empty if there is nothing to say."""
-    first = _shown_failure(outcomes, stop_signal)
-    if first is None:
-        return ""
-    others = [o for o in outcomes if o.failed and o is not first]
-    alone = len(outcomes) == 1
-    if first.report is not None and first.report.user_error:
-        text = f"error: {first.report.message}\n"
-        if first.report.notes:
-            text += f"{first.report.notes}\n"
-        others = [o for o in others if o.report is None or o.report.message != first.report.message]
-        if not alone and not all(o.report for o in outcomes):
+def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
+    others = [one for one in records if one.failed and one is not first]
+    alone, report = len(records) == 1, first.report
+    if report is not None and report.user_error:
+        text = f"error: {report.message}\n"
+        if report.notes:
+            text += f"{report.notes}\n"
+        others = [o for o in others if o.report is None or o.report.message != report.message]
+        if not alone and not all(one.report for one in records):
             text += f"(on rank {first.rank}; the other ranks were stopped)\n"
-    elif first.report is not None and not first.report.is_exit:
-        head = "" if alone else f"rank {first.rank} (pid {first.pid}) failed:\n"
-        text = _early_end(first, outcomes) + head + first.report.traceback
+    elif report is not None and first.has_raised:
+        head = "" if alone else f"{first.who} failed:\n"
+        text = (_early_end(records) if report.follow_up else "") + head + report.traceback
     else:
-        text = f"error: {silent_end(first)}\n"
+        text = f"error: {first.silent_end}\n"
     if others:
-        text += "also ended: " + ", ".join(_in_short(o) for o in others) + "\n"
+        text += f"also ended: {', '.join(one.in_short for one in others)}\n"
     return text
 
 
-def _shown_failure(outcomes: Sequence[RankRecord], stop_signal: int | None) -> RankRecord | None:
-    first = first_failure(outcomes)
-    # When ranks are told to stop, some lose their peers on the way out: that is no failure.
-    if stop_signal is not None and first is not None and first.report and first.report.follow_up:
-        return None
-    return first
-
-
-def silent_end(outcome: RankRecord) -> str:
-    """Words for the end of a rank that left no report."""
-    who = f"rank {outcome.rank} (pid {outcome.pid})"
-    if outcome.desertion:
-        return f"{who} {outcome.desertion}"
-    if outcome.code >= 0:
-        return f"{who} ended with exit code {outcome.code}; its output above may say why"
-    name = _signal_name(-outcome.code)
-    cause = _LIKELY_CAUSES.get(-outcome.code, "something outside of this run sent it")
-    return f"{who} was killed by {name}: {cause}"
-
-
-def _early_end(first: RankRecord, outcomes: Sequence[RankRecord]) -> str:
+def _early_end(records: Sequence[RankRecord]) -> str:
     # A script that returns early on one rank ends well; its peers can only say that it has gone.
-    gone = [o.rank for o in outcomes if o.code == 0 and o.report is None]
-    if not gone or first.report is None or not first.report.follow_up:
+    gone = [str(one.rank) for one in records if one.code == 0 and one.report is None]
+    if not gone:
         return ""
     who, has = ("rank", "has") if len(gone) == 1 else ("ranks", "have")
     return (
-        f"error: {who} {', '.join(map(str, gone))} {has} ended with exit code 0 while others were "
-        "at work; let every rank go through the whole script, or leave a loop by `break` on all\n"
+        f"error: {who} {', '.join(gone)} {has} ended with exit code 0 while others were at work; "
+        "let every rank go through the whole script, or leave a loop by `break` on all\n"
     )
-
-
-def _in_short(outcome: RankRecord) -> str:
-    if outcome.report is not None and not outcome.report.is_exit:
-        return f"rank {outcome.rank} ({outcome.report.kind})"
-    if outcome.code < 0:
-        return f"rank {outcome.rank} ({_signal_name(-outcome.code)})"
-    return f"rank {outcome.rank} (exit code {outcome.code})"
 
 
 def _signal_name(signum: int) -> str:

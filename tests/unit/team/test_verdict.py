@@ -3,7 +3,7 @@ import signal
 import pytest
 
 from evener.team.failures import FailureReport
-from evener.team.verdict import RankRecord, exit_code, explain, first_failure
+from evener.team.verdict import RankRecord, first_failure, judge
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):
@@ -82,11 +82,11 @@ def test_the_failure_that_came_first(outcomes, first):
     ],
 )
 def test_exit_codes(outcomes, stop, code):
-    assert exit_code(outcomes, stop) == code
+    assert judge(outcomes, stop)[0] == code
 
 
 def test_a_traceback_with_its_rank_and_the_others_in_one_line():
-    text = explain([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 1, 3.0, report(1, 2.0))], None)
+    text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 1, 3.0, report(1, 2.0))], None)[1]
     assert text == (
         "rank 1 (pid 101) failed:\nTraceback of rank 1\nValueError\n"
         "also ended: rank 0 (PeerLostError)\n"
@@ -95,15 +95,15 @@ def test_a_traceback_with_its_rank_and_the_others_in_one_line():
 
 def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_traceback():
     ended = [outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1, 7, 9.0, left(1, 0.5, 7))]
-    assert explain(ended, None) == (
+    assert judge(ended, None)[1] == (
         "error: rank 1 (pid 101) ended with exit code 7; its output above may say why\n"
         "also ended: rank 0 (PeerLostError)\n"
     )
-    assert exit_code(ended, None) == 7
+    assert judge(ended, None)[0] == 7
 
 
 def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
-    text = explain([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)
+    text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
     assert text.startswith(
         "error: ranks 1, 2 have ended with exit code 0 while others were at work; let every rank"
     )
@@ -112,19 +112,19 @@ def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
 
 def test_a_rank_alone_needs_no_number():
     assert (
-        explain([outcome(0, 1, 2.0, report(0, 1.0))], None) == "Traceback of rank 0\nValueError\n"
+        judge([outcome(0, 1, 2.0, report(0, 1.0))], None)[1] == "Traceback of rank 0\nValueError\n"
     )
 
 
 def test_a_user_error_of_all_ranks_is_said_once():
     same = [report(r, 1.0 + r, user_error=True, text="batch_size is 0") for r in range(3)]
-    text = explain([outcome(r, 2, 5.0, same[r]) for r in range(3)], None)
+    text = judge([outcome(r, 2, 5.0, same[r]) for r in range(3)], None)[1]
     assert text == "error: batch_size is 0\n"
 
 
 def test_a_user_error_of_one_rank_says_which():
     bad = report(1, 1.0, user_error=True, text="no such file")
-    text = explain([outcome(0, -15, signals=[15]), outcome(1, 1, 2.0, bad)], None)
+    text = judge([outcome(0, -15, signals=[15]), outcome(1, 1, 2.0, bad)], None)[1]
     assert text == "error: no such file\n(on rank 1; the other ranks were stopped)\n"
 
 
@@ -140,13 +140,13 @@ def test_a_user_error_of_one_rank_says_which():
     ],
 )
 def test_an_end_without_a_report(code, words):
-    text = explain([outcome(0, -15, signals=[15]), outcome(1, code)], None)
+    text = judge([outcome(0, -15, signals=[15]), outcome(1, code)], None)[1]
     assert text.startswith("error: rank 1 (pid 101) ")
     for word in words:
         assert word in text
 
 
 def test_nothing_to_say():
-    assert explain([outcome(0), outcome(1)], None) == ""
+    assert judge([outcome(0), outcome(1)], None)[1] == ""
     stopped = [outcome(0, 130, signals=[2]), outcome(1, 1, what=lost(1, 1.0), signals=[2])]
-    assert explain(stopped, signal.SIGINT) == ""
+    assert judge(stopped, signal.SIGINT)[1] == ""
