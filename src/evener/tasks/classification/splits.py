@@ -30,7 +30,7 @@ def split_records(
         sizes[record.label][record.group] += 1
     held: set[str] = set()
     for label in sorted(sizes, key=str):
-        held |= _choose(sizes[label], fraction, seed, held)
+        held.update(_choose(sizes[label], fraction, seed, held))
     training = [record for record in records if record.group not in held]
     heldout = [record for record in records if record.group in held]
     for label, groups in sizes.items():
@@ -45,25 +45,23 @@ def split_records(
     return training, heldout
 
 
-def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) -> set[str]:
+def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) -> list[str]:
     """Groups of about ``fraction`` of a class, in an order that the seed decides."""
     order = sorted(
         groups, key=lambda g: hashlib.blake2b(f"{seed} {g}".encode(), digest_size=8).digest()
     )
     wanted = fraction * sum(groups.values())
-    num_held = sum(groups[g] for g in groups if g in held)
-    chosen: set[str] = set()
-    last = ""
+    num_held = sum(groups[g] for g in groups.keys() & held)
+    chosen: list[str] = []
     for group in order:
         # A group that overshoots by half of what is wanted waits for one that fits better.
         if group not in held and num_held + groups[group] <= 1.5 * wanted:
             if num_held >= wanted:
                 break
-            chosen.add(group)
+            chosen.append(group)
             num_held += groups[group]
-            last = group
-    if len(chosen) > 1 and groups.keys() <= held | chosen:
-        chosen.remove(last)  # something has to be left to train on
+    if len(chosen) > 1 and groups.keys() <= held.union(chosen):
+        chosen.pop()  # something has to be left to train on
     if not num_held:
-        chosen.add(min(order, key=lambda g: groups[g]))
+        chosen.append(min(order, key=lambda g: groups[g]))
     return chosen

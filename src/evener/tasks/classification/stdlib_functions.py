@@ -28,16 +28,15 @@ def stdlib_functions(root: Path | None = None) -> list[Record]:
         DataError: Its sources are not there.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    seen: set[str] = set()
-    records = []
+    found: dict[str, Record] = {}
     for package in PACKAGES:
         for path in sorted((folder / package).rglob("*.py")):
-            if _LEFT_OUT.isdisjoint(path.relative_to(folder).parts):
+            name = path.relative_to(folder)
+            if _LEFT_OUT.isdisjoint(name.parts):
                 for line, text in _functions(path):
-                    if text not in seen:
-                        seen.add(text)
-                        name = path.relative_to(folder).as_posix()
-                        records.append(Record(text, package, name, f"{path}:{line}"))
+                    record = Record(text, package, name.as_posix(), f"{path}:{line}")
+                    found.setdefault(text, record)
+    records = list(found.values())
     if len({record.label for record in records}) < len(PACKAGES):
         raise DataError(
             f"{folder} lacks the sources of some of {', '.join(PACKAGES)}; name a data set of your "
