@@ -5,7 +5,7 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line; Ctrl-C waits until it has been imported and can take it.
+    """Run the command line; Ctrl-C waits until it has been imported and can take it.
 
     Returns:
         As ``evener.cli.main``.

@@ -1,4 +1,4 @@
-"""Reads YAML files: numbers as people write them, and every mistake with file and line.
+"""Read YAML files: numbers as people write them, and every mistake with file and line.
 
 A file may be hostile: a few lines of aliases expand to billions of values, and one line of brackets
 to any depth. Both are refused while the text is read, before anything has been built from it.
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read one value; refuses what would grow beyond all bounds."""
+        """Read one value; refuse what would grow beyond all bounds."""
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         is_alias = self.check_event(yaml.AliasEvent)
         before = self._num_values
@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping of the file; refuses one with a key that is given twice."""
+        """Return a mapping of the file; refuse one with a key that is given twice."""
         seen = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -100,10 +100,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a file; none of an empty one.
+    """Return the keys and values of a file; none of an empty one.
 
     Raises:
-        ConfigError: It does not exist, is no YAML, or holds something else; names file and place.
+        ConfigError: It does not exist, is not YAML, or holds something else; names file and place.
     """
     try:
         text = read_file(path, most_bytes=MOST_BYTES).decode()

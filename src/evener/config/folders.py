@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def check_name(name: str) -> None:
-    """Refuses a run's name that is no plain folder name.
+    """Refuse a run's name that is not a plain folder name.
 
     Raises:
         ConfigError: It is empty, a path, or begins with a dot.
@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
 
 
 def runs_of(parent: Path, name: str) -> list[Path]:
-    """The folders of all runs of a name, the newest first."""
+    """Return the folders of all runs of a name, the newest first."""
     parent = parent.absolute()
     numbered = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9][0-9]+))?")
     runs = [
@@ -44,7 +44,7 @@ def runs_of(parent: Path, name: str) -> list[Path]:
 
 
 def check_resumable(parent: Path, name: str) -> None:
-    """Refuses a resume where no run of that name has a checkpoint, whole or damaged.
+    """Refuse a resume where no run of that name has a checkpoint, whole or damaged.
 
     Raises:
         CheckpointError: Names the folder in which one was looked for.
@@ -59,7 +59,7 @@ def check_resumable(parent: Path, name: str) -> None:
 
 
 def claim_folder(parent: Path, name: str) -> Path:
-    """Makes the folder of a new run: its name, with a number behind it where that is taken.
+    """Make the folder of a new run: its name, with a number behind it where that is taken.
 
     Its event file is made with it, which only one process can: of two runs that start at the same
     time, each gets a folder of its own.
@@ -90,7 +90,7 @@ def claim_folder(parent: Path, name: str) -> Path:
 
 @contextmanager
 def folder_in_use(folder: Path) -> Iterator[None]:
-    """Keeps other processes from writing to a run's folder, for the length of the block.
+    """Keep other processes from writing to a run's folder, for the length of the block.
 
     The lock is the kernel's, on the event file: it ends with this process, however that ends. File
     systems that know no locks keep nobody out.
@@ -122,7 +122,7 @@ def folder_in_use(folder: Path) -> Iterator[None]:
 
 
 def release_folder(folder: Path) -> None:
-    """Gives back a folder in which no run has begun; what else is in it stays."""
+    """Give back a folder in which no run has begun; what else is in it stays."""
     with suppress(OSError):
         if (folder / EVENTS).stat().st_size == 0 and not (folder / CHECKPOINTS).exists():
             (folder / EVENTS).unlink()
@@ -130,7 +130,7 @@ def release_folder(folder: Path) -> None:
 
 
 def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
-    """Makes the folder of a new run; all ranks call it together.
+    """Make the folder of a new run; all ranks call it together.
 
     Args:
         team: The ranks.

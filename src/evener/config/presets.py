@@ -113,8 +113,7 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
             f"data.path is {config.data.path!r}, but samples are given as well; leave one of them "
             "out"
         )
-    own_data = options.has_samples or not needs_demo_base(config)
-    if own_data and "model" not in config.model_fields_set:
+    if "model" not in config.model_fields_set and (options.has_samples or config.data.path):
         raise ConfigError(
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"

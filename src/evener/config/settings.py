@@ -73,7 +73,7 @@ class LocalOptions:
         return self
 
     def make_cadence(self, world_size: int) -> ElChe:
-        """El Che with these settings, for a team of ``world_size`` ranks.
+        """Return El Che with these settings, for a team of ``world_size`` ranks.
 
         ``max_batch_diff`` is none of them: it bounds how far ranks are apart in a window, not how
         fast the counts may follow the anchor.
@@ -148,9 +148,10 @@ class TrainingOptions(LocalOptions):
 
 @checked
 class DdpConfig(TrainingOptions):
-    """Options of ``Ddp.setup`` beyond its arguments; those below, and these of its own.
+    """Options of ``Ddp.setup`` beyond its arguments.
 
-    Those that act in CADENCE and ASYNC alone are refused with policy ``"sync"``.
+    They are those of ``TrainingOptions`` and ``LocalOptions``, and the following. Those that act in
+    CADENCE and ASYNC alone are refused with policy ``"sync"``.
 
     Attributes:
         gradient_buckets: SYNC: labels with names of parameters, such as
@@ -233,7 +234,7 @@ class DdpConfig(TrainingOptions):
             )
 
     def check_team(self, world_size: int) -> None:
-        """Refuses options that name ranks which are not there; on every rank alike.
+        """Refuse options that name ranks which are not there; on every rank alike.
 
         Raises:
             ConfigError: Not one number for each rank, or a rank that the team does not have.

@@ -7,7 +7,11 @@ import re
 
 import pytest
 
-from evener import ConfigError, DdpConfig
+from evener import ConfigError, Ddp, DdpBuilder, DdpConfig
+from evener.config.classify import ClassifyRunConfig
+from evener.config.loading import load_config
+from evener.config.pretrain import RunConfig
+from evener.managed.description import ManagedRun, describe
 from evener.planning.cadence import CadencePolicy
 from evener.planning.guard import NoGuard
 from evener.planning.report import Report
@@ -116,3 +120,58 @@ def test_every_option_is_documented():
     text = "".join(inspect.cleandoc(c.__doc__ or "") for c in DdpConfig.__mro__ if c is not object)
     documented = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
     assert {field.name for field in dataclasses.fields(DdpConfig)} <= {*documented}
+
+
+@pytest.mark.parametrize("schema", [RunConfig, ClassifyRunConfig, ManagedRun])
+def test_views_of_the_options_are_documented_too(schema):
+    classes = [*schema.__mro__, *([DdpBuilder] if schema is ManagedRun else [])]
+    text = "\n".join(inspect.cleandoc(c.__doc__ or "") for c in classes if c is not object)
+    documented = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
+    assert {*schema.__pydantic_fields__} <= {*documented}
+
+
+# ── one declaration, several front doors ─────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_grad_norm", -1), ("verify_every", -1), ("overhead_target", 0.9), ("timeout_s", 0)],
+)
+def test_every_front_door_refuses_with_the_same_words(option, value):
+    with pytest.raises(ConfigError) as caught:
+        DdpConfig(**{option: value})
+    words = str(caught.value)
+    assert re.fullmatch(rf"{option} is {value}; give (.* or more|.* or less|more than 0)", words)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Ddp.builder(print, print, print, **{option: value}).run()
+    for schema in (RunConfig, ClassifyRunConfig):
+        with pytest.raises(ConfigError, match=re.escape(words.replace(";", ":"))):
+            load_config(schema, None, [f"{option}={value}"])
+
+
+@pytest.mark.parametrize("schema", [RunConfig, ClassifyRunConfig])
+def test_a_run_hands_its_options_on(schema):
+    keys = {"verify_every": 3, "max_grad_norm": 2.0, "anchor": 4, "speed_hint": [1, 2]}
+    own = {"emulate_slow": {1: 2.0}, "stop_when": None, "quiet": True}
+    config = load_config(schema, None, base=keys)
+    assert config.ddp_config(**own) == DdpConfig(
+        verify_every=3, max_grad_norm=2.0, speed_hint=[1, 2], **own
+    )
+    assert config.idle_options == ["anchor"]
+    config = load_config(schema, None, ["policy=async"], base=keys)
+    assert config.ddp_config(**own).anchor == 4
+    assert config.idle_options == []
+    assert load_config(schema, None).max_grad_norm == 1.0
+
+
+def test_options_at_once_give_way_to_one_that_is_given_by_itself():
+    functions = (lambda device: None, lambda params: None, lambda model, batch: None)
+    at_once = DdpConfig(max_grad_norm=1.0, verify_every=5, stop_when=lambda: True)
+    run = describe(
+        *functions, dataset=[1], batch_size=1, num_epochs=1, config=at_once, max_grad_norm=2.0
+    )
+    assert (run.max_grad_norm, run.verify_every) == (2.0, 5)
+    config = run.team_config(lambda: False)
+    assert (config.max_grad_norm, config.verify_every) == (2.0, 5)
+    assert config.stop_when is not None
+    assert config.stop_when()
