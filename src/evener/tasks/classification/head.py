@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evener.ddp import Ddp
+from evener.loop.models import in_evaluation
 from evener.tasks.classification.encoding import Encoded, EncodedSamples
 from evener.tasks.classification.pipeline import ClassifyPipeline
 
@@ -79,7 +80,7 @@ def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[E
 
     handle = head.register_forward_pre_hook(catch)
     try:
-        with pipeline.evaluating():
+        with in_evaluation(pipeline.model):
             pipeline.logits(batch)
     finally:
         handle.remove()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -191,7 +190,7 @@ class ClassifyPipeline:
         """
         frozen = (p for p in self.model.parameters() if not p.requires_grad)
         shared = {id(p): p for p in frozen if self.device == device}
-        other = type(self)(
+        return type(self)(
             copied(self.model, device, shared),
             self.encoder,
             self.labels,
@@ -199,8 +198,6 @@ class ClassifyPipeline:
             base=self._base,
             class_weights=self._class_weights.tolist(),
         )
-        other.to(device)
-        return other
 
     def to(self, device: torch.device) -> None:
         """Moves the model; ``Ddp.setup`` does so, too."""
@@ -292,7 +289,7 @@ class ClassifyPipeline:
     def judge(self, encoded: Sequence[Encoded]) -> Tensor:
         """Float32 logits ``(N, num_classes)`` of encoded texts in ``eval()``, on the CPU."""
         found = [torch.zeros(0, len(self.labels))]
-        with self.evaluating():
+        with in_evaluation(self.model):
             for start in range(0, len(encoded), _EVAL_BATCH):
                 batch = self.encoder.collate(encoded[start : start + _EVAL_BATCH])
                 found.append(self.logits(batch).cpu())
@@ -360,7 +357,3 @@ class ClassifyPipeline:
             batch.input_ids.to(self.device), batch.attention_mask.to(self.device)
         )
         return found.float()
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Puts the model into ``eval()``, without gradients, for the length of the block."""
-        return in_evaluation(self.model)
