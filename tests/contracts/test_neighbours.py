@@ -16,7 +16,7 @@ from helpers.source import PACKAGE, Module, modules
 PACKAGES = ("protocol", "engine", "comm", "averaging")
 FILES = {
     *("data.cursor", "data.leases"),
-    *("loop.loop", "loop.data_side", "loop.assembly", "loop.state"),
+    *("loop.loop", "loop.data_side", "loop.assembly", "loop.saved_state"),
     *("loop.fitting", "loop.reporting", "loop.likeness", "loop.models"),
 }
 #: So many dots after a name reach through a neighbour: ``self.team.comm.rank``.

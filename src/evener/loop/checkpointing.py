@@ -13,7 +13,7 @@ from typing import Any, Final
 from evener.checkpoint import CheckpointWriter, Snapshot, UnwrittenError, WrittenCheckpoint
 from evener.errors import CheckpointError
 from evener.loop.loop import Loop
-from evener.loop.state import capture
+from evener.loop.saved_state import capture
 from evener.team.terminal import warn
 
 WRITE_TIMEOUT_S = 600.0
@@ -161,12 +161,11 @@ class Checkpointer:
         Raises:
             CheckpointError: On every rank, when the last one could not be written in ``retry_s``.
         """
-        assembly, began_s = self._ddp.assembly, time.monotonic()
-        self._gives_up_s = began_s + self._retry_s
+        assembly, self._gives_up_s = self._ddp.assembly, time.monotonic() + self._retry_s
         round_s = min(_ROUND_S, assembly.comm.timeout_s / 4)
         is_waiting = True
         while is_waiting:
-            is_waiting, failure = self._finish_round(began_s, round_s)
+            is_waiting, failure = self._finish_round(round_s)
             # The others wait in here, no longer than a round: their own deadline is not ours.
             answer = assembly.team.introduce({"is_waiting": is_waiting, "failure": failure})[0]
             is_waiting = answer["is_waiting"]
@@ -175,7 +174,7 @@ class Checkpointer:
             raise CheckpointError(answer["failure"])
         return self._writer.last_path if self._writer is not None else None
 
-    def _finish_round(self, began_s: float, round_s: float) -> tuple[bool, str]:
+    def _finish_round(self, round_s: float) -> tuple[bool, str]:
         """Waits on rank 0 for a while; whether there is more to wait for, and what went wrong."""
         writer = self._writer
         if writer is None:
@@ -195,7 +194,7 @@ class Checkpointer:
             time.sleep(max(0.0, min(due_s, end_s) - time.monotonic()))
             if time.monotonic() >= due_s:
                 self._try_again()
-        if time.monotonic() - began_s > self._retry_s + WRITE_TIMEOUT_S:
+        if time.monotonic() > self._gives_up_s + WRITE_TIMEOUT_S:
             return False, _TOO_SLOW
         return True, ""
 

@@ -19,7 +19,7 @@ from evener.engine.state import Stateful
 from evener.errors import CheckpointError, ConfigError, EvenerError
 from evener.loop.assembly import Assembly
 from evener.loop.reporting import EventStream
-from evener.loop.state import find_state, restore, save_state
+from evener.loop.saved_state import find_state, restore, save_state
 from evener.protocol.row import Purpose
 
 T = TypeVar("T")

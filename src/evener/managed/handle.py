@@ -4,7 +4,7 @@ import signal
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Self, final
 
 from evener.errors import WorkerError
@@ -63,8 +63,7 @@ class InlineRun(Run):
 
     def __init__(self, job: ManagedRun) -> None:
         self._job = job
-        self._rank: ManagedRank | None = None
-        self._epochs: Iterator[EpochMetrics] | None = None
+        self._epochs = self._train()
         self._stop = threading.Event()
         self._interrupt = StopSignals([signal.SIGINT])
         self._done = False
@@ -73,60 +72,46 @@ class InlineRun(Run):
         """Train the next epoch: nobody else would."""
         if self._done:
             return None
-        try:
-            metrics = self._train()
-        except Exception as error:
-            self._end(error)
-            self.error = WorkerError(
-                f"rank 0 ({self._job.device_names[0]}) failed: {type(error).__name__}: {error}",
-                rank=0,
-                kind=type(error).__name__,
-                state=self.state,
-            )
-            self.error.__cause__ = error
-            return None
-        except BaseException:
-            self._end()
-            raise
-        if metrics is None:
-            self._end()
-            return None
-        try:
-            if self._job.metrics_fn is not None:
-                self._job.metrics_fn(metrics)
-        except BaseException as error:
-            self._end()
-            self.error = error
-        return metrics
-
-    def _train(self) -> EpochMetrics | None:
-        if self._epochs is None:
-            self._rank = ManagedRank(
-                self._job,
-                environment=DistributedTrainConfig(),
-                stop_when=self._is_stopped,
-                sinks=self._job.sinks,
-            )
-            self._epochs = self._rank.train()
         # The first Ctrl-C is a request, so that it breaks off no optimizer step.
         with StopSignals([signal.SIGINT], max_interrupts=1) as self._interrupt:
             metrics = next(self._epochs, None)
             while self._interrupt.requested and next(self._epochs, None) is not None:
                 pass  # what is left of a run that stops
-        if self._interrupt.requested:
-            self._stop.set()
+        if self._interrupt.requested and self.error is None:
             raise KeyboardInterrupt
+        try:
+            if metrics is not None and self._job.metrics_fn is not None:
+                self._job.metrics_fn(metrics)
+        except BaseException as error:
+            self._epochs.close()
+            self.error = error
         return metrics
+
+    def _train(self) -> Generator[EpochMetrics, None, None]:
+        rank, failure = None, None
+        try:
+            rank = ManagedRank(
+                self._job,
+                environment=DistributedTrainConfig(),
+                stop_when=self._is_stopped,
+                sinks=self._job.sinks,
+            )
+            yield from rank.train()
+        except Exception as error:
+            failure = error
+        finally:
+            self._done = True
+            if rank is not None:
+                rank.close(failure)
+                self.state = rank.state()
+        if failure is not None:
+            kind = type(failure).__name__
+            text = f"rank 0 ({self._job.device_names[0]}) failed: {kind}: {failure}"
+            self.error = WorkerError(text, rank=0, kind=kind, state=self.state)
+            self.error.__cause__ = failure
 
     def _is_stopped(self) -> bool:
         return self._stop.is_set() or self._interrupt.requested is not None
-
-    def _end(self, error: Exception | None = None) -> None:
-        self._done = True
-        if self._rank is not None:
-            self._rank.close(error)
-            self.state = self._rank.state()
-        self._rank = self._epochs = None
 
     def poll_metrics(self) -> list[EpochMetrics]:
         """Train one epoch."""
@@ -145,8 +130,8 @@ class InlineRun(Run):
 
     def abandon(self) -> bool:
         """Leave the model as it is."""
-        unheard = not self._done
-        self._end()
+        unheard, self._done = not self._done, True
+        self._epochs.close()
         return unheard
 
     @property

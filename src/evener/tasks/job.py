@@ -27,7 +27,7 @@ from evener.loop.checkpointing import Checkpointer
 from evener.loop.epochs import EpochLoop
 from evener.loop.models import Schedulers
 from evener.loop.reporting import find_sinks
-from evener.loop.state import check_state
+from evener.loop.saved_state import check_state
 from evener.tasks.recording import RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.results import TaskResult
