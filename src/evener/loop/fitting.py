@@ -80,7 +80,7 @@ def check_optimizer(state: Any, optimizer: Optimizer) -> None:
             # A newer torch may know options that an older one did not write.
             optional = value is None or isinstance(value, bool | str) or key == "initial_lr"
             if key in group or not optional:
-                check_alike(group[key], value, f"{place}.{key}")
+                check_kind(group[key], value, f"{place}.{key}")
     _check_states(Fields(state).fields("state").values, optimizer)
 
 
@@ -109,10 +109,10 @@ def _check_states(states: dict[Any, Any], optimizer: Optimizer) -> None:
         for key, value in values.items():
             # SGD without momentum keeps a buffer that is None, in some versions of torch.
             if value is not None or key != "momentum_buffer":
-                check_alike(value, usual.get(key), f"state.{index}.{key}")
+                check_kind(value, usual.get(key), f"state.{index}.{key}")
 
 
-def check_alike(saved: Any, own: Any, place: str) -> None:
+def check_kind(saved: Any, own: Any, place: str) -> None:
     """Check that a value is of the same kind as the one in use, all the way down.
 
     What is kept for a parameter has the parameter's shape; what is ``None`` in use, as it is not
@@ -128,10 +128,10 @@ def check_alike(saved: Any, own: Any, place: str) -> None:
         raise ValueError(f"{place} is {short(saved)}, not of the kind of {short(own)}")
     if isinstance(own, Mapping):
         for key in own.keys() & saved.keys():
-            check_alike(saved[key], own[key], f"{place}.{key}")
+            check_kind(saved[key], own[key], f"{place}.{key}")
     elif isinstance(own, list | tuple):
         for number, (one, other) in enumerate(zip(saved, own, strict=False)):
-            check_alike(one, other, f"{place}.{number}")
+            check_kind(one, other, f"{place}.{number}")
 
 
 def _is_of_kind(saved: Any, own: Any) -> bool:

@@ -30,7 +30,7 @@ from evener.engine.results import Progress
 from evener.engine.state import REGISTERED, TrainingContent, stem_of, unpack
 from evener.errors import CheckpointError
 from evener.loop.assembly import Assembly
-from evener.loop.fitting import check_alike, check_model, check_optimizer, check_weights
+from evener.loop.fitting import check_kind, check_model, check_optimizer, check_weights
 from evener.parsing import Fields
 from evener.team.terminal import warn
 
@@ -240,7 +240,7 @@ def _check_fit(saved: SavedState, assembly: Assembly) -> None:
     with _naming(path, what, "resume with the same schedulers"):
         if len(training.schedule) != len(own):
             raise ValueError(f"it has {len(training.schedule)} schedulers instead of {len(own)}")
-        check_alike(training.schedule, own, "schedule")
+        check_kind(training.schedule, own, "schedule")
     with _naming(path / STATE):
         copy.deepcopy(assembly.policy).load_state_dict(saved.engine["planner"])
 
