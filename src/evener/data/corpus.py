@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from evener.data.corpus_cache import (
     COUNTS,
     FORMAT,
-    Build,
     TextTokenizer,
+    build_corpus,
     corpus_folder,
     digest,
     mark_used,
@@ -142,8 +142,8 @@ def prepare_corpus(
     folder = corpus_folder(cache_dir, signature)
     manifest = read_manifest(folder, on_note)
     if manifest is None:
-        build = Build(cache_dir, tokenizer, on_note, progress)
-        manifest = build.run(source, Rejects(on_error), folder)
+        rejects = Rejects(on_error)
+        manifest = build_corpus(folder, source, tokenizer, rejects, note=on_note, progress=progress)
     if manifest["num_rejected"] and on_error == "stop":
         raise rejected(manifest["first_rejected"])
     if manifest["num_documents"] < 2:

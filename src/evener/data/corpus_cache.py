@@ -171,90 +171,97 @@ def _check_counts(manifest: Fields) -> None:
             raise ValueError(f"{name} does not have the {size} bytes that its counts make")
 
 
-class Build:
-    """Writes a prepared corpus under a temporary name and then renames it.
+def build_corpus(
+    folder: Path,
+    source: DocumentSource,
+    tokenizer: TextTokenizer,
+    rejects: Rejects,
+    *,
+    note: Note,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Tokenise ``source`` under a temporary name, rename that, and return the manifest.
 
     A build that is killed leaves a folder that nobody uses, which a later build removes. Of two
     that make the same corpus at once, the first to finish is kept.
+
+    Args:
+        folder: Where the corpus is to lie, in the cache.
+        source: Gives the documents.
+        tokenizer: Turns text into ids.
+        rejects: Told of records that hold no document.
+        note: Told what was removed from the cache or left out.
+        progress: Told how much has been read.
+
+    Raises:
+        DataError: The source is unreadable, it holds no text, or the cache cannot be written.
     """
-
-    def __init__(
-        self, cache_dir: Path, tokenizer: TextTokenizer, note: Note, progress: Progress
-    ) -> None:
-        self._cache_dir = cache_dir
-        self._tokenizer = tokenizer
-        self._note = note
-        self._progress = progress
-        self._dtype = _DTYPES[tokenizer.vocab_size > _MAX_UINT16_VOCABULARY]
-
-    def run(self, source: DocumentSource, rejects: Rejects, folder: Path) -> dict[str, Any]:
-        """Tokenise ``source`` into ``folder`` and return the manifest.
-
-        Raises:
-            DataError: The source is unreadable, it holds no text, or the cache cannot be written.
-        """
-        scratch = self._cache_dir / f"building-{unique_suffix()}"
-        try:
-            self._cache_dir.mkdir(parents=True, exist_ok=True)
-            _remove_older(self._cache_dir, ("building-*",), _ABANDONED_S)
-            remove_unused(self._cache_dir, ("corpus-*", "stamps-*.json"), self._note)
-            scratch.mkdir()
-            manifest = self._write(source, rejects, scratch)
-            _install(scratch, folder)
-        except OSError as error:
-            raise DataError(
-                f"the tokenised text cannot be written to {self._cache_dir}: {error.strerror}. "
-                f"Name another cache folder, or make room there"
-            ) from error
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return manifest
-
-    def _write(self, source: DocumentSource, rejects: Rejects, scratch: Path) -> dict[str, Any]:
-        counts = {"num_documents": 0, "num_bytes": 0, "num_tokens": 0}
-        with (scratch / _TOKENS).open("xb") as tokens, (scratch / _DOCUMENTS).open("xb") as rows:
-            for document, ids in self._encoded(source, rejects):
-                tokens.write(ids.tobytes())
-                start, counts["num_tokens"] = counts["num_tokens"], counts["num_tokens"] + len(ids)
-                row = np.array([start, counts["num_tokens"], _label_hash(document)], "<u8")
-                rows.write(row.tobytes())
-                counts["num_documents"] += 1
-                counts["num_bytes"] += document.text_bytes
+    cache_dir = folder.parent
+    scratch = cache_dir / f"building-{unique_suffix()}"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _remove_older(cache_dir, ("building-*",), _ABANDONED_S)
+        remove_unused(cache_dir, ("corpus-*", "stamps-*.json"), note)
+        scratch.mkdir()
+        documents = source.documents(rejects, note=note, progress=progress)
+        dtype = _DTYPES[tokenizer.vocab_size > _MAX_UINT16_VOCABULARY]
+        counts = _write_documents(scratch, _encoded(documents, tokenizer, dtype))
         if not counts["num_documents"]:
             what = f" (the first of {rejects.count}: {rejects.first})" if rejects.count else ""
             raise DataError(f"{source.name}: there is no text in it{what}. Give some text")
         (scratch / "sources.json").write_text(json.dumps(source.identity))
         manifest = {
             "format": FORMAT,
-            "tokenizer": self._tokenizer.fingerprint,
-            "vocab_size": self._tokenizer.vocab_size,
-            "eos_id": self._tokenizer.eos_id,
-            "dtype": self._dtype,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "dtype": dtype,
             **counts,
             "num_rejected": rejects.count,
             "first_rejected": rejects.first,
             "files": {path.name: _flushed_record(path) for path in scratch.iterdir()},
         }
         write_file(scratch / "manifest.json", json.dumps(manifest, indent=1).encode())
-        return manifest
+        _install(scratch, folder)
+    except OSError as error:
+        raise DataError(
+            f"the tokenised text cannot be written to {cache_dir}: {error.strerror}. "
+            f"Name another cache folder, or make room there"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
 
-    def _encoded(
-        self, source: DocumentSource, rejects: Rejects
-    ) -> Iterator[tuple[Document, NDArray[Any]]]:
-        """Yield the documents in their order, with their ids and end-of-text as written."""
-        documents = source.documents(rejects, note=self._note, progress=self._progress)
-        while batch := _next_batch(documents):
-            texts = [document.text for document in batch]
-            for document, ids in zip(batch, self._tokenizer.encode_batch(texts), strict=True):
-                if ids.min(initial=0) < 0 or ids.max(initial=0) >= self._tokenizer.vocab_size:
-                    raise DataError(
-                        f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its "
-                        f"vocab_size is {self._tokenizer.vocab_size}: use the tokenizer files that "
-                        "belong together"
-                    )
-                closed = np.empty(len(ids) + 1, self._dtype)
-                closed[:-1], closed[-1] = ids, self._tokenizer.eos_id
-                yield document, closed
+
+def _write_documents(
+    scratch: Path, encoded: Iterator[tuple[Document, NDArray[Any]]]
+) -> dict[str, int]:
+    num_documents = num_bytes = num_tokens = 0
+    with (scratch / _TOKENS).open("xb") as tokens, (scratch / _DOCUMENTS).open("xb") as rows:
+        for document, ids in encoded:
+            tokens.write(ids.tobytes())
+            start, num_tokens = num_tokens, num_tokens + len(ids)
+            rows.write(np.array([start, num_tokens, _label_hash(document)], "<u8").tobytes())
+            num_documents += 1
+            num_bytes += document.text_bytes
+    return {"num_documents": num_documents, "num_bytes": num_bytes, "num_tokens": num_tokens}
+
+
+def _encoded(
+    documents: Iterator[Document], tokenizer: TextTokenizer, dtype: str
+) -> Iterator[tuple[Document, NDArray[Any]]]:
+    """Yield the documents in their order, with their ids and end-of-text as written."""
+    while batch := _next_batch(documents):
+        texts = [document.text for document in batch]
+        for document, ids in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            if ids.min(initial=0) < 0 or ids.max(initial=0) >= tokenizer.vocab_size:
+                raise DataError(
+                    f"the tokenizer gives ids from {ids.min()} to {ids.max()}, but its vocab_size "
+                    f"is {tokenizer.vocab_size}: use the tokenizer files that belong together"
+                )
+            closed = np.empty(len(ids) + 1, dtype)
+            closed[:-1], closed[-1] = ids, tokenizer.eos_id
+            yield document, closed
 
 
 def _next_batch(documents: Iterator[Document]) -> list[Document]:
