@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from evener.checkpoint.codec import decode
-from evener.checkpoint.layout import MANIFEST_NAME, TENSORS_SUFFIX, Manifest, parse_name
+from evener.checkpoint.manifest import MANIFEST_NAME, TENSORS_SUFFIX, Manifest, parse_name
 from evener.errors import CheckpointError
 from evener.files import hash_file, read_file
 from evener.parsing import parse_json, short

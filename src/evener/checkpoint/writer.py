@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from evener.checkpoint.codec import encode
 from evener.checkpoint.copies import alias_table
-from evener.checkpoint.folders import remove_old, tidy, unfinished_folder
-from evener.checkpoint.layout import (
+from evener.checkpoint.manifest import (
     MANIFEST_NAME,
     TENSORS_SUFFIX,
     FileRecord,
@@ -26,6 +25,7 @@ from evener.checkpoint.layout import (
     check_file_name,
     step_name,
 )
+from evener.checkpoint.step_folders import remove_old, tidy, unfinished_folder
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.files import flush, hash_file, publish_folder
 
@@ -93,7 +93,7 @@ class SkippedCheckpoint:
     newer: int
 
 
-class _Job(NamedTuple):
+class _Write(NamedTuple):
     snapshot: Snapshot
     small_files: Mapping[str, bytes]  # documents and assets
 
@@ -135,7 +135,7 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._on_stage = on_stage
         self._changed = threading.Condition()
-        self._queued: _Job | None = None
+        self._queued: _Write | None = None
         self._running: int | None = None  # the step that is being written
         self._closed = False
         self.last_path: Path | None = None
@@ -160,7 +160,7 @@ class CheckpointWriter:
             CheckpointError: A file name or a document is not fit for a checkpoint.
             UsageError: The writer is closed.
         """
-        job = _Job(snapshot, _small_files(snapshot))
+        job = _Write(snapshot, _small_files(snapshot))
         with self._changed:
             if self._closed:
                 raise UsageError(
@@ -241,7 +241,7 @@ class CheckpointWriter:
                 if self._finished is None and not isinstance(error, UnwrittenError):
                     self._finished = job.snapshot
 
-    def _try_write(self, job: _Job) -> CheckpointError | None:
+    def _try_write(self, job: _Write) -> CheckpointError | None:
         step = job.snapshot.step
         start_s = time.perf_counter()
         was_lost = not self._folder.exists()
@@ -274,7 +274,7 @@ class CheckpointWriter:
             return failure
         return None
 
-    def _write(self, job: _Job) -> Manifest:
+    def _write(self, job: _Write) -> Manifest:
         snapshot = job.snapshot
         with unfinished_folder(self._folder, snapshot.step) as unfinished:
             self._reach("files")
@@ -318,7 +318,7 @@ def _small_files(snapshot: Snapshot) -> dict[str, bytes]:
     return files
 
 
-def _write_files(folder: Path, job: _Job) -> Manifest:
+def _write_files(folder: Path, job: _Write) -> Manifest:
     records: dict[str, FileRecord] = {}
     aliases: dict[str, dict[str, str]] = {}
     for stem, tensors in job.snapshot.tensors.items():

@@ -150,7 +150,7 @@ def _is_guard(node: ast.stmt, line: int) -> bool:
     )
 
 
-class _Rehearsal(ForkingPickler):
+class _TrialPickler(ForkingPickler):
     """Pickles as for a spawned process, but for the contents of arrays, which always pickle."""
 
     def __init__(self, *, has_script: bool) -> None:
@@ -183,6 +183,6 @@ def _rehearse_pickling(part: object, *, has_script: bool) -> None:
     # Locks and queues pickle only for a process that is being spawned.
     set_spawning_popen(_Nowhere())  # type: ignore[arg-type]
     try:
-        _Rehearsal(has_script=has_script).dump(part)
+        _TrialPickler(has_script=has_script).dump(part)
     finally:
         set_spawning_popen(None)

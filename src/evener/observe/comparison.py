@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.observe.wording import human_count, human_duration
+from evener.observe.numbers import human_count, human_duration
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2

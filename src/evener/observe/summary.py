@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from evener.errors import EvenerError
 from evener.files import write_file
 from evener.observe.jsonl import strict_json
-from evener.observe.wording import human_count, human_duration
+from evener.observe.numbers import human_count, human_duration
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ from evener.config.options import BenchOptions
 from evener.errors import ConfigError, EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
 from evener.observe.jsonl import read_events, strict_json
-from evener.observe.wording import human_count, human_duration
+from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.team.child import die_with
 from evener.team.environment import AverageBackend

@@ -11,7 +11,7 @@ from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker, open_sinks
 from evener.observe.events import Event, Sink, Totals
 from evener.observe.jsonl import JsonlSink, read_events
-from evener.observe.progress import ProgressSink
+from evener.observe.progress_line import ProgressSink
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.progress import ProgressSink
+from evener.observe.progress_line import ProgressSink
 from helpers.event_cases import committed_window, started
 
 CLEAR = "\r\x1b[2K"

@@ -1,6 +1,6 @@
 import pytest
 
-from evener.observe.wording import human_bytes, human_count, human_duration
+from evener.observe.numbers import human_bytes, human_count, human_duration
 
 
 @pytest.mark.parametrize(

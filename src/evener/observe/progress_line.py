@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TextIO
 
 from evener.observe.events import Event, Sink, Totals, mean_loss
-from evener.observe.wording import human_bytes, human_count, human_duration
+from evener.observe.numbers import human_bytes, human_count, human_duration
 
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
@@ -30,7 +30,7 @@ class ProgressSink(Sink):
         """Write to ``stream``, which stays open; usually standard error."""
         self._stream = stream
         self._live = stream.isatty()
-        self._state = _Progress(unicode=(stream.encoding or "").lower().startswith("utf"))
+        self._state = _Figures(unicode=(stream.encoding or "").lower().startswith("utf"))
         self._num_lines = 0
         self._last_shown_t = float("-inf")
         self._shown = False  # whether the live line is on the screen now
@@ -126,7 +126,7 @@ class _Window(NamedTuple):
     done: Totals
 
 
-class _Progress:
+class _Figures:
     """The figures of the line, kept up window by window."""
 
     def __init__(self, *, unicode: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evener.checkpoint.layout import parse_name, step_name
+from evener.checkpoint.manifest import parse_name, step_name
 from evener.checkpoint.reader import read_manifest
 from evener.errors import CheckpointError
 from evener.files import unique_suffix
