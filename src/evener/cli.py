@@ -20,6 +20,7 @@ import evener
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
+    Keys,
     LaunchOptions,
     PretrainOptions,
     TaskOptions,
@@ -154,6 +155,8 @@ def _command(
         if name in known:
             kind: Any = known[name].type
             default: Any = known[name].default
+            if kind is Keys:
+                kind = Path | None  # a command line names a file
             if get_origin(kind) is tuple:
                 kind, default = list[str], list(default)
             kind = Annotated[kind, taken]

@@ -1,7 +1,7 @@
 """Reads a configuration: a YAML file or keys, then what ``--set`` changes."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from evener.config.checks import explain
+from evener.config.options import Keys
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.yaml_files import parse_yaml, read_yaml
@@ -18,30 +19,29 @@ _Schema = TypeVar("_Schema", bound=BaseModel)
 
 def load_config(
     schema: type[_Schema],
-    path: Path | None,
+    given: Keys,
     overrides: Iterable[str] = (),
-    *,
-    base: Mapping[str, Any] | None = None,
 ) -> _Schema:
     """Read and check a configuration.
 
     Args:
         schema: Its keys.
-        path: YAML file; ``None`` takes ``base``, or all defaults.
-        base: Keys to start from where there is no file.
+        given: Its keys, or a YAML file that holds them; ``None`` takes all defaults.
         overrides: ``key=value`` with dots for sections, values in YAML, such as
             ``optimizer.lr=3e-4``.
 
     Raises:
         ConfigError: Names the file or key, the value, and what is allowed.
     """
-    document = copy.deepcopy(dict(base or {})) if path is None else read_yaml(path)
+    if isinstance(given, str | Path):
+        document, source = read_yaml(Path(given)), str(given)
+    else:
+        document, source = copy.deepcopy(dict(given or {})), "the configuration"
     overridden = [_override(document, override) for override in overrides]
-    source = f"{'the configuration' if path is None else path}: "
     try:
         return schema.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(explain(schema, error, source, overridden)) from None
+        raise ConfigError(explain(schema, error, f"{source}: ", overridden)) from None
 
 
 def _override(document: dict[str, Any], override: str) -> str:

@@ -36,18 +36,16 @@ class TaskOptions(LaunchOptions):
     """Options of a task, as the user gave them.
 
     Attributes:
-        config: The run's YAML file; ``None`` where there is none.
+        config: Keys of the run, or the YAML file that holds them.
         overrides: ``key=value`` texts of ``--set``, in order; the last one wins.
-        keys: Keys of the run where there is no file.
         resume: Continue from the newest complete checkpoint.
         out: Folder that runs go to.
         name: Name of the run; ``None`` for the configuration's.
         quiet: Print neither the team nor the progress line.
     """
 
-    config: Path | None = None
+    config: Keys = None
     overrides: tuple[str, ...] = ()
-    keys: Mapping[str, Any] | None = None
     resume: bool = False
     out: Path = Path("runs")
     name: str | None = None
@@ -107,8 +105,3 @@ class BenchOptions:
     overrides: tuple[str, ...] = ()
     out: Path = Path("runs")
     name: str = "bench"
-
-
-def file_or_keys(given: Keys) -> dict[str, Any]:
-    """Return ``config`` or ``keys`` of ``TaskOptions``, whichever was given."""
-    return {"config": Path(given)} if isinstance(given, str | Path) else {"keys": given}

@@ -70,7 +70,7 @@ def resolve_config(options: PretrainOptions, *, holds_runs: bool = True) -> RunC
             f"--demo brings its own configuration, so it takes no file (got {options.config}); "
             "leave one of them out"
         )
-    config = _load(RunConfig, options, DEMO if options.demo else options.keys)
+    config = load_config(RunConfig, DEMO if options.demo else options.config, options.overrides)
     for what in options.allow:
         if what not in ALLOWED:
             raise ConfigError(f"--allow {what}: choose from {', '.join(ALLOWED)}")
@@ -106,14 +106,16 @@ def resolve_classify(options: ClassifyOptions, *, holds_runs: bool = True) -> Cl
         DataError: Something that the configuration points to does not exist.
         CheckpointError: There is no run to resume.
     """
-    is_demo = options.keys is None and not options.has_samples
-    config = _load(ClassifyRunConfig, options, CLASSIFY_DEMO if is_demo else options.keys)
+    given = CLASSIFY_DEMO if options.config is None and not options.has_samples else options.config
+    config = load_config(ClassifyRunConfig, given, options.overrides)
     if options.has_samples and config.data.path is not None:
         raise ConfigError(
             f"data.path is {config.data.path!r}, but samples are given as well; leave one of them "
             "out"
         )
-    if "model" not in config.model_fields_set and (options.has_samples or config.data.path):
+    if "model" not in config.model_fields_set and (
+        options.has_samples or config.data.path is not None
+    ):
         raise ConfigError(
             "model.path is missing: name the local folder of the base model, or give model.type "
             "(and model.config) to start from random weights"
@@ -144,7 +146,11 @@ def resolve_job(options: TaskOptions, default: str, *, holds_runs: bool = True) 
         holds_runs: See ``resolve_config``.
     """
     return _settle(
-        _load(JobConfig, options, options.keys), options, {}, default, holds_runs=holds_runs
+        load_config(JobConfig, options.config, options.overrides),
+        options,
+        {},
+        default,
+        holds_runs=holds_runs,
     )
 
 
@@ -166,15 +172,11 @@ def find_demo_base(parent: Path) -> Path | None:
     return None
 
 
-def _load(schema: type[_Config], options: TaskOptions, base: Mapping[str, Any] | None) -> _Config:
-    return load_config(schema, options.config, options.overrides, base=base)
-
-
 def _settle(
     config: _Config, options: TaskOptions, places: _Places, default: str, *, holds_runs: bool
 ) -> _Config:
     """Check what lies around a run, and choose its name."""
-    stem = default if options.config is None else options.config.stem
+    stem = Path(options.config).stem if isinstance(options.config, str | Path) else default
     name = (config.name or stem) if options.name is None else options.name
     check_name(name)
     for key, paths in places.items():

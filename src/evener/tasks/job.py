@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from evener.checkpoint import Checkpoint
 from evener.config.folders import CHECKPOINTS, agree_on_folder, folder_in_use, release_folder
-from evener.config.options import Keys, TaskOptions, file_or_keys
+from evener.config.options import Keys, TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
 from evener.data.loader import Prefetch
@@ -503,7 +503,7 @@ def run_task(
     Raises:
         UserError: An input is wrong; the message names value, cause and remedy.
     """
-    options = TaskOptions(**file_or_keys(config), out=Path(out), resume=resume, quiet=quiet)
+    options = TaskOptions(config=config, out=Path(out), resume=resume, quiet=quiet)
     place = DistributedTrainConfig.from_env()
     holds_runs = place.rank < place.local_world_size
     keys = resolve_job(options, type(task).__name__.lower(), holds_runs=holds_runs)

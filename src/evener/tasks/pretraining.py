@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evener.config.options import Allowed, Keys, PretrainOptions, file_or_keys
+from evener.config.options import Allowed, Keys, PretrainOptions
 from evener.errors import ConfigError
 from evener.tasks.results import PretrainResult
 from evener.team.child import loading_libraries
@@ -65,7 +65,7 @@ def pretrain(
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     options = PretrainOptions(
-        **file_or_keys(config),
+        config=config,
         out=Path(out),
         resume=resume,
         allow=tuple(allow),

@@ -120,7 +120,7 @@ def test_set_goes_before_the_file_and_the_last_one_wins() -> None:
 
 def test_set_leaves_what_it_starts_from_alone() -> None:
     base = {"optimizer": {"lr": 1.0}}
-    assert load_run_config(None, ["optimizer.lr=2"], base=base).optimizer.lr == 2.0
+    assert load_run_config(base, ["optimizer.lr=2"]).optimizer.lr == 2.0
     assert base == {"optimizer": {"lr": 1.0}}
 
 

@@ -153,12 +153,12 @@ def test_every_front_door_refuses_with_the_same_words(option, value):
 def test_a_run_hands_its_options_on(schema):
     keys = {"verify_every": 3, "max_grad_norm": 2.0, "anchor": 4, "speed_hint": [1, 2]}
     own = {"emulate_slow": {1: 2.0}, "stop_when": None, "quiet": True}
-    config = load_config(schema, None, base=keys)
+    config = load_config(schema, keys)
     assert config.ddp_config(**own) == DdpConfig(
         verify_every=3, max_grad_norm=2.0, speed_hint=[1, 2], **own
     )
     assert config.idle_options == ["anchor"]
-    config = load_config(schema, None, ["policy=async"], base=keys)
+    config = load_config(schema, keys, ["policy=async"])
     assert config.ddp_config(**own).anchor == 4
     assert config.idle_options == []
     assert load_config(schema, None).max_grad_norm == 1.0

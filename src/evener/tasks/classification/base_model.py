@@ -67,7 +67,7 @@ def model_config_of(given: GivenModel) -> ModelConfig:
         return given
     if isinstance(given, str | Path):
         return ClassifyModelConfig(path=str(given))
-    return load_config(ClassifyModelConfig, None, base=given)
+    return load_config(ClassifyModelConfig, given)
 
 
 def build_base(

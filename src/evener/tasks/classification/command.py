@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.config.folders import runs_of
-from evener.config.options import ClassifyOptions, Keys, file_or_keys
+from evener.config.options import ClassifyOptions, Keys
 from evener.config.presets import (
     find_demo_base,
     needs_demo_base,
@@ -73,7 +73,7 @@ def classify(
         UserError: An input is wrong; the message names value, cause and remedy.
     """
     options = ClassifyOptions(
-        **file_or_keys(config),
+        config=config,
         has_samples=samples is not None,
         out=Path(out),
         resume=resume,

@@ -131,7 +131,7 @@ class ClassifyPipeline:
         """
         model_config = model_config_of(model_config)
         if not isinstance(config, ClassifyConfig):
-            config = load_config(ClassifyConfig, None, base=config)
+            config = load_config(ClassifyConfig, config)
         labels = labels or LabelSet(config.labels)
         if class_weights is None:
             class_weights = labels.weights(config.class_weights, ())

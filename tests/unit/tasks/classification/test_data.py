@@ -196,7 +196,7 @@ def test_one_class_written_in_two_ways_is_split_as_one(tmp_path: Path) -> None:
         {"text": "a", "label": "0"}
     ]
     path = write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
-    data = load_data(load_config(ClassifyRunConfig, None, base={"data": {"path": str(path)}}))
+    data = load_data(load_config(ClassifyRunConfig, {"data": {"path": str(path)}}))
     assert data.labels.names == ("0", "1")
     assert len(data.train.texts) + len(data.heldout.texts) == 21
 
@@ -224,7 +224,7 @@ def test_a_label_that_is_not_among_those_given_is_named_with_its_line(
     lines = [json.dumps(row) + "\n" for row in (*rows, {"text": "one", "label": label})]
     path = write(tmp_path, "".join(lines))
     config = load_config(
-        ClassifyRunConfig, None, base={"data": {"path": str(path)}, "labels": ["fruit", "tool"]}
+        ClassifyRunConfig, {"data": {"path": str(path)}, "labels": ["fruit", "tool"]}
     )
     with pytest.raises(DataError, match=words):
         load_data(config)
