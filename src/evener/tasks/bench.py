@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from evener.config.folders import EVENTS, check_name
 from evener.config.options import BenchOptions
@@ -21,6 +21,7 @@ from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.team.child import die_with
 from evener.team.environment import AverageBackend
+from evener.team.terminal import say
 
 #: A trial has this long to load models, tokenise text and start; the first one does all of it.
 START_TIMEOUT_S = 3600.0
@@ -93,14 +94,14 @@ def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Compa
                 if name in skipped:
                     continue
                 turn = f"round {number + 1} of {options.rounds}: {name}"
-                _say(f"{turn} for {human_duration(seconds)} ...")
+                say(f"{turn} for {human_duration(seconds)} ...")
                 result = run_trial(f"{policy}-{backend}-{number + 1}", policy, backend, seconds)
                 if isinstance(result, str):
                     skipped[name] = result
-                    _say(f"{turn} skipped: {result}")
+                    say(f"{turn} skipped: {result}")
                 else:
                     trials.append(result)
-                    _say(f"{turn}: {human_count(result.speed())} {result.unit}/s")
+                    say(f"{turn}: {human_count(result.speed())} {result.unit}/s")
     except KeyboardInterrupt:  # what has been measured is told all the same
         interrupted = True
     # A combination that failed in a later round is not compared by its first.
@@ -147,12 +148,11 @@ class Pretrain:
         keys = (*options.overrides, *_TRIAL_KEYS, f"policy={policy}", f"backend={backend}")
         command = [*_PRETRAIN, str(options.config), "--quiet"]
         command += ["--out", str(self._folder), "--name", name]
-        for key in keys:
-            command += ["--set", key]
-        for slow in options.emulate_slow:
-            command += ["--emulate-slow", slow]
-        if options.nproc is not None:
-            command += ["--nproc", str(options.nproc)]
+        nproc = [] if options.nproc is None else [str(options.nproc)]
+        given = {"--set": keys, "--emulate-slow": options.emulate_slow, "--nproc": nproc}
+        for option, values in given.items():
+            for value in values:
+                command += [option, value]
         return command
 
     def _wait(self, process: "subprocess.Popen[bytes]", events: Path, seconds: float) -> None:
@@ -197,40 +197,26 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _claim(parent: Path, name: str) -> Path:
     """A folder of that name, with a number behind it where it is taken."""
-    number = 1
-    while True:
+    for number in count(1):
         folder = parent.absolute() / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            number += 1
+            continue
         except OSError as error:
             raise LaunchError(
                 f"the folder {folder} cannot be made ({error.strerror}); choose another with --out"
             ) from None
-        else:
-            return folder
+        break
+    return folder
 
 
 def _write(folder: Path, options: BenchOptions, comparison: Comparison) -> None:
     text = table(comparison)
-    document: dict[str, Any] = {
-        "config": str(options.config),
-        "minutes": options.minutes,
-        "rounds": options.rounds,
-        "nproc": options.nproc,
-        "emulate_slow": list(options.emulate_slow),
-        "overrides": list(options.overrides),
-        **asdict(comparison),
-    }
+    document = strict_json({**asdict(options), **asdict(comparison)})
     try:
-        (folder / "bench.json").write_text(json.dumps(strict_json(document), indent=1) + "\n")
+        (folder / "bench.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
         (folder / "bench.txt").write_text(text)
     except OSError as error:
         raise EvenerError(f"{folder} cannot be written: {error.strerror}") from None
-    _say(f"{text}written to {folder}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    say(f"{text}written to {folder}")

@@ -32,7 +32,7 @@ from evener.tasks.run_changes import (
     differences_of_model,
     read_run,
 )
-from evener.tasks.text_data import Text, choose_vocabulary, collate, prepare_text
+from evener.tasks.text_data import Text, choose_vocabulary, prepare_text
 from evener.tasks.tokenizer import check_vocabulary, load_tokenizer
 
 
@@ -77,32 +77,21 @@ class CausalLanguageModel(Task):
 
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Tokenise the text, and the tokenizer's own training data if it is to be trained."""
-        tokenizer, team, ddp = self._tokenizer, job.team, job.ddp
-        if tokenizer is None and job.resumed is not None:
-            tokenizer = load_tokenizer(job.resumed.path)
-        self._text = prepare_text(
-            team,
-            self._config,
-            tokenizer,
-            records=self._records,
-            # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
-            cache=job.options.out.absolute() / ".cache",
-            prepares=ddp.assembly.environment.local_rank == 0,
-            quiet=job.options.quiet,
-        )
-        self._device = ddp.device
+        self._text = prepare_text(job, self._config, self._tokenizer, self._records)
+        self._device = job.ddp.device
         self.skipped_records = self._text.num_rejected
         self.first_skipped_record = self._text.first_rejected
-        splits, tokenizer = self._text.splits, self._text.tokenizer
+        splits = self._text.splits
         self._description = describe_run(
-            team, self._config, splits, tokenizer, precision=ddp.precision
+            job.team, self._config, splits, self._text.tokenizer, precision=job.ddp.precision
         )
         most = min(len(splits.heldout), self._config.eval.max_sequences or len(splits.heldout))
         return splits.train, Subset(splits.heldout, range(most))
 
     def collate(self, samples: list[Any]) -> LMBatch:
         """Stack samples to a batch."""
-        return collate(samples)
+        ids, labels = ([sample[key] for sample in samples] for key in ("input_ids", "labels"))
+        return LMBatch(torch.stack(ids), torch.stack(labels))
 
     def loss(self, batch: LMBatch) -> tuple[Tensor, float]:
         """Return the mean cross-entropy per counted token, in nats, and how many count."""
@@ -110,7 +99,7 @@ class CausalLanguageModel(Task):
 
     def measure(self, samples: list[Any]) -> Sequence[float]:
         """Return the cross-entropy of samples and their counted tokens."""
-        batch = collate(samples)
+        batch = self.collate(samples)
         return summed_loss(self.model, batch, self._device), batch.num_tokens
 
     def set_length(self, epochs: float) -> None:

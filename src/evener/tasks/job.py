@@ -337,8 +337,8 @@ class Job(EpochLoop):
     @property
     def heldout_loss(self) -> float | None:
         """That of what the run leaves; ``None`` where it was not computed after the last step."""
-        window, loss = self._evaluated
-        return loss if window == self.ddp.window else None
+        (window, loss), best = self._evaluated, self._task.best_loss
+        return best if best is not None else loss if window == self.ddp.window else None
 
     def train_micro_batch(self, batch: Any) -> None:
         """Compute forward and backward."""
@@ -406,7 +406,7 @@ class Job(EpochLoop):
         agreed = self.team.introduce(own)[0]
         self._evaluated = tuple(agreed["evaluated"])
         self._task.adopt(agreed["documents"])
-        if not self.ddp.stopping and self.heldout_loss is None:
+        if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
             self._evaluate()
         stopped = self.ddp.stopping and not self._task.is_done
         checkpoint = self.finish()
@@ -439,7 +439,7 @@ class Job(EpochLoop):
             self.folder,
             batch_size=self.config.batch_size,
             unit=task.unit,
-            heldout_loss=self._loss_of_result,
+            heldout_loss=self.heldout_loss,
             speeds=speeds,
             checkpoint=checkpoint,
             skipped_records=task.skipped_records,
@@ -460,18 +460,13 @@ class Job(EpochLoop):
             for name, value in task.in_words(figures).items():
                 say(f"{name}: {f'{value:.1%}' if isinstance(value, float) else value}")
 
-    @property
-    def _loss_of_result(self) -> float | None:
-        best = self._task.best_loss
-        return self.heldout_loss if best is None else best
-
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
         """All ranks call it together; rank 0 knows the checkpoint, and has written all files."""
         told = self.team.introduce({"checkpoint": str(checkpoint)}, timeout_s=SUMMING_UP_S)[0]
         return TaskResult(
             run_folder=self.folder,
             checkpoint=Path(told["checkpoint"]),
-            heldout_loss=self._loss_of_result,
+            heldout_loss=self.heldout_loss,
             stopped=stopped,
         )
 

@@ -6,9 +6,11 @@ from typing import Self, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from evener.data.packing import IGNORED
 from evener.errors import DataError
+from evener.parsing import short
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -69,13 +71,10 @@ class LMBatch:
         if not documents:
             raise DataError("LMBatch.of_documents was given no document; give at least one")
         rows = [_tokens(number, document) for number, document in enumerate(documents)]
-        longest = max(len(tokens) for tokens in rows) - 1
-        input_ids = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
-        labels = torch.full((len(rows), longest), IGNORED, dtype=torch.int64)
-        for row, tokens in enumerate(rows):
-            input_ids[row, : len(tokens) - 1] = tokens[:-1]
-            labels[row, : len(tokens) - 1] = tokens[1:]
-        return cls(input_ids, labels)
+        return cls(
+            pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=pad_id),
+            pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED),
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -98,7 +97,7 @@ def _tokens(number: int, document: object) -> Tensor:
         tokens = tokens.to(torch.int64)  # torch takes an empty list for one of floats
     if tokens is None or tokens.dim() != 1 or tokens.dtype not in _WHOLE:
         raise DataError(
-            f"document {number} is {_shown(document)}; give its token ids: a list of whole numbers"
+            f"document {number} is {short(document)}; give its token ids: a list of whole numbers"
         )
     if len(tokens) < 2:
         raise DataError(
@@ -106,8 +105,3 @@ def _tokens(number: int, document: object) -> Tensor:
             "predicted: leave it out"
         )
     return tokens.to(torch.int64)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,7 +4,7 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evener.config.folders import EVENTS
 from evener.loop.loop import Loop
@@ -17,9 +17,6 @@ from evener.observe.tally import EventTally
 from evener.observe.tensorboard import TensorBoardSink
 from evener.tasks.rehearsal import Speeds
 from evener.team.terminal import say, warn
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class RunTally(Sink):
@@ -112,19 +109,7 @@ def summarise(
     import psutil
 
     assembly, sums, members = ddp.assembly, tally.sums, ddp.members
-    ranks = []
-    for m in members:
-        totals = sums.members.get(m.member, Totals())
-        ranks.append(
-            RankSummary(
-                rank=m.rank,
-                member=m.member,
-                device=f"{m.device} ({m.device_name})",
-                samples=totals.samples,
-                weight=totals.weight,
-                wait_fraction=totals.wait_fraction,
-            )
-        )
+    done = [sums.members.get(m.member, Totals()) for m in members]
     return RunSummary(
         tokens_per_s=sums.speed(),
         solo_tokens_per_s=speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size),
@@ -139,7 +124,17 @@ def summarise(
         checkpoint=str(checkpoint) if checkpoint else None,
         run_folder=str(folder),
         elapsed_s=sums.elapsed_s,
-        ranks=tuple(ranks),
+        ranks=tuple(
+            RankSummary(
+                rank=m.rank,
+                member=m.member,
+                device=f"{m.device} ({m.device_name})",
+                samples=totals.samples,
+                weight=totals.weight,
+                wait_fraction=totals.wait_fraction,
+            )
+            for m, totals in zip(members, done, strict=True)
+        ),
         parked=ddp.events.parked,
         emulated={m.rank: m.emulated for m in members if m.emulated != 1},
         machine={
@@ -161,27 +156,15 @@ def _modelled_speeds(ddp: Loop, sums: EventTally, batch_size: int) -> tuple[floa
 
 def show(summary: RunSummary) -> None:
     """Print the closing table and the lines for a person to stderr."""
-    say(_rendered(closing_table(summary)), end="")
-    for line in verdict(summary):
-        say(line)
-
-
-def _rendered(table: "Table") -> str:
-    """Return the table as text for standard error.
-
-    A console that writes by itself would end the process when nobody reads any more.
-    """
     from rich.console import Console
 
+    # A console that writes by itself would end the process when nobody reads any more. Which
+    # characters draw boxes depends on the encoding.
     terminal = Console(stderr=True)
-    buffer = _Buffer()
-    buffer.encoding = terminal.encoding
-    console = Console(file=buffer, force_terminal=terminal.is_terminal, width=terminal.width)
-    console.print(table)
-    return buffer.getvalue()
-
-
-class _Buffer(io.StringIO):
-    """Text in memory with the encoding of a stream, which decides how boxes are drawn."""
-
-    encoding = ""
+    text = io.TextIOWrapper(io.BytesIO(), encoding=terminal.encoding, errors="replace")
+    console = Console(file=text, force_terminal=terminal.is_terminal, width=terminal.width)
+    console.print(closing_table(summary))
+    text.seek(0)
+    say(text.read(), end="")
+    for line in verdict(summary):
+        say(line)

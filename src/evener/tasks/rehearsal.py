@@ -1,6 +1,7 @@
 """Measures what the team is worth: each rank alone, an equal split, the team; then forgets it."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,39 +69,34 @@ class Rehearsal:
         Returns:
             The speeds, the same on every rank; ``None`` when a rank was told to stop.
         """
-        world_size = self._team.world_size
+        world_size, ranks = self._team.world_size, range(self._team.world_size)
+        ways = [[self._batch_size * (rank == one) for rank in ranks] for one in ranks]
+        if isinstance(self._engine, SyncEngine):
+            ways.append([*apportion(self._batch_size, [1.0] * world_size)])
+        speeds: list[list[float]] = [[] for _ in ways]
         state = self._remember()
-        solo: list[list[float]] = [[] for _ in range(world_size)]
-        equal: list[float] = []
-        equal_shares = apportion(self._batch_size, [1.0] * world_size)
         try:
             for number in range(ROUNDS + 1):
-                for rank in range(world_size):
-                    shares = [0] * world_size
-                    shares[rank] = self._batch_size
-                    speed = self._run(shares, alone=True, short=number == 0)
-                    solo[rank].append(speed)
-                if isinstance(self._engine, SyncEngine):
-                    equal.append(self._run(equal_shares, alone=False, short=number == 0))
+                for place, shares in enumerate(ways):
+                    speed = self._run(shares, alone=place < world_size, short=number == 0)
+                    speeds[place].append(speed)
                 if self._engine.stopping:
                     return None
         finally:
             self._restore(state)
         # The first round, a short one, pays for caches and allocations.
-        return Speeds(
-            solo=tuple(median(speeds[1:]) for speeds in solo),
-            equal_split=median(equal[1:]) if equal else None,
-        )
+        solo = [median(of_way[1:]) for of_way in speeds]
+        equal_split = solo.pop() if len(ways) > world_size else None
+        return Speeds(solo=tuple(solo), equal_split=equal_split)
 
     def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:
         """One window in one way; returns weight units per second of the slowest clock."""
         engine, team = self._engine, self._team
         self._meet([0.0, 0.0])
         started_s = time.perf_counter()
-        start = sum(shares[: team.rank])
-        samples = list(range(start, start + shares[team.rank]))
-        if short:
-            samples = samples[: self._micro_batch_size]
+        start, count = sum(shares[: team.rank]), shares[team.rank]
+        count = min(count, self._micro_batch_size) if short else count
+        samples = range(start, start + count)
         avoid_ones = engine.options.avoid_ones
         parts = split(samples, self._micro_batch_size, avoid_ones=avoid_ones)
         weight = 0.0
@@ -113,19 +109,13 @@ class Rehearsal:
             weight = share.weight
             self._update(weight, alone=alone)
         elapsed_s = time.perf_counter() - started_s
-        rows = self._meet([weight, elapsed_s if parts else 0.0])
-        total = 0.0
-        for row in rows:
-            total += row[0]
-        return total / max(row[1] for row in rows)
+        weights, times_s = zip(*self._meet([weight, elapsed_s if parts else 0.0]), strict=True)
+        slowest_s: float = max(times_s)
+        return math.fsum(weights) / slowest_s
 
     def _update(self, weight: float, *, alone: bool) -> None:
         engine = self._engine
-        total = weight
-        if not alone:
-            total = 0.0
-            for row in self._meet([weight]):
-                total += row[0]
+        total = weight if alone else math.fsum(row[0] for row in self._meet([weight]))
         scale = engine.share.scale_of()
         averager = self._alone if alone else self._together
         watch = Stopwatch(engine.slowdown)

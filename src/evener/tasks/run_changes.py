@@ -17,7 +17,9 @@ CONFIG = "config.json"
 """Asset of a checkpoint: the model's configuration, as transformers writes it."""
 
 # Where things lie decides nothing; the same text may have moved.
-_SAYS_NOTHING = frozenset({"name", "data.path", "data.cache", "data.on_error"})
+_OF_ITS_PREPARATION = frozenset({"data.cache", "data.on_error"})
+_SAYS_NOTHING = _OF_ITS_PREPARATION | {"name", "data.path"}
+_SIZE = "{num_documents} documents of {num_tokens:,} tokens in {num_samples:,} samples"
 _OF_THE_DATA = ("data.", "seed")
 # Keys of a model's configuration that do not change what its weights mean. How long a sequence may
 # be follows data.seq_len; where it decides shapes, these differ.
@@ -104,8 +106,15 @@ def check_changes(
     Raises:
         CheckpointError: Says what differs, and what to do.
     """
+    of_model = differences_of_model(checkpoint, model_config)
+    if saved["tokenizer"] != now["tokenizer"]:
+        of_model.append("the tokenizer, and so what the ids mean")
+    if of_model:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model; what differs: {'; '.join(of_model)}. Put "
+            "that back, or start without --resume"
+        )
     changes = _changes(saved["config"], now["config"])
-    _check_model(checkpoint, saved, now, model_config)
     other_precision = saved["precisions"] != now["precisions"]
     if "precision" in changes and other_precision and "precision" not in allow:
         raise CheckpointError(
@@ -119,29 +128,21 @@ def check_changes(
         harmless.append(f"ranks compute in {after}, not {before}")
     if saved["data"] == now["data"]:
         return harmless
-    of_data = [text for key, text in changes.items() if key.startswith(_OF_THE_DATA)]
-    others = [text for text in harmless if text not in of_data]
-    of_data = _differences_of_data(saved, now, changes)
+    of_data = {key: text for key, text in changes.items() if key.startswith(_OF_THE_DATA)}
+    others = [text for text in harmless if text not in of_data.values()]
+    differences = [text for key, text in of_data.items() if key not in _OF_ITS_PREPARATION]
+    if not differences:
+        before, after = (_SIZE.format(**run) for run in (saved, now))
+        differences.append(
+            f"the files: {before} for training when the checkpoint was written, {after} now"
+        )
     if "data" not in allow:
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other data; what differs: {'; '.join(of_data)}. Put "
-            "that back, start without --resume, or go on with this data from its beginning with "
-            "--allow data"
+            f"{checkpoint.path} was trained on other data; what differs: {'; '.join(differences)}. "
+            "Put that back, start without --resume, or go on with this data from its beginning "
+            "with --allow data"
         )
-    return [*of_data, *others]
-
-
-def _check_model(
-    checkpoint: Checkpoint, saved: Mapping[str, Any], now: Mapping[str, Any], model_config: bytes
-) -> None:
-    differences = differences_of_model(checkpoint, model_config)
-    if saved["tokenizer"] != now["tokenizer"]:
-        differences.append("the tokenizer, and so what the ids mean")
-    if differences:
-        raise CheckpointError(
-            f"{checkpoint.path} is of another model; what differs: {'; '.join(differences)}. Put "
-            "that back, or start without --resume"
-        )
+    return [*differences, *others]
 
 
 def differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[str]:
@@ -163,22 +164,6 @@ def differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[st
     ]
 
 
-def _differences_of_data(
-    saved: Mapping[str, Any], now: Mapping[str, Any], changes: Mapping[str, str]
-) -> list[str]:
-    differences = [
-        text
-        for key, text in changes.items()
-        if key.startswith(_OF_THE_DATA) and key not in ("data.cache", "data.on_error")
-    ]
-    if not differences:
-        differences.append(
-            f"the files: {_size(saved)} for training when the checkpoint was written, "
-            f"{_size(now)} now"
-        )
-    return differences
-
-
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Return what differs, by key; those of a section, such as ``optimizer.lr``, first."""
     before, after = _flat(saved), _flat(now)
@@ -198,10 +183,3 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _size(run: Mapping[str, Any]) -> str:
-    return (
-        f"{run['num_documents']} documents of {run['num_tokens']:,} tokens in "
-        f"{run['num_samples']:,} samples"
-    )

@@ -2,22 +2,19 @@
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from evener.config.pretrain import BPE, DataConfig, RunConfig
 from evener.data.corpus import Corpus, CorpusSplits, open_corpus, prepare_corpus
 from evener.data.documents import DocumentSource, IterableSource
 from evener.data.file_source import FileSource
 from evener.data.sources import stdlib_sources
-from evener.engine.team import Team
 from evener.errors import DataError
 from evener.tasks.bpe import EOS_ID, trained_tokenizer
-from evener.tasks.lm_batch import LMBatch
+from evener.tasks.job import Job
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 from evener.team.terminal import say
 
@@ -68,34 +65,34 @@ def choose_vocabulary(data: DataConfig) -> Vocabulary:
 
 
 def prepare_text(
-    team: Team,
+    job: Job,
     config: RunConfig,
     tokenizer: CausalTokenizer | None,
-    *,
     records: Iterable[object] | None,
-    cache: Path,
-    prepares: bool,
-    quiet: bool,
 ) -> Text:
     """Opens training and held-out text; all ranks call it together.
 
+    The first rank of each host tokenises, the others wait for it.
+
     Args:
-        team: The ranks.
+        job: What the text is for.
         config: Says where the text is and how it is cut.
-        tokenizer: Turns text into ids; ``None`` trains one.
+        tokenizer: Turns text into ids; ``None`` takes that of the checkpoint, or trains one.
         records: Texts, or mappings with the text under ``data.text_key``, instead of files.
-        cache: Folder of tokenised text where the configuration names none.
-        prepares: Whether this rank tokenises for its host; the others wait for it.
-        quiet: Show no progress.
 
     Raises:
         DataError: The text is missing, unfit, too short, or not the same on all ranks.
     """
+    team, environment = job.team, job.ddp.assembly.environment
+    if tokenizer is None and job.resumed is not None:
+        tokenizer = load_tokenizer(job.resumed.path)
+    # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
+    cache = job.options.out.absolute() / ".cache"
     if config.data.cache is not None:
         cache = Path(config.data.cache).expanduser()
-    preparation = _Preparation(config, cache, records, quiet=quiet)
+    preparation = _Preparation(config, cache, records, job.options.quiet)
     corpus, place = None, {"signature": "", "tokenizer": ""}
-    if prepares:
+    if environment.local_rank == 0:
         corpus, tokenizer, place = preparation.run(tokenizer)
     places = team.introduce(place, timeout_s=PREPARE_TIMEOUT_S)
     if corpus is None:
@@ -116,36 +113,26 @@ def prepare_text(
     return Text(splits, tokenizer, corpus.num_rejected, corpus.first_rejected)
 
 
-def collate(samples: Sequence[dict[str, Tensor]]) -> LMBatch:
-    """Stacks samples to a batch."""
-    return LMBatch(
-        torch.stack([s["input_ids"] for s in samples]), torch.stack([s["labels"] for s in samples])
-    )
-
-
+@dataclass
 class _Preparation:
     """Opens the source, trains a tokenizer if one is wanted, tokenises."""
 
-    def __init__(
-        self, config: RunConfig, cache: Path, records: Iterable[object] | None, *, quiet: bool
-    ) -> None:
-        self._config = config
-        self._data = config.data
-        self._cache = cache
-        self._records = records
-        self._quiet = quiet
+    config: RunConfig
+    cache: Path
+    records: Iterable[object] | None
+    quiet: bool
 
     def run(
         self, tokenizer: CausalTokenizer | None
     ) -> tuple[Corpus, CausalTokenizer, dict[str, str]]:
         """Does it all; returns also what other ranks of this host need to find it."""
-        source, trained = self._source(), ""
+        data, source, trained = self.config.data, self._source(), ""
         if tokenizer is None:
             folder = trained_tokenizer(
                 source,
-                self._data.vocab_size,
-                self._cache,
-                on_error=self._data.on_error,
+                data.vocab_size,
+                self.cache,
+                on_error=data.on_error,
                 progress=self._progress("training a tokenizer on"),
                 on_note=self._note,
             )
@@ -153,10 +140,10 @@ class _Preparation:
         corpus = prepare_corpus(
             source,
             tokenizer,
-            self._cache,
-            heldout_fraction=self._data.heldout_fraction,
-            seed=self._config.seed,
-            on_error=self._data.on_error,
+            self.cache,
+            heldout_fraction=data.heldout_fraction,
+            seed=self.config.seed,
+            on_error=data.on_error,
             progress=self._progress("preparing"),
             on_note=self._note,
         )
@@ -170,20 +157,20 @@ class _Preparation:
             tokenizer = load_tokenizer(place["tokenizer"])
         if tokenizer is not None:
             corpus = open_corpus(
-                self._cache,
+                self.cache,
                 place["signature"],
-                heldout_fraction=self._data.heldout_fraction,
-                seed=self._config.seed,
+                heldout_fraction=self.config.data.heldout_fraction,
+                seed=self.config.seed,
             )
             if corpus is not None:
                 return corpus, tokenizer
-        self._quiet = True
+        self.quiet = True
         return self.run(tokenizer)[:2]
 
     def _source(self) -> DocumentSource:
-        data = self._data
-        if self._records is not None:
-            return IterableSource(self._records, data.text_key, progress=self._progress("reading"))
+        data = self.config.data
+        if self.records is not None:
+            return IterableSource(self.records, data.text_key, progress=self._progress("reading"))
         exclude = list(data.exclude)
         paths = [Path(p).expanduser() for p in data.paths]
         if not paths:
@@ -191,7 +178,7 @@ class _Preparation:
             paths, exclude = [root], [*exclude, *globs]
         return FileSource(
             paths,
-            self._cache,
+            self.cache,
             suffixes=data.suffixes,
             exclude=exclude,
             text_key=data.text_key,
@@ -199,10 +186,10 @@ class _Preparation:
         )
 
     def _progress(self, deed: str) -> "_ProgressLine":
-        return _ProgressLine(deed, quiet=self._quiet)
+        return _ProgressLine(deed, quiet=self.quiet)
 
     def _note(self, text: str) -> None:
-        if not self._quiet:
+        if not self.quiet:
             say(f"note: {text}")
 
 

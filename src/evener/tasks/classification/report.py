@@ -17,7 +17,7 @@ _MOST_CLASSES = 60
 def confusion_svg(evaluation: Evaluation, labels: Sequence[str]) -> str:
     """The confusion matrix as an SVG picture; each row adds up to the samples of a true class."""
     labels = [printable(name) for name in labels]  # XML has no control characters
-    shown = [_shortened(name) for name in labels]
+    shown = [name if len(name) <= 24 else name[:23] + "…" for name in labels]
     margin = 24 + 8 * max(map(len, shown))
     size = _CELL * len(labels)
     width, height = margin + size + 16, margin + size + 40
@@ -95,10 +95,6 @@ def write_report(
 
 def _figure(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) and 0 <= value <= 1 else str(value)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 24 else name[:23] + "…"
 
 
 def _colour(part: float) -> str:

@@ -53,21 +53,27 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
         DataError: It is missing, malformed, has unknown labels, or lacks a class.
     """
     data = config.data
-    if data.path is None and samples is None:
-        records = stdlib_functions()
-        labels = _labels(config, records)
-        training, heldout = split_records(records, data.heldout_fraction, config.seed)
-        words = "functions of Python's standard library by package, split by file"
+    keys: dict[str, Any] = {
+        "text_key": data.text_key,
+        "label_key": data.label_key,
+        "group_key": data.group_key,
+    }
+    parted_by = data.group_key or "text"
+    if samples is not None:
+        records, words = given_records(samples, **keys), "samples given from Python"
+    elif data.path is not None:
+        records, words = read_labelled(Path(data.path).expanduser(), **keys), data.path
     else:
-        records, words = _read_or_check(config, samples)
-        # Before the split: a misspelt label is no small class, nor are 0 and "0" two of them.
-        labels = _labels(config, records)
-        records = [replace(r, label=labels.names[labels.index(r.label, r.where)]) for r in records]
-        if data.heldout_path is not None:
-            training, heldout = records, _read(data.heldout_path, config)
-        else:
-            training, heldout = split_records(records, data.heldout_fraction, config.seed)
-            words += f", split by {data.group_key or 'text'}"
+        records, words = stdlib_functions(), "functions of Python's standard library by package"
+        parted_by = "file"
+    # Before the split: a misspelt label is no small class, nor are 0 and "0" two of them.
+    labels = LabelSet.of(records) if config.labels is None else LabelSet(config.labels)
+    records = [replace(r, label=labels.names[labels.index(r.label, r.where)]) for r in records]
+    if data.heldout_path is not None:
+        training, heldout = records, read_labelled(Path(data.heldout_path).expanduser(), **keys)
+    else:
+        training, heldout = split_records(records, data.heldout_fraction, config.seed)
+        words += f", split by {parted_by}"
     train, held = _side(training, labels), _side(heldout, labels)
     labels.require_all(train.indices, "the training data")
     hasher = hashlib.blake2b(digest_size=16)
@@ -91,30 +97,6 @@ def agree_on_data(team: Team, data: LabelledData) -> None:
                 f"rank {rank} sees other samples than rank 0; give every machine the same files"
                 " (and, for the functions of the standard library, the same version of Python)"
             )
-
-
-def _read_or_check(
-    config: ClassifyRunConfig, samples: Iterable[Any] | None
-) -> tuple[list[Record], str]:
-    data = config.data
-    if samples is None:
-        return _read(str(data.path), config), str(data.path)
-    keys = {"text_key": data.text_key, "label_key": data.label_key}
-    return given_records(samples, **keys, group_key=data.group_key), "samples given from Python"
-
-
-def _read(path: str, config: ClassifyRunConfig) -> list[Record]:
-    data = config.data
-    return read_labelled(
-        Path(path).expanduser(),
-        text_key=data.text_key,
-        label_key=data.label_key,
-        group_key=data.group_key,
-    )
-
-
-def _labels(config: ClassifyRunConfig, records: Sequence[Record]) -> LabelSet:
-    return LabelSet.of(records) if config.labels is None else LabelSet(config.labels)
 
 
 def _side(records: Sequence[Record], labels: LabelSet) -> Side:

@@ -1,6 +1,7 @@
 """Text classification as a task of the driver: what is a LoRA classifier's own."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class TextClassifier(Task):
         self._train, self._heldout = (
             EncodedSamples(encoder, side.texts, side.indices) for side in (data.train, data.heldout)
         )
-        self._history = EvaluationHistory(config.eval)
+        self._history = EvaluationHistory()
         self._best: dict[str, bytes] = {}
         self._description = {
             "data": data.signature,
@@ -123,8 +124,7 @@ class TextClassifier(Task):
             job.say("fitting the head to the frozen base ...")
             if fit_head(job.ddp, self._pipeline, self._train):
                 self._evaluate(job, "probe")
-        if not job.ddp.stopping:
-            history.begin()
+        self._history = replace(history, begun=not job.ddp.stopping)
         words = {
             "with a random head": "frozen",
             "with the head that was there": "start",
@@ -147,7 +147,8 @@ class TextClassifier(Task):
     @property
     def is_done(self) -> bool:
         """Whether patience has run out."""
-        return self._history.is_exhausted
+        patience = self._config.eval.patience
+        return bool(patience) and self._history.since_best >= patience
 
     @property
     def best_loss(self) -> float | None:
@@ -172,7 +173,7 @@ class TextClassifier(Task):
 
     def _take(self, window: int, evaluation: Evaluation) -> bool:
         """Note an evaluation; keep what is the best so far."""
-        is_best = self._history.add(window, evaluation)
+        is_best = self._history.add(window, evaluation, self._config.eval.metric)
         if is_best:
             state = self.model.state_dict()
             self._best[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
@@ -182,7 +183,7 @@ class TextClassifier(Task):
 
     def documents(self) -> dict[str, Any]:
         """Return what the run was trained on, and its evaluations."""
-        return {RUN: self._description, HISTORY: self._history.state_dict()}
+        return {RUN: self._description, HISTORY: self._history.to_json()}
 
     def assets(self) -> Mapping[str, bytes]:
         """Return the best adapter."""
@@ -190,7 +191,7 @@ class TextClassifier(Task):
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
         """Take over rank 0's evaluations."""
-        self._history.load_state_dict(documents[HISTORY])
+        self._history = EvaluationHistory.from_json(documents[HISTORY])
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
         """Look for damage in the run's description, its evaluations and the best adapter."""
@@ -205,8 +206,7 @@ class TextClassifier(Task):
         if self._unlike(run.values):
             return False
         try:
-            history = EvaluationHistory(self._config.eval)
-            history.load_state_dict(checkpoint.document(HISTORY))
+            history = EvaluationHistory.from_json(checkpoint.document(HISTORY))
             for known in history.known.values():
                 if len(known.confusion) != len(self._data.labels):
                     raise ValueError(f"it has {len(known.confusion)} classes")
@@ -239,7 +239,7 @@ class TextClassifier(Task):
             raise CheckpointError(f"{checkpoint.path} {unlike}, or start without --resume")
         super().resume(job, checkpoint)
         apply_settings(self.optimizer, self._config.optimizer)
-        self._history.load_state_dict(checkpoint.document(HISTORY))
+        self._history = EvaluationHistory.from_json(checkpoint.document(HISTORY))
         if BEST in checkpoint.manifest.files:
             self._best[BEST] = checkpoint.asset(BEST)
 
@@ -248,8 +248,7 @@ class TextClassifier(Task):
     def figures(self, job: Job, *, stopped: bool) -> dict[str, Any]:
         """Return how good the best adapter is, and what to compare it with."""
         data, history, folder = self._data, self._history, job.folder
-        best = history.best
-        linear = None
+        best, known, linear = history.best, history.known, None
         if self._config.eval.baseline and not stopped:
             job.say("training a bag-of-words model to compare with ...")
             linear = linear_accuracy(
@@ -258,18 +257,14 @@ class TextClassifier(Task):
                 data.heldout.texts,
                 data.heldout.indices,
             )
-        before = {
-            f"{kind}_accuracy": history.known[kind].accuracy if kind in history.known else None
-            for kind in ("frozen", "start", "probe")
-        }
+        scores = ("accuracy", "macro_f1", "majority_accuracy")
+        kinds = ("frozen", "start", "probe")
         return {
-            "accuracy": best.accuracy if best else None,
-            "macro_f1": best.macro_f1 if best else None,
-            "majority_accuracy": best.majority_accuracy if best else None,
+            **{name: getattr(best, name) if best else None for name in scores},
             "linear_accuracy": linear,
-            **before,
+            **{f"{k}_accuracy": known[k].accuracy if k in known else None for k in kinds},
             "best_step": history.best_window,
-            "early_stopped": history.is_exhausted,
+            "early_stopped": self.is_done,
             "confusion": [list(row) for row in best.confusion] if best else None,
             "labels": list(data.labels.names),
             "num_train": len(self._train),

@@ -4,7 +4,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from evener.config.classify import ClassifyEvalConfig
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.progress import EvaluationHistory
@@ -29,22 +28,19 @@ def test_an_evaluation_survives_json() -> None:
     assert Evaluation.from_json(EVALUATION.to_json()) == EVALUATION
 
 
-def test_patience_counts_evaluations_without_a_better_one() -> None:
-    history = EvaluationHistory(ClassifyEvalConfig(patience=2, metric="loss"))
+def test_the_history_knows_the_best_and_how_long_ago_that_was() -> None:
+    history = EvaluationHistory()
 
     def add(window: int, loss: float) -> bool:
-        return history.add(window, Evaluation(loss=loss, confusion=((1, 0), (0, 1))))
+        return history.add(window, Evaluation(loss=loss, confusion=((1, 0), (0, 1))), "loss")
 
     assert add(1, 0.9)
     assert not add(2, 1.0)
     assert add(3, 0.8)
     assert not add(4, 0.85)
-    assert not history.is_exhausted
-    again = EvaluationHistory(ClassifyEvalConfig(patience=2, metric="loss"))
-    again.load_state_dict(history.state_dict())
-    assert not again.add(5, Evaluation(loss=0.9, confusion=((1, 0), (0, 1))))
-    assert again.is_exhausted
-    assert again.best_window == 3
+    assert (history.best_window, history.last_window, history.since_best) == (3, 4, 1)
+    again = EvaluationHistory.from_json(history.to_json())
+    assert again == history
 
 
 def test_words_tell_the_classes_apart_and_noise_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
