@@ -9,9 +9,10 @@ from torch.utils.data import Dataset, Subset
 
 from evener.checkpoint import Checkpoint
 from evener.config.options import PretrainOptions
-from evener.config.pretrain import RunConfig
+from evener.config.pretrain import BPE, RunConfig
 from evener.errors import CheckpointError, DataError, EvenerError
 from evener.tasks.blocks import gradient_buckets
+from evener.tasks.bpe import EOS_ID
 from evener.tasks.job import Job, Task
 from evener.tasks.language_model import (
     build_model,
@@ -32,8 +33,8 @@ from evener.tasks.run_changes import (
     differences_of_model,
     read_run,
 )
-from evener.tasks.text_data import Text, choose_vocabulary, prepare_text
-from evener.tasks.tokenizer import check_vocabulary, load_tokenizer
+from evener.tasks.text_data import prepare_text
+from evener.tasks.tokenizer import CausalTokenizer, check_vocabulary, load_tokenizer
 
 
 class CausalLanguageModel(Task):
@@ -51,41 +52,48 @@ class CausalLanguageModel(Task):
 
     unit = "tokens"
     prefetch = "thread"
-    _text: Text
+    _tokenizer: CausalTokenizer
 
     def __init__(
         self, config: RunConfig, options: PretrainOptions, records: Iterable[Any] | None
     ) -> None:
         torch.manual_seed(config.seed)
-        vocabulary = choose_vocabulary(config.data)
+        data, vocab_size, eos_id, tokenizer = config.data, config.data.vocab_size, EOS_ID, None
+        if data.tokenizer != BPE:  # else it is yet to be trained
+            tokenizer = load_tokenizer(data.tokenizer)
+            vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.model = build_model(
-            config.model,
-            vocab_size=vocabulary.size,
-            seq_len=config.data.seq_len,
-            eos_id=vocabulary.eos_id,
+            config.model, vocab_size=vocab_size, seq_len=data.seq_len, eos_id=eos_id
         )
-        check_vocabulary(vocabulary.size, vocabulary_size(self.model))
+        check_vocabulary(vocab_size, vocabulary_size(self.model))
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.schedule = self._rates = WarmupCosine(config.optimizer, "weight")
         self.gradient_buckets = gradient_buckets(self.model)
         self._config = config
         self._allow = options.allow
         self._records = records
-        self._tokenizer = vocabulary.tokenizer
+        self._given_tokenizer = tokenizer
         self._device = torch.device("cpu")
         self._description: dict[str, Any] = {}
 
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
-        """Tokenise the text, and the tokenizer's own training data if it is to be trained."""
-        self._text = prepare_text(job, self._config, self._tokenizer, self._records)
-        self._device = job.ddp.device
-        self.skipped_records = self._text.num_rejected
-        self.first_skipped_record = self._text.first_rejected
-        splits = self._text.splits
-        self._description = describe_run(
-            job.team, self._config, splits, self._text.tokenizer, precision=job.ddp.precision
-        )
-        most = min(len(splits.heldout), self._config.eval.max_sequences or len(splits.heldout))
+        """Tokenise the text, with a tokenizer that is trained on it if none was given."""
+        config, team, ddp = self._config, job.team, job.ddp
+        corpus, tokenizer = prepare_text(job, config, self._given_tokenizer, self._records)
+        self._device, self._tokenizer = ddp.device, tokenizer
+        self.skipped_records, self.first_skipped_record = corpus.num_rejected, corpus.first_rejected
+        splits = corpus.split(config.data.seq_len)
+        signatures = [answer["data"] for answer in team.introduce({"data": splits.train.signature})]
+        for rank, signature in enumerate(signatures):
+            if signature != signatures[0]:
+                raise DataError(
+                    f"rank {rank} sees other training data than rank 0 (signatures "
+                    f"{signature[:12]} and {signatures[0][:12]}); give every machine the same "
+                    "files and tokenizer"
+                )
+        splits.train.require_windows(config.batch_size)
+        self._description = describe_run(team, config, splits, tokenizer, precision=ddp.precision)
+        most = min(len(splits.heldout), config.eval.max_sequences or len(splits.heldout))
         return splits.train, Subset(splits.heldout, range(most))
 
     def collate(self, samples: list[Any]) -> LMBatch:
@@ -104,8 +112,8 @@ class CausalLanguageModel(Task):
 
     def set_length(self, epochs: float) -> None:
         """Give the learning rate its end: an epoch's tokens, in proportion."""
-        began = self._description["beginning"]["weight"]
-        self._rates.set_total(began + self._text.splits.train.num_tokens * epochs)
+        began, num_tokens = self._description["beginning"], self._description["num_tokens"]
+        self._rates.set_total(began["weight"] + num_tokens * epochs)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────
 
@@ -115,12 +123,12 @@ class CausalLanguageModel(Task):
 
     def assets(self) -> Mapping[str, bytes]:
         """Return what makes a checkpoint load with transformers."""
-        return {CONFIG: config_json(self.model), **self._text.tokenizer.files()}
+        return {CONFIG: config_json(self.model), **self._tokenizer.files()}
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
         """Look for damage in the run's description, the tokenizer and the configuration."""
         read_run(checkpoint)
-        if self._tokenizer is None:
+        if self._given_tokenizer is None:
             try:
                 load_tokenizer(checkpoint.path)
             except DataError as error:
@@ -155,7 +163,7 @@ class CausalLanguageModel(Task):
         sample, path = self._config.sample, job.folder / "sample.txt"
         if sample.num_tokens == 0 or stopped:
             return
-        tokenizer = self._text.tokenizer
+        tokenizer = self._tokenizer
         prompt = [int(i) for i in tokenizer.encode(sample.prompt)] or [tokenizer.eos_id]
         with job.ddp.evaluating():
             ids = write_text(

@@ -387,7 +387,7 @@ class Job(EpochLoop):
     def _evaluate(self) -> None:
         began_s = time.perf_counter()
         totals = self.totals()
-        if totals is None:
+        if not totals:  # a stop, or nothing is held out
             return
         elapsed_s, window = time.perf_counter() - began_s, self.ddp.window
         loss = totals[0] / totals[1] if totals[1] else math.nan

@@ -5,15 +5,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from evener.config.pretrain import BPE, DataConfig, RunConfig
-from evener.data.corpus import Corpus, CorpusSplits, open_corpus, prepare_corpus
+from evener.config.pretrain import RunConfig
+from evener.data.corpus import Corpus, open_corpus, prepare_corpus
 from evener.data.documents import DocumentSource, IterableSource
 from evener.data.file_source import FileSource
 from evener.data.sources import stdlib_sources
-from evener.errors import DataError
-from evener.tasks.bpe import EOS_ID, trained_tokenizer
+from evener.tasks.bpe import trained_tokenizer
 from evener.tasks.job import Job
 from evener.tasks.tokenizer import CausalTokenizer, load_tokenizer
 from evener.team.terminal import say
@@ -22,55 +20,13 @@ from evener.team.terminal import say
 PREPARE_TIMEOUT_S = 6 * 3600.0
 
 
-class Text(NamedTuple):
-    """What a run trains on.
-
-    Attributes:
-        splits: Training and held-out side.
-        tokenizer: Made the ids.
-        num_rejected: Records of the data that held no text and were left out.
-        first_rejected: Where the first of them is, and what is wrong with it.
-    """
-
-    splits: CorpusSplits
-    tokenizer: CausalTokenizer
-    num_rejected: int
-    first_rejected: str
-
-
-class Vocabulary(NamedTuple):
-    """What a model has to know before its tokenizer may exist.
-
-    Attributes:
-        size: The most ids there will be.
-        eos_id: The end-of-text token.
-        tokenizer: The tokenizer; ``None`` while it is still to be trained.
-    """
-
-    size: int
-    eos_id: int
-    tokenizer: CausalTokenizer | None
-
-
-def choose_vocabulary(data: DataConfig) -> Vocabulary:
-    """Loads the tokenizer of a configuration, or says what one that is to be trained will be like.
-
-    Raises:
-        DataError: See ``load_tokenizer``.
-    """
-    if data.tokenizer == BPE:
-        return Vocabulary(data.vocab_size, EOS_ID, None)
-    tokenizer = load_tokenizer(data.tokenizer)
-    return Vocabulary(tokenizer.vocab_size, tokenizer.eos_id, tokenizer)
-
-
 def prepare_text(
     job: Job,
     config: RunConfig,
     tokenizer: CausalTokenizer | None,
     records: Iterable[object] | None,
-) -> Text:
-    """Opens training and held-out text; all ranks call it together.
+) -> tuple[Corpus, CausalTokenizer]:
+    """Return the tokenised text and what made its ids; all ranks call it together.
 
     The first rank of each host tokenises, the others wait for it.
 
@@ -81,7 +37,7 @@ def prepare_text(
         records: Texts, or mappings with the text under ``data.text_key``, instead of files.
 
     Raises:
-        DataError: The text is missing, unfit, too short, or not the same on all ranks.
+        DataError: The text is missing or unfit.
     """
     team, environment = job.team, job.ddp.assembly.environment
     if tokenizer is None and job.resumed is not None:
@@ -100,17 +56,7 @@ def prepare_text(
         before = [answer for answer in places[: team.rank] if answer["signature"]] or places
         corpus, tokenizer = preparation.join(tokenizer, before[-1])
     assert tokenizer is not None
-    splits = corpus.split(config.data.seq_len)
-    answers = team.introduce({"data": splits.train.signature})
-    for rank, answer in enumerate(answers):
-        if answer != answers[0]:
-            raise DataError(
-                f"rank {rank} sees other training data than rank 0 (signatures "
-                f"{answer['data'][:12]} and {answers[0]['data'][:12]}); give every machine the "
-                "same files and tokenizer"
-            )
-    splits.train.require_windows(config.batch_size)
-    return Text(splits, tokenizer, corpus.num_rejected, corpus.first_rejected)
+    return corpus, tokenizer
 
 
 @dataclass

@@ -154,6 +154,17 @@ def test_a_folder_of_a_run_that_cannot_begin_is_given_back(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_task_may_hold_nothing_out(tmp_path: Path) -> None:
+    class Blind(Line):
+        def open_data(self, job: Job) -> tuple[Any, Any]:
+            return DATA, []
+
+    task = Blind()
+    result = run_task(task, {"max_steps": 2, "eval": {"every": 1}}, out=tmp_path, quiet=True)
+    assert (result.heldout_loss, task.judged) == (None, [])
+    assert RunFolder(tmp_path / "blind").summary["heldout_loss"] is None
+
+
 def test_the_keys_of_a_run_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batchsize"):
         run_task(Line(), {"batchsize": 3}, out=tmp_path)
