@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from evener.comm.layout import Bucket, FlatGroup, build_group, move_parameter, view_like
+from evener.comm.flat_groups import Bucket, FlatGroup, build_group, move_parameter, view_like
 from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
 
@@ -258,21 +258,17 @@ class FlatBuffers:
             self.groups += (group,)
             self.parameters += group.parameters
             self.names += group.names
-            for i in group.indices:
-                self._add_place(i, group)
+            for i, parameter in zip(group.indices, group.parameters, strict=True):
+                self._group_of.append(group)
+                self._data_ptrs.append(parameter.data_ptr())
+                self._held.append(None)
+                if self._world_size > 1:
+                    self._views.append(self._view(i))
+                    self._view_ptrs.append(self._views[i].data_ptr())
+                    mover = _mover(self._held, self._views, i)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         every = [(group, bucket) for group in self.groups for bucket in group.buckets]
         self._buckets = sorted(every, key=lambda pair: pair[1].number)
-
-    def _add_place(self, i: int, group: FlatGroup) -> None:
-        parameter = self.parameters[i]
-        self._group_of.append(group)
-        self._data_ptrs.append(parameter.data_ptr())
-        self._held.append(None)
-        if self._world_size > 1:
-            self._views.append(self._view(i))
-            self._view_ptrs.append(self._views[i].data_ptr())
-            mover = _mover(self._held, self._views, i)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _restore_grad(self, i: int) -> None:
         """Make ``.grad`` the window's gradient again; an assigned one replaces it."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import socket
 import threading
@@ -101,12 +102,13 @@ class _Patience:
     """Growing pauses up to a deadline; short ones, so that Ctrl-C is heard."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.deadline = time.monotonic() + timeout_s
+        self.timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._pause_s = _FIRST_PAUSE_S
 
     @property
     def left_s(self) -> float:
-        return max(0.0, self.deadline - time.monotonic())
+        return max(0.0, self._deadline - time.monotonic())
 
     def pause(self) -> bool:
         """Wait a little; ``False`` once the deadline has passed."""
@@ -291,8 +293,8 @@ def call_roll(
     patience = _Patience(timeout_s)
     try:
         if rank == 0:
-            return _call(store, world_size, hosts, patience, timeout_s)
-        return _answer(store, rank, world_size, patience, timeout_s)
+            return _call(store, world_size, hosts, patience)
+        return _answer(store, rank, world_size, patience)
     except RuntimeError as error:
         raise LaunchError(
             f"rank {rank} lost the store while the team of {world_size} was forming "
@@ -301,7 +303,7 @@ def call_roll(
 
 
 def _call(
-    store: Store, world_size: int, hosts: bool, patience: _Patience, timeout_s: float
+    store: Store, world_size: int, hosts: bool, patience: _Patience
 ) -> tuple[str, int | None]:
     key = secrets.token_hex(8)
     asked: dict[int, str] = {}
@@ -322,13 +324,13 @@ def _call(
             return key, 0 if hosts else None
         if not patience.pause():
             raise LaunchError(
-                f"rank 0 waited {timeout_s:.0f} s for {name_ranks(sorted(absent))} of {world_size} "
-                "to join: start what is missing, or look at its output"
+                f"rank 0 waited {patience.timeout_s:.0f} s for {name_ranks(sorted(absent))} of "
+                f"{world_size} to join: start what is missing, or look at its output"
             )
 
 
 def _answer(
-    store: Store, rank: int, world_size: int, patience: _Patience, timeout_s: float
+    store: Store, rank: int, world_size: int, patience: _Patience
 ) -> tuple[str, int | None]:
     token = secrets.token_hex(8)
     store.set(f"evener/hello/{rank}", token)
@@ -346,7 +348,8 @@ def _answer(
         if not patience.pause():
             twice = f"rank 0 to call the roll: was another process started as rank {rank}, too?"
             whom = "some rank to join (rank 0 says which)" if key else twice
-            raise LaunchError(f"rank {rank} of {world_size} waited {timeout_s:.0f} s for {whom}")
+            waited = f"waited {patience.timeout_s:.0f} s for {whom}"
+            raise LaunchError(f"rank {rank} of {world_size} {waited}")
 
 
 def _unlike_worlds(rank: int, world_size: int, other: int, theirs: int) -> str:
@@ -409,6 +412,4 @@ def first_line(error: BaseException) -> str:
     """The part of a message from torch that says what happened, without paths and stack."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].partition(". This is typically")[0]
-    if text.startswith("[") and "] " in text and "/" in text.partition("] ")[0]:
-        text = text.partition("] ")[2]
-    return text.strip()
+    return re.sub(r"^\[[^]]*/[^]]*\] ", "", text).strip()

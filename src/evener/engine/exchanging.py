@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from functools import partial
+from typing import Generic, NoReturn, TypeVar, final
 
 T = TypeVar("T")
 
@@ -48,8 +49,6 @@ class BackgroundExchanger(Exchanger[T]):
         self._limit_s = limit_s
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
-        self._results: list[T] = []
-        self._errors: list[BaseException] = []
 
     def start(self, job: Callable[[], T]) -> None:
         """Begins the job in a thread."""
@@ -69,25 +68,27 @@ class BackgroundExchanger(Exchanger[T]):
             pass
         self._thread.join()
         self._thread = None
-        if self._errors:
-            raise self._errors.pop()
-        return self._results.pop()
+        return super().wait()
 
     def close(self) -> None:
         """Waits for a job that is under way, and forgets what came of it."""
         if self._thread is not None:
             self._thread.join(self._limit_s)
             self._thread = None
-        self._results.clear()
-        self._errors.clear()
+        self._jobs.clear()
 
     def _run(self, job: Callable[[], T]) -> None:
         try:
-            self._results.append(job())
+            result = job()
+            self._jobs.append(lambda: result)
         except BaseException as error:
             # Without the frames: they would keep handles of a broken group alive, and ranks that
             # are not neighbours of the lost one would then hang.
             error.__context__ = error.__cause__ = None
-            self._errors.append(error.with_traceback(None))
+            self._jobs.append(partial(_raise, error.with_traceback(None)))
         finally:
             self._done.set()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error

@@ -12,7 +12,7 @@ from evener.averaging.gradients import norm_of
 from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.comm.layout import FlatGroup
+from evener.comm.flat_groups import FlatGroup
 
 
 class Drift(NamedTuple):

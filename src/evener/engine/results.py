@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
-from evener.protocol.machine import Verdict
+from evener.protocol.machine import Ruling
 from evener.protocol.row import Row
 
 
@@ -108,7 +108,7 @@ class Round(NamedTuple):
     """A round of rows: what each rank said, what follows, and how long this rank waited."""
 
     rows: dict[int, Row]
-    verdict: Verdict
+    verdict: Ruling
     wait_s: float
 
 

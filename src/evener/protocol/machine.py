@@ -221,7 +221,7 @@ class State(NamedTuple):
         return self._replace(phase=Phase.ENDED, own=None, flight=None)
 
 
-class Verdict(NamedTuple):
+class Ruling(NamedTuple):
     """What follows from a round.
 
     Attributes:
@@ -259,7 +259,7 @@ _ANSWERS = frozenset(
 _WITH_IDLE = frozenset({Purpose.WINDOW, Purpose.STEP, Purpose.REST, Purpose.IDLE})
 
 
-def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
+def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
     """What follows from the rows of a round; the same on every rank.
 
     Args:
@@ -271,19 +271,19 @@ def judge(state: State, rows: Mapping[int, Row]) -> Verdict:
     places = {(row.window, row.generation, row.attempt) for row in rows.values()}
     if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
-        return Verdict(state=state.end(), error=error)
+        return Ruling(state=state.end(), error=error)
     stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
     state = state._replace(own=None, stopping=state.stopping or stops)
     if announced:
         return _judge_announcements(state, rows)
     if purpose in _ANSWERS:
-        return Verdict(state=state)
+        return Ruling(state=state)
     if purpose is Purpose.PLAN:
         return _begin(state, rows)
     if purpose in (Purpose.REST, Purpose.IDLE):
         return _settle(state, rows)
     if purpose is Purpose.CHANGE:
-        return Verdict(state=state._replace(applied=False), do=_commit(state))
+        return Ruling(state=state._replace(applied=False), do=_commit(state))
     return _judge_window(state, rows, purpose)
 
 
@@ -301,7 +301,7 @@ def _commit(state: State, *before: Do) -> tuple[Do, ...]:
     return (*before, Do.COMMIT) if state.applied else ()
 
 
-def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
+def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Ruling:
     """Say whether gradients may travel, as some ranks have only announced the window.
 
     What is wrong is told when all rows are final, as without announcements: after the commit.
@@ -315,19 +315,19 @@ def _judge_announcements(state: State, rows: Mapping[int, Row]) -> Verdict:
     opened = opened and _unlike_parameters(rows) is None
     repeats = (Do.REPEAT,) if rows[state.me].final else ()
     if opened:
-        return Verdict(state=state._replace(open=True), do=(Do.OPEN, *repeats))
+        return Ruling(state=state._replace(open=True), do=(Do.OPEN, *repeats))
     phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
-    return Verdict(state=state._replace(phase=phase), do=repeats or (Do.VOID,))
+    return Ruling(state=state._replace(phase=phase), do=repeats or (Do.VOID,))
 
 
-def _begin(state: State, rows: Mapping[int, Row]) -> Verdict:
+def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
     """Adopt the planner's plan: an epoch begins, or continues in a new generation."""
     own = rows[state.me]
     for rank, row in rows.items():
         if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
             error = UsageError(wording.other_data(rank, row, state.me, own))
-            return Verdict(state=state, error=error)
-    return Verdict(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
+            return Ruling(state=state, error=error)
+    return Ruling(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
 
 
 def _accept(state: State, numbers: tuple[float, ...]) -> State:
@@ -345,10 +345,10 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
     return state._replace(plans=plans, phase=phase)
 
 
-def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
+def _settle(state: State, rows: Mapping[int, Row]) -> Ruling:
     """Commit what was applied: all rest. Ranks that were idle in a loop that was left leave it."""
     if any(row.busy for row in rows.values()):
-        return Verdict(state=state)  # whoever has an exchange in flight lands it first
+        return Ruling(state=state)  # whoever has an exchange in flight lands it first
     do = _commit(state, Do.VERIFY)
     state = state._replace(applied=False)
     if state.phase is Phase.REST or rows[state.me].purpose is Purpose.IDLE or not state.plans:
@@ -357,15 +357,15 @@ def _settle(state: State, rows: Mapping[int, Row]) -> Verdict:
         if state.away and is_left:
             do = (*do, Do.CHANGE)
         state = state.release()._replace(led_out=led_out)
-    return Verdict(state=state, do=do)
+    return Ruling(state=state, do=do)
 
 
-def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Verdict:
+def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ruling:
     """Judge the rows that close a window, or step one optimizer in it."""
     do = _commit(state)
     state = state._replace(applied=False)
     if error := _unlike_parameters(rows):
-        return Verdict(state=state, do=do, error=error)
+        return Ruling(state=state, do=do, error=error)
     if len({row.rates for row in rows.values()}) > 1:
         do = (*do, Do.RATES)
     working = {rank: row for rank, row in rows.items() if row.purpose is not Purpose.IDLE}
@@ -381,19 +381,19 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
                 f"rank {first} steps {words[0]}, rank {rank} {words[1]}: every rank must step the "
                 "same optimizers in the same order; decide by ddp.window, never by a local counter"
             )
-            return Verdict(state=state, do=do, error=UsageError(told))
+            return Ruling(state=state, do=do, error=UsageError(told))
     bad = [rank for rank, row in rows.items() if row.report.non_finite]
     if bad and not all(rows[rank].may_skip for rank in bad):
         state = state._replace(turns=0)
         if not state.is_sync:
             state = state.release()._replace(flight=None)
-        return Verdict(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
+        return Ruling(state=state, do=(*do, Do.RESTORE), culprit=bad[0])
     try:
         weight, loss = combine({rank: row.report for rank, row in rows.items()})
     except UsageError as refused:
-        return Verdict(state=state, do=do, error=refused)
+        return Ruling(state=state, do=do, error=refused)
     skip, only = bool(bad) or weight == 0.0, None if part == ALL else part
-    verdict = Verdict(state=state, part=only, weight=weight, loss=loss, skip=skip)
+    verdict = Ruling(state=state, part=only, weight=weight, loss=loss, skip=skip)
     if not state.is_sync:
         return verdict._replace(do=(*do, Do.EXCHANGE))
     if purpose is Purpose.WINDOW and only is not None:
@@ -403,7 +403,7 @@ def _judge_window(state: State, rows: Mapping[int, Row], purpose: Purpose) -> Ve
     return _close(verdict, rows, do)
 
 
-def _close(verdict: Verdict, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Verdict:
+def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruling:
     """A window of SYNC is over; the plan of the window after the next comes with it."""
     before = verdict.state
     state = before._replace(window=before.window + 1, attempt=0, applied=True, turns=0, open=False)
@@ -415,27 +415,27 @@ def _close(verdict: Verdict, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ver
     return verdict._replace(state=state, do=do)
 
 
-def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop) -> Verdict:
+def _drop(state: State, do: tuple[Do, ...], rows: Mapping[int, Row], drop: Drop) -> Ruling:
     """Nobody applies the window."""
     reasons = {row.drop for row in rows.values()}
     if drop is Drop.LEFT and Drop.STOP not in reasons:
         stayed = [r for r in rows.values() if not r.left and r.purpose is not Purpose.IDLE]
         if stayed:
             error = CollectiveMismatchError(wording.mismatch(rows, {}))
-            return Verdict(state=state.end(), do=do, error=error)
+            return Ruling(state=state.end(), do=do, error=error)
         led_out = state.phase is not Phase.REST
         do = (*do, Do.DROP, *((Do.CHANGE,) if state.away else ()))
-        return Verdict(state=state.release()._replace(led_out=led_out), do=do)
+        return Ruling(state=state.release()._replace(led_out=led_out), do=do)
     if not state.stopping:
         phase = Phase.WORK if state.phase is Phase.EARLY else state.phase
         state = state._replace(attempt=state.attempt + 1, phase=phase, open=False)
-        return Verdict(state=state, do=(*do, Do.REDO))
-    return Verdict(state=state.release(), do=(*do, Do.DROP))
+        return Ruling(state=state, do=(*do, Do.REDO))
+    return Ruling(state=state.release(), do=(*do, Do.DROP))
 
 
 def land(
-    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], verdict: Verdict
-) -> Verdict:
+    state: State, rows: Mapping[int, Row], numbers: tuple[float, ...], verdict: Ruling
+) -> Ruling:
     """A window of local steps has been exchanged, and its average lands.
 
     Args:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evener.comm.flat import FlatBuffers
-from evener.comm.layout import ALIGNMENT_BYTES
+from evener.comm.flat_groups import ALIGNMENT_BYTES
 from evener.errors import ConfigError, UsageError
 
 

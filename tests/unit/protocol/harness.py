@@ -27,7 +27,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import generation, machine
 from evener.protocol.generation import Said
-from evener.protocol.machine import Do, Phase, State, Verdict
+from evener.protocol.machine import Do, Phase, Ruling, State
 from evener.protocol.row import (
     ADMIT,
     ALL,
@@ -451,13 +451,13 @@ class Rank(ABC):
         self.point("row.received")
         return {rank: row if rank == self.me else _received(found[rank]) for rank in members}
 
-    def judged(self, state: State, rows: dict[int, Row], place: Hashable) -> Verdict:
+    def judged(self, state: State, rows: dict[int, Row], place: Hashable) -> Ruling:
         """The verdict, which must be that of all others who judge this round."""
         verdict = RULES.judge(state, rows)
         self.check(verdict, rows, place)
         return verdict
 
-    def check(self, verdict: Verdict, rows: dict[int, Row], place: Hashable) -> None:
+    def check(self, verdict: Ruling, rows: dict[int, Row], place: Hashable) -> None:
         """S1 and S3: what a rank is told is told to all, and not before all have done it."""
         told = tuple(do for do in verdict.do if do not in (Do.REPEAT, Do.VOID))
         self.net.agree(
@@ -483,7 +483,7 @@ class Rank(ABC):
 
     def meet(
         self, purpose: Purpose, **said: Any
-    ) -> Generator[Any, Any, tuple[dict[int, Row], Verdict]]:
+    ) -> Generator[Any, Any, tuple[dict[int, Row], Ruling]]:
         """A round of rows; once more where an announcement was among them."""
         while True:
             yield from self.await_first_rows()
@@ -502,7 +502,7 @@ class Rank(ABC):
         """Takes the answer to an announcement, where one was made."""
         yield from ()
 
-    def follow(self, rows: dict[int, Row], verdict: Verdict, place: Hashable) -> Steps:
+    def follow(self, rows: dict[int, Row], verdict: Ruling, place: Hashable) -> Steps:
         """Carries a verdict out; see ``Engine._follow``."""
         after = verdict.state
         stopping = self.state.stopping or after.stopping
@@ -531,7 +531,7 @@ class Rank(ABC):
         self.net.raised[self.me] = (place, words)
 
     @abstractmethod
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """Does one thing that a round has led to."""
 
     def change(self, rows: dict[int, Row]) -> Steps:
@@ -893,7 +893,7 @@ class SyncRank(Rank):
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
 
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """Does one thing that a round has led to."""
         if do is Do.APPLY:
             yield from self.finish(rows, verdict)
@@ -912,7 +912,7 @@ class SyncRank(Rank):
             self.state = self.state._replace(open=True)
             yield from self.send_buckets()
 
-    def finish(self, rows: dict[int, Row], verdict: Verdict) -> Steps:
+    def finish(self, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """A window is over."""
         self.point("apply.before")
         window, plan, leases = self.state.window, self.state.plan, []
@@ -934,7 +934,7 @@ class SyncRank(Rank):
         self.applied = Pending(window, leases)
         self.result = True
 
-    def turn(self, verdict: Verdict) -> Steps:
+    def turn(self, verdict: Ruling) -> Steps:
         """One optimizer is stepped."""
         plan, part = self.state.plan, verdict.part
         assert self.state.turns == len(self.turns), "turns are counted"
@@ -1107,7 +1107,7 @@ class Outcome(NamedTuple):
 
     over: Any
     rows: dict[int, Row]
-    verdict: Verdict
+    verdict: Ruling
     place: Hashable
     next_plan: tuple[float, ...] = ()
     retired: tuple[Slice, ...] = ()
@@ -1345,7 +1345,7 @@ class LocalRank(Rank):
             self.book.fill(self.state.plan.queues, hand_on=hands_on)
             self.go_by()
 
-    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Verdict) -> Steps:
+    def carry_out(self, do: Do, rows: dict[int, Row], verdict: Ruling) -> Steps:
         """Does one thing that a round has led to."""
         yield from ()
         made = any(row.report.steps for row in rows.values())

@@ -12,7 +12,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report
 from evener.protocol.generation import Said, answer, without
-from evener.protocol.machine import Do, Phase, State, Verdict, judge, land
+from evener.protocol.machine import Do, Phase, Ruling, State, judge, land
 from evener.protocol.row import ADMIT, CALL, Drop, Purpose, Row, pack
 
 DATA = (600.0, 8.0, 7.0)
@@ -63,7 +63,7 @@ def row(purpose: Purpose = Purpose.WINDOW, **given: Any) -> Row:
     return Row(purpose=purpose, **fields | given)
 
 
-def both(state: State, *rows: Row) -> Verdict:
+def both(state: State, *rows: Row) -> Ruling:
     """The verdict of one of two ranks."""
     return judge(state, dict(enumerate(rows)))
 
@@ -403,7 +403,7 @@ def stepped(steps: int = 2, **given: Any) -> Row:
     return row(report=TWO._replace(steps=steps), **given)
 
 
-def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Verdict:
+def landed(state: State, *rows: Row, plan: LocalPlan | None = None) -> Ruling:
     numbers = () if plan is None else tuple(pack(plan))
     found = dict(enumerate(rows))
     return land(state, found, numbers, judge(state, found))

@@ -9,7 +9,7 @@ from evener.places import users_frame
 
 
 @dataclass(slots=True)
-class Loop:
+class UserLoop:
     """A loop that has asked a loader for its first batch.
 
     Attributes:
@@ -25,7 +25,7 @@ class Loop:
     skipped: str = field(default="", init=False)
 
     @classmethod
-    def here(cls) -> "Loop":
+    def here(cls) -> "UserLoop":
         """Return the loop that this call was made under."""
         frame = users_frame()
         if frame is None:

@@ -12,7 +12,7 @@ from evener.data.loader import Prefetch
 from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
-from evener.engine.loaders.loops import Loop
+from evener.engine.loaders.loops import UserLoop
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.errors import UsageError
@@ -53,7 +53,7 @@ class TeamLoader(LikeDataLoader):
         self._max_steps = max_steps
         self.cursor = Cursor(intake.count_trained(), intake.seed)
         self.batch_size = intake.batch_size
-        self.loop = Loop()
+        self.loop = UserLoop()
         self._next = 0
         self._left = False
         #: What is on its way, by positions in the epoch.
@@ -91,7 +91,7 @@ class TeamLoader(LikeDataLoader):
                 of the model was replaced.
         """
         self._next = epoch + 1
-        loop = self.loop = Loop.here()
+        loop = self.loop = UserLoop.here()
         engine, max_steps = self._engine, self._max_steps
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()

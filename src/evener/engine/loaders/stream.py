@@ -12,7 +12,7 @@ from evener.data.start_method import choose_context
 from evener.devices import pins_memory
 from evener.engine.engine import Engine
 from evener.engine.loaders.facts import LikeDataLoader
-from evener.engine.loaders.loops import Loop
+from evener.engine.loaders.loops import UserLoop
 from evener.errors import CheckpointError, ConfigError
 from evener.parsing import Fields
 from evener.planning.apportion import apportion
@@ -44,7 +44,7 @@ class StreamLoader(LikeDataLoader):
         self._batches = batches
         self._seed = seed
         self._max_steps = max_steps
-        self.loop = Loop()
+        self.loop = UserLoop()
         self._epoch = 0
         self._next = 0
         iterable = isinstance(batches.dataset, IterableDataset)
@@ -75,7 +75,7 @@ class StreamLoader(LikeDataLoader):
         """
         engine = self._engine
         self._next = epoch + 1
-        loop = self.loop = Loop.here()
+        loop = self.loop = UserLoop.here()
         loop.skip("the team had stopped, or finished this epoch, before")
         if self._finished or epoch < self._epoch:
             return

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 import torch
 
 from evener.comm.base import Communicator
-from evener.comm.layout import Bucket
+from evener.comm.flat_groups import Bucket
 from evener.config.checks import require
 from evener.config.settings import DdpConfig
 from evener.data.sharding import shard_batches
