@@ -47,15 +47,16 @@ class BufferAverager:
         self.is_empty = not places
         # By place, not by object: a module may assign a new tensor instead of writing in place.
         self._places = [(module, key) for _, module, key in places.values()]
-        self._seen = self._buffers
+        buffers = self._buffers
         # Where differences are summed, in float64.
-        self._device = float64_device(self._seen[0].device) if self._seen else torch.device("cpu")
-        self.agreed = [b.detach().clone() for b in self._seen]
-        self._versions = [b._version for b in self._seen]
+        self._device = float64_device(buffers[0].device) if buffers else torch.device("cpu")
+        self.agreed = [b.detach().clone() for b in buffers]
+        #: The buffers and their versions at the last agreement; a version of -1 is never found.
+        self._marks = [_mark(b) for b in buffers]
         self._snapshots: list[torch.Tensor] = []
         # As they were at the last ``keep``; what was never written is in the consensus.
         self._kept: dict[int, torch.Tensor] = {}
-        self._kept_marks = [(b, b._version) for b in self._seen]
+        self._kept_marks = [_mark(b) for b in buffers]
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -67,10 +68,7 @@ class BufferAverager:
 
     def changed(self) -> bool:
         """Whether a buffer was written on this rank since the last agreement."""
-        return any(
-            b is not seen or b._version != version
-            for b, seen, version in zip(self._buffers, self._seen, self._versions, strict=True)
-        )
+        return any(map(_is_written, self._buffers, self._marks))
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -79,7 +77,7 @@ class BufferAverager:
         for number, buffer in written:
             if number not in self._kept:
                 self._kept[number] = torch.empty_like(buffer)
-            self._kept_marks[number] = (buffer, buffer._version)
+            self._kept_marks[number] = _mark(buffer)
         _copy([self._kept[number] for number, _ in written], [buffer for _, buffer in written])
 
     @torch.no_grad()
@@ -89,7 +87,7 @@ class BufferAverager:
         kept = [self._kept.get(number, self.agreed[number]) for number, _ in written]
         _copy([buffer for _, buffer in written], kept)
         for number, buffer in written:
-            self._kept_marks[number] = (buffer, buffer._version)
+            self._kept_marks[number] = _mark(buffer)
 
     def _written(self) -> list[tuple[int, torch.Tensor]]:
         """The buffers of modules that have written to one since the last mark.
@@ -98,13 +96,8 @@ class BufferAverager:
         not of its statistics.
         """
         buffers = self._buffers
-        modules = {
-            id(module)
-            for (module, _), buffer, (seen, version) in zip(
-                self._places, buffers, self._kept_marks, strict=True
-            )
-            if buffer is not seen or buffer._version != version
-        }
+        marked = zip(self._places, buffers, self._kept_marks, strict=True)
+        modules = {id(module) for (module, _), b, mark in marked if _is_written(b, mark)}
         return [
             (number, buffers[number])
             for number, (module, _) in enumerate(self._places)
@@ -194,9 +187,7 @@ class BufferAverager:
                 buffer.sub_((kept - agreed) * _LATE_GAIN)
             else:
                 buffer.sub_(kept - agreed)
-        self._mark()
-        if moved_on:
-            self._versions = [-1] * len(self._places)
+        self._marks = [(b, -1) if moved_on else _mark(b) for b in self._buffers]
 
     def _parts(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.split(packed, [agreed.numel() for agreed in self.agreed])
@@ -220,13 +211,13 @@ class BufferAverager:
     def reset(self) -> None:
         """Takes the buffers as they are for the new consensus (after a broadcast or a load)."""
         _copy(self.agreed, self._buffers)
-        self._mark()
+        self._marks = [_mark(b) for b in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts the last consensus back, as after timing runs or a discarded window."""
         _copy(self._buffers, self.agreed)
-        self._mark()
+        self._marks = [_mark(b) for b in self._buffers]
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -241,11 +232,15 @@ class BufferAverager:
         finally:
             with torch.no_grad():
                 _copy(self._buffers, working)
-            self._versions = [-1] * len(self._places)
+            self._marks = [(b, -1) for b in self._buffers]
 
-    def _mark(self) -> None:
-        self._seen = self._buffers
-        self._versions = [b._version for b in self._seen]
+
+def _mark(buffer: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return buffer, buffer._version
+
+
+def _is_written(buffer: torch.Tensor, mark: tuple[torch.Tensor, int]) -> bool:
+    return buffer is not mark[0] or buffer._version != mark[1]
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

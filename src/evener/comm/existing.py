@@ -88,7 +88,11 @@ def close_in_children(group: Any) -> None:
 
     A rank's workers would otherwise keep the user's connections open after its death, too.
     """
-    _wires.append(Wires.between(lambda ends: _gather_long(group, ends)))
+
+    def exchange(ends: bytes) -> list[bytes]:
+        return _gather(group, ends, max(numbers_in(group, len(ends))))
+
+    _wires.append(Wires.between(exchange))
     leave_behind_in_children(_wires[-1])
 
 
@@ -113,12 +117,6 @@ def device_of_group(backend: str, kinds: Iterable[str]) -> str:
             if own_backends.get(kind, "none") in backend:
                 return kind
     return "cpu"
-
-
-def _gather_long(group: Any, payload: bytes) -> list[bytes]:
-    """The same for payloads of any length."""
-    longest = max(int(said) for said in _gather(group, str(len(payload)).encode()))
-    return _gather(group, payload, longest)
 
 
 def _gather(group: Any, payload: bytes, num_bytes: int = _BYTES) -> list[bytes]:
