@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from evener.devices import free_cached_memory
 from evener.engine.loaders.planned import TeamLoader
+from evener.engine.memory import MicroBatchTooLarge, explain, is_out_of_memory
 from evener.engine.results import WindowResult
-from evener.engine.training import train_epoch
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.loop import Loop
 
@@ -60,8 +61,6 @@ class EpochLoop(ABC):
     def epochs(self) -> Iterator[int]:
         """Train until the run ends or the team stops; all ranks iterate together.
 
-        Micro-batches that do not fit into the memory of a rank are halved there.
-
         Yields:
             The number of each epoch when this rank has left it.
         """
@@ -69,13 +68,39 @@ class EpochLoop(ABC):
         while not self.ddp.stopping and not self.has_ended:
             epoch = self.loader.cursor.epoch
             self.begin_epoch(epoch)
-            train_epoch(
-                self.loader.epoch(epoch),
-                self.train_micro_batch,
-                self.ddp.step,
-                on_redo=self.begin_again,
-            )
+            self.train_epoch(epoch)
             yield epoch
+
+    def train_epoch(self, epoch: int) -> None:
+        """Train on what is left of an epoch; when memory runs out, compute the share again.
+
+        Raises:
+            RuntimeError: Or another error of ``train_micro_batch``; out of memory also when not
+                even a micro-batch of one sample fits, with a note.
+        """
+        batches, end = self.loader.epoch(epoch), object()
+        batch = next(batches, end)
+        while batch is not end:
+            failure = None
+            try:
+                self.train_micro_batch(batch)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Its traceback holds the frames, and they the activations.
+                failure = error.with_traceback(None)
+            if failure is None:
+                self.ddp.step()
+                batch = next(batches, end)
+                continue
+            del batch
+            free_cached_memory()
+            try:
+                batch = batches.throw(MicroBatchTooLarge())
+            except MicroBatchTooLarge as last:
+                explain(failure, last.samples)
+                raise failure from None
+            self.begin_again()
 
     def finish(self) -> Path | None:
         """Save the state at the end, and wait until it is on disk; all ranks call it together.

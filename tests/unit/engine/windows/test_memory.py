@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evener.comm.base import Communicator
 from evener.engine.memory import MicroBatchLimits, is_out_of_memory
-from evener.engine.training import train_epoch
+from evener.loop.epochs import EpochLoop
 from helpers.models import mlp, regression_data
 from helpers.teams import run_team, setup
 
@@ -29,20 +29,21 @@ def fail_in_backward(_module: Any, _inputs: Any, output: Tensor) -> None:
     output.register_hook(fail)
 
 
-class Rank:
+class Rank(EpochLoop):
     """Trains micro-batches of up to ``capacity`` samples and has no memory for larger ones."""
 
     def __init__(self, comm: Communicator, capacity: int, when: str, **options: Any) -> None:
         with LOCK:
             self.model = mlp(dtype=torch.float64)
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.ddp = setup(comm, self.model, optimizer, **options)
+        ddp = setup(comm, self.model, optimizer, **options)
+        super().__init__(ddp, num_epochs=None, max_steps=None, checkpoint_every=None)
         self.loader = self.ddp.loader(DATA, batch_size=16)
         self.capacity = capacity
         self.when = when
         self.sizes: list[int] = []
 
-    def compute(self, batch: list[Tensor]) -> None:
+    def train_micro_batch(self, batch: list[Tensor]) -> None:
         x, y = batch
         self.sizes.append(len(x))
         handle = None
@@ -59,7 +60,7 @@ class Rank:
 
     def train(self, epochs: int) -> Tensor:
         for epoch in range(epochs):
-            train_epoch(self.loader.epoch(epoch), self.compute, self.ddp.step)
+            self.train_epoch(epoch)
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
     @property
@@ -140,7 +141,7 @@ def test_sizes_are_remembered_over_a_resume(tmp_path: Path) -> None:
         with rank.ddp:
             if resume:
                 rank.ddp.load(tmp_path)
-                train_epoch(rank.loader.epoch(1), rank.compute, rank.ddp.step)
+                rank.train_epoch(1)
             else:
                 rank.train(1)
                 rank.ddp.save(tmp_path)
@@ -166,7 +167,7 @@ def test_in_a_loop_of_the_user_the_error_tells_the_remedy() -> None:
     def loop(rank: Rank) -> None:
         with rank.ddp:
             for batch in rank.loader.epoch(0):
-                rank.compute(batch)
+                rank.train_micro_batch(batch)
                 rank.ddp.step()
 
     for when, kind in (("forward", torch.OutOfMemoryError), ("backward", RuntimeError)):
@@ -178,12 +179,13 @@ def test_in_a_loop_of_the_user_the_error_tells_the_remedy() -> None:
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    def compute(batch: Any) -> None:
-        raise ValueError("shapes")
+    class Broken(Rank):
+        def train_micro_batch(self, batch: list[Tensor]) -> None:
+            raise ValueError("shapes")
 
-    rank = run_team(1, lambda comm: Rank(comm, PLENTY, "forward"))[0]
+    rank = run_team(1, lambda comm: Broken(comm, PLENTY, "forward"))[0]
     with rank.ddp, pytest.raises(ValueError, match="shapes") as caught:
-        train_epoch(rank.loader.epoch(0), compute, rank.ddp.step)
+        rank.train_epoch(0)
     assert not getattr(caught.value, "__notes__", [])
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
