@@ -208,7 +208,9 @@ class Replicas:
             ConfigError: Not one value for each replica, or bad weights; on every process.
         """
         weights = [1.0] * len(self.models) if weights is None else weights
-        problem = self._problem("values", values) or self._problem("weights", weights, least=0.0)
+        problem = self._problem("values", values) or self._problem(
+            "weights", weights, are_counts=True
+        )
         sums = [0.0, 0.0]
         if not problem:
             pairs = zip(values, weights, strict=True)
@@ -244,7 +246,7 @@ class Replicas:
             for model in self.models
         ]
         layout, problem = _read_layout(replicas, self.first, gradients=True)
-        problem = self._problem("batch_counts", counts, least=0.0) or problem
+        problem = self._problem("batch_counts", counts, are_counts=True) or problem
         rows = self._meet(what, problem, layout, [0.0 if problem else _sum(counts)])
         total = self._total("batch_counts", [row[0] for row in rows])
         averaged = self._averager.sum_gradients(
@@ -270,7 +272,7 @@ class Replicas:
             raise ConfigError(f"{what}: {_refusal(notes)}")
         return [r[2:] for r in rows]
 
-    def _problem(self, name: str, values: Sequence[float], *, least: float = -math.inf) -> str:
+    def _problem(self, name: str, values: Sequence[float], *, are_counts: bool = False) -> str:
         """Why these are not a number for each replica here; the other processes must hear of it."""
         replicas = f"for each of its {len(self.models)} replicas"
         try:
@@ -279,7 +281,7 @@ class Replicas:
             return f"rank {self.rank}: {name} is {values!r}; give a list with a number {replicas}"
         if len(numbers) != len(self.models):
             return f"rank {self.rank}: {name} is {list(values)}, which is not one {replicas}"
-        if least == 0 and not all(0 <= number < math.inf for number in numbers):
+        if are_counts and not all(0 <= number < math.inf for number in numbers):
             return f"rank {self.rank}: {name} is {list(values)}; give finite numbers of 0 or more"
         return ""
 

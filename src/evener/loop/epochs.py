@@ -49,7 +49,7 @@ class EpochLoop(ABC):
         self.ddp = ddp
         self._num_epochs = num_epochs or 0
         self._max_steps = max_steps
-        self._checkpoint_every = checkpoint_every
+        self._checkpoint_every = checkpoint_every or 0
 
     @property
     def has_ended(self) -> bool:
@@ -121,7 +121,7 @@ class EpochLoop(ABC):
 
     def is_due(self, window: int) -> bool:
         """Return whether a checkpoint is due after so many windows."""
-        return bool(self._checkpoint_every) and window % (self._checkpoint_every or 1) == 0
+        return self._checkpoint_every > 0 and window % self._checkpoint_every == 0
 
     @abstractmethod
     def train_micro_batch(self, batch: Any) -> object:

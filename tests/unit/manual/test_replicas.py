@@ -498,6 +498,10 @@ def test_auto_gives_processes_gpus_in_turn(monkeypatch):
     assert devices_of(2, 0) == ["cuda:0", "cuda:1"]
     assert devices_of(2, 1) == ["cuda:2", "cpu"]
     assert devices_of(2, 1, backend="cpu") == ["cpu", "cpu"]
+    alone, models = DistributedTrainConfig(), [nn.Linear(1, 1)] * 2
+    named = {"cuda": ("cuda:0", "cuda:1"), torch.device("cuda:1"): ("cuda:1", "cuda:1")}
+    for devices, found in {**named, (2, "cpu"): ("cuda:2", "cpu")}.items():
+        assert tuple(map(str, put(models, devices, alone))) == found
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert devices_of(1, 1) == ["cpu"]
     assert devices_of(1, 1, launched_by="slurm") == ["cuda:0"]  # bound to a GPU of its own
