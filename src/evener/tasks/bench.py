@@ -39,7 +39,7 @@ RunTrial = Callable[[str, str, str, float], Trial | str]
 
 
 def check_options(options: BenchOptions) -> None:
-    """Refuses what makes no sense before anything starts.
+    """Refuse what makes no sense before anything starts.
 
     Raises:
         ConfigError: An unknown policy or backend, an impossible number, a bad name.
@@ -62,7 +62,7 @@ def check_options(options: BenchOptions) -> None:
 
 
 def run_bench(options: BenchOptions, run_trial: RunTrial | None = None) -> Comparison:
-    """Tries every combination in turns, and writes ``bench.json`` and ``bench.txt``.
+    """Try every combination in turns, and write ``bench.json`` and ``bench.txt``.
 
     Each round tries all combinations; every other round goes through them backwards, so that a
     machine that grows slower favours none. Each trial starts the same training anew.
@@ -125,7 +125,7 @@ class Pretrain:
         (self._folder / ".cache").symlink_to(cache, target_is_directory=True)
 
     def __call__(self, name: str, policy: str, backend: str, seconds: float) -> Trial | str:
-        """Runs a trial for so many seconds; see ``RunTrial``."""
+        """Run a trial for so many seconds; see ``RunTrial``."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
             parent = os.getpid()
@@ -143,7 +143,7 @@ class Pretrain:
         return self.read(name, policy, backend, log, process.returncode)
 
     def command(self, name: str, policy: str, backend: str) -> list[str]:
-        """What is started for a trial; of keys that are set twice the last one wins."""
+        """Return the command of a trial; of keys that are set twice the last one wins."""
         options = self._options
         keys = (*options.overrides, *_TRIAL_KEYS, f"policy={policy}", f"backend={backend}")
         command = [*_PRETRAIN, str(options.config), "--quiet"]
@@ -156,7 +156,7 @@ class Pretrain:
         return command
 
     def _wait(self, process: "subprocess.Popen[bytes]", events: Path, seconds: float) -> None:
-        """Returns when the trial has had its time, or has ended by itself."""
+        """Return when the trial has had its time, or has ended by itself."""
         deadline = time.monotonic() + START_TIMEOUT_S
         started = False
         while process.poll() is None:
@@ -170,7 +170,7 @@ class Pretrain:
     def read(
         self, name: str, policy: str, backend: str, log: Path, code: int | None
     ) -> Trial | str:
-        """What came of it; checkpoints of trials are of no use, and large."""
+        """Return what came of it; checkpoints of trials are of no use, and large."""
         run = self._folder / name
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         said = [line.partition("error: ")[2] for line in lines if "error: " in line]

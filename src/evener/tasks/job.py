@@ -285,7 +285,7 @@ class Job(EpochLoop):
         task.set_length((self._num_windows - task.first_window) / per_epoch)
 
     def _is_complete(self) -> bool:
-        """Whether an earlier session has done all of it."""
+        """Return whether an earlier session has done all of it."""
         task = self._task
         if self.resumed is None or not self.has_ended:
             return False
@@ -430,7 +430,7 @@ class Job(EpochLoop):
         self.train_micro_batch(self._task.collate([train[i % count] for i in samples]))
 
     def _sum_up(self, speeds: Speeds | None, checkpoint: Path | None, *, stopped: bool) -> None:
-        """On rank 0, which no other rank helps; they wait in ``_result``."""
+        """Say what came of the run, on rank 0; the others wait in ``_result``."""
         task = self._task
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
@@ -461,7 +461,7 @@ class Job(EpochLoop):
                 say(f"{name}: {f'{value:.1%}' if isinstance(value, float) else value}")
 
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
-        """All ranks call it together; rank 0 knows the checkpoint, and has written all files."""
+        """Return the result; all ranks call it together, when rank 0 has written all files."""
         told = self.team.introduce({"checkpoint": str(checkpoint)}, timeout_s=SUMMING_UP_S)[0]
         return TaskResult(
             run_folder=self.folder,

@@ -88,7 +88,7 @@ class LMBatch:
 
 
 def _tokens(number: int, document: object) -> Tensor:
-    """The token ids of a document, int64 of shape ``(tokens,)``."""
+    """Return the token ids of a document, int64 of shape ``(tokens,)``."""
     try:
         tokens = torch.as_tensor(document)
     except (TypeError, ValueError, RuntimeError):

@@ -34,9 +34,10 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> AdamW:
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, settings: OptimizerConfig) -> None:
-    """Puts the hyper-parameters into an optimizer of ``make_optimizer``.
+    """Put the hyper-parameters into an optimizer of ``make_optimizer``.
 
-    A checkpoint brings back those that it was written with; what the user says now goes before.
+    A checkpoint brings back those that it was written with, and what the user says now takes
+    precedence.
     """
     lr_ratios, decays = (1.0, 1.0), (settings.weight_decay, 0.0)
     if isinstance(settings, AdapterOptimizerConfig):

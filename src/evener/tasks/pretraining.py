@@ -17,7 +17,7 @@ from evener.team.signals import StopSignals
 
 
 def run_pretraining(options: PretrainOptions, environment: DistributedTrainConfig) -> int:
-    """Runs this rank's part of a pretraining run.
+    """Run this rank's part of a pretraining run.
 
     Args:
         options: From the command line.
@@ -43,7 +43,7 @@ def pretrain(
     allow: Sequence[Allowed] = (),
     quiet: bool = False,
 ) -> PretrainResult:
-    """Pretrains a causal language model, as ``evener pretrain`` does; all ranks call it together.
+    """Pretrain a causal language model, as ``evener pretrain`` does; all ranks call it together.
 
     In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
     start one per device. Ctrl-C, SIGTERM and SIGUSR1 leave a checkpoint and end the call.
@@ -54,7 +54,7 @@ def pretrain(
             under ``data.text_key``, such as a Hugging Face ``datasets.Dataset``. It is iterated
             over more than once, in the same order; the same on every rank.
         out: Folder that runs go to.
-        resume: Go on from the newest complete checkpoint of the run's name.
+        resume: Continue from the newest complete checkpoint of the run's name.
         allow: What may differ from that checkpoint's run: ``"data"``, ``"precision"``.
         quiet: Print neither the team nor progress.
 

@@ -90,7 +90,7 @@ class Rehearsal:
         return Speeds(solo=tuple(solo), equal_split=equal_split)
 
     def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:
-        """One window in one way; returns weight units per second of the slowest clock."""
+        """Run a window in one way; return weight units per second of the slowest clock."""
         engine, team = self._engine, self._team
         self._meet([0.0, 0.0])
         started_s = time.perf_counter()

@@ -22,7 +22,7 @@ def choose_checkpoint(
     say: Callable[[str], None],
     check: Callable[[Checkpoint], None],
 ) -> tuple[Path, Checkpoint]:
-    """Finds the newest run that has a complete checkpoint; all ranks call it together.
+    """Find the newest run that has a complete checkpoint; all ranks call it together.
 
     Args:
         team: The ranks.
@@ -53,7 +53,9 @@ def choose_checkpoint(
             checkpoint = open_checkpoint(folder / CHECKPOINTS / theirs["path"])
         except CheckpointError as error:
             refused = str(error)
-    content = "" if checkpoint is None else _digest(checkpoint)
+    content = ""
+    if checkpoint is not None:
+        content = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
     answers = team.introduce({"refused": refused, "content": content})
     for rank, other in enumerate(answers):
         if other["refused"] or other["content"] != answers[0]["content"]:
@@ -64,10 +66,6 @@ def choose_checkpoint(
             )
     assert checkpoint is not None
     return folder, checkpoint
-
-
-def _digest(checkpoint: Checkpoint) -> str:
-    return hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
 
 
 def _newest_of_any(
@@ -92,7 +90,7 @@ def _newest_of_any(
 
 
 def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = ()) -> bool:
-    """Whether a run has been brought to its end, which was ``window``; all ranks call it together.
+    """Return whether a run has come to its end, at ``window``; all ranks call it together.
 
     Args:
         team: The ranks.
@@ -101,9 +99,8 @@ def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = 
         results: What it leaves in the folder; a full disk may have kept it from that.
     """
     finished = False
-    if team.rank == 0:
-        last = read_events(folder / EVENTS)[-1:]
-        finished = [(e["type"], e.get("reason"), e.get("window")) for e in last] == [
-            ("run_finished", "completed", window)
-        ] and all((folder / name).exists() for name in results)
+    if team.rank == 0 and (events := read_events(folder / EVENTS)):
+        last = [events[-1].get(key) for key in ("type", "reason", "window")]
+        is_written = all((folder / name).exists() for name in results)
+        finished = is_written and last == ["run_finished", "completed", window]
     return bool(team.introduce({"finished": finished})[0]["finished"])

@@ -36,7 +36,7 @@ def describe_run(
     *,
     precision: str,
 ) -> dict[str, Any]:
-    """What a run is made of, as plain JSON types, for its checkpoints; all ranks call it together.
+    """Return what a run is made of, in JSON types, for its checkpoints; all ranks call it.
 
     Args:
         team: The ranks.
@@ -60,7 +60,7 @@ def describe_run(
 
 
 def read_run(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the run that wrote a checkpoint was made of.
+    """Return what the run that wrote a checkpoint was made of.
 
     Raises:
         CheckpointError: It is damaged; names file and value.

@@ -71,7 +71,7 @@ class _Preparation:
     def run(
         self, tokenizer: CausalTokenizer | None
     ) -> tuple[Corpus, CausalTokenizer, dict[str, str]]:
-        """Does it all; returns also what other ranks of this host need to find it."""
+        """Do it all; return also what other ranks of this host need to find it."""
         data, source, trained = self.config.data, self._source(), ""
         if tokenizer is None:
             folder = trained_tokenizer(
@@ -98,7 +98,7 @@ class _Preparation:
     def join(
         self, tokenizer: CausalTokenizer | None, place: dict[str, str]
     ) -> tuple[Corpus, CausalTokenizer]:
-        """Opens what another rank of this host has made; makes it where that is not to be found."""
+        """Open what another rank of this host has made, or make it where that is missing."""
         if tokenizer is None and Path(place["tokenizer"]).is_dir():
             tokenizer = load_tokenizer(place["tokenizer"])
         if tokenizer is not None:

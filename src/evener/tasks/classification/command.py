@@ -27,7 +27,7 @@ from evener.team.terminal import say
 
 
 def run_classification(options: ClassifyOptions, environment: DistributedTrainConfig) -> int:
-    """Runs this rank's part of a classification run.
+    """Run this rank's part of a classification run.
 
     Args:
         options: From the command line.
@@ -52,7 +52,7 @@ def classify(
     resume: bool = False,
     quiet: bool = False,
 ) -> ClassifyResult:
-    """Trains a text classifier, as ``evener classify`` does; all ranks call it together.
+    """Train a text classifier, as ``evener classify`` does; all ranks call it together.
 
     In a script that was started plainly there is one rank; ``evener launch``, torchrun or SLURM
     start one per device. Ctrl-C, SIGTERM and SIGUSR1 leave a checkpoint and end the call.
@@ -63,7 +63,7 @@ def classify(
             instances of ``Sample``, or mappings with text and label under ``data.text_key`` and
             ``data.label_key``, such as the rows of a Hugging Face ``datasets.Dataset``.
         out: Folder that runs go to.
-        resume: Go on from the newest complete checkpoint of the run's name.
+        resume: Continue from the newest complete checkpoint of the run's name.
         quiet: Print neither the team nor progress.
 
     Returns:
@@ -83,7 +83,7 @@ def classify(
 
 
 def predict_file(options: ClassifyOptions) -> int:
-    """Classifies the texts of a file with a finished run, and prints a line of JSON for each.
+    """Classify the texts of a file with a finished run, and print a line of JSON for each.
 
     Args:
         options: ``predict`` is the file; name and folder say which run.

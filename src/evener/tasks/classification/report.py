@@ -15,7 +15,7 @@ _MOST_CLASSES = 60
 
 
 def confusion_svg(evaluation: Evaluation, labels: Sequence[str]) -> str:
-    """The confusion matrix as an SVG picture; each row adds up to the samples of a true class."""
+    """Return the confusion matrix as an SVG picture; a row holds the samples of a true class."""
     labels = [printable(name) for name in labels]  # XML has no control characters
     shown = [name if len(name) <= 24 else name[:23] + "…" for name in labels]
     margin = 24 + 8 * max(map(len, shown))
@@ -59,7 +59,7 @@ def confusion_svg(evaluation: Evaluation, labels: Sequence[str]) -> str:
 def write_report(
     folder: Path, figures: Mapping[str, Any], evaluation: Evaluation, labels: Sequence[str]
 ) -> None:
-    """Writes ``report.html`` and ``confusion.svg`` into a run's folder.
+    """Write ``report.html`` and ``confusion.svg`` into a run's folder.
 
     Args:
         folder: The run folder.

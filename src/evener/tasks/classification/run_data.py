@@ -43,7 +43,7 @@ class LabelledData:
 
 
 def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -> LabelledData:
-    """Reads and splits the data of a run.
+    """Read and split the data of a run.
 
     Args:
         config: Says where it is, unless it is given.
@@ -85,7 +85,7 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
 
 
 def agree_on_data(team: Team, data: LabelledData) -> None:
-    """Refuses ranks that see other data; all ranks call it together.
+    """Refuse ranks that see other data; all ranks call it together.
 
     Raises:
         DataError: Names the first rank that differs from rank 0.
