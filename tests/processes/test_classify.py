@@ -238,6 +238,20 @@ def test_a_rank_without_memory_continues_in_smaller_micro_batches(folder: Path) 
     assert 1 in state["micro_batch_limits"].values()
 
 
+def test_more_ranks_than_samples_take_over_the_head_of_the_first(folder: Path) -> None:
+    held = (folder / "held.csv").read_text()
+    texts = {line.rpartition(",")[2]: line for line in held.splitlines()}
+    (folder / "few.csv").write_text("\n".join([texts["label"], texts["first"], texts["second"]]))
+    rows = [line for line in held.splitlines() if not line.endswith(",third")]
+    (folder / "held.csv").write_text("\n".join(rows) + "\n")
+    data = {"path": "few.csv", "heldout_path": "held.csv"}
+    configure(folder, data=data, batch_size=2, epochs=1, eval={"baseline": False})
+    run(folder, "run.yaml", "--name", "few", nproc=3)
+    summary = json.loads((folder / "runs" / "few" / "summary.json").read_text())
+    assert summary["probe_accuracy"] is not None
+    assert summary["num_train"] == 2
+
+
 def test_patience_ends_a_run_and_keeps_the_best_adapter(folder: Path) -> None:
     configure(folder, epochs=30, eval={"every": 2, "patience": 2, "metric": "accuracy"})
     run(folder, "run.yaml", nproc=2)
