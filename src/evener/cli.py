@@ -318,11 +318,8 @@ def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
 
 
 def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig) -> None:
-    for option, value in {
-        "--nproc": options.nproc,
-        **options.given,
-        "--port": options.port,
-    }.items():
+    given = {"--nproc": options.nproc, **options.given, "--port": options.port}
+    for option, value in given.items():
         if value is not None:
             raise ConfigError(
                 f"{option} is {value}, but {place.launched_by} has started this process as rank "
