@@ -66,9 +66,7 @@ class Recipe:
         """
         with generators_lock:
             if self.watch.draws is None:
-                batch = self.assemble(epoch, indices, self.watch.closely)
-                self.watch.settle()
-                return batch
+                return self.assemble(epoch, indices, self.watch.closely)
             if not self.watch.draws:
                 self.watch.start(derive_seed(self.seed, epoch, indices[0]))
                 batch = self.assemble(epoch, indices, as_they_are)

@@ -84,24 +84,19 @@ class DrawWatch:
 
     def __init__(self) -> None:
         self.draws: bool | None = None
-        self._drawn = False
         self._python = random.Random()
         self._numpy: Any = None
         self._torch_state = torch.empty(0)
 
     @contextmanager
     def closely(self, *key: int | str) -> Iterator[None]:
-        """Seeds from ``key`` and compares whole states; ``settle`` then knows the answer."""
+        """Seed from ``key``, and see by whole states whether anything is drawn."""
         seed_generators(derive_seed(*key))
         before = _states()
         yield
         after = _states()
-        self._drawn |= before[0] != after[0] or not torch.equal(before[1], after[1])
-        self._drawn |= str(before[2]) != str(after[2])
-
-    def settle(self) -> None:
-        """Ends the close watch."""
-        self.draws = self._drawn
+        moved = before[0] != after[0] or not torch.equal(before[1], after[1])
+        self.draws = self.draws or moved or str(before[2]) != str(after[2])
 
     def start(self, seed: int) -> None:
         """Puts the generators where ``look`` can tell whether they have moved."""

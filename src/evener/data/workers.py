@@ -5,6 +5,7 @@ Tensors come back through shared memory that loses its name as soon as it is the
 stays behind on ``/dev/shm``; what a worker was killed over in that moment is swept up after it.
 """
 
+import itertools
 import os
 import queue
 import signal
@@ -320,7 +321,6 @@ class ProcessFetcher(Fetcher):
     ) -> None:
         super().__init__(dataset, collate_fn, seed)
         context = choose_context(_parts_of(self._recipe), num_workers, context)
-        self._num_asked = 0
         self._workers: list[_Worker] = []
         try:
             for number in range(num_workers):
@@ -328,6 +328,7 @@ class ProcessFetcher(Fetcher):
         except BaseException:
             self.close()
             raise
+        self._turns = itertools.cycle(self._workers)
 
     @property
     def worker_pids(self) -> tuple[int | None, ...]:
@@ -335,9 +336,7 @@ class ProcessFetcher(Fetcher):
         return () if self._closed else tuple(worker.process.pid for worker in self._workers)
 
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
-        worker = self._workers[self._num_asked % len(self._workers)]
-        self._num_asked += 1
-        return worker.ask(epoch, indices)
+        return next(self._turns).ask(epoch, indices)
 
     def close(self) -> None:
         """Ends the workers, at the latest by killing them after a second."""

@@ -5,7 +5,8 @@ it has them ``rank`` and ``member``. New fields may be added; none changes its m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypedDict, final
 
@@ -150,26 +151,26 @@ class Fanout(Sink):
     def emit(self, event: Event) -> None:
         """Hand the event to every sink."""
         for sink in self._sinks.copy():
-            try:
+            with self._guarding(sink):
                 sink.emit(event)
-            except Exception as error:
-                self._sinks.remove(sink)
-                self._fail(sink, error)
 
     def close(self) -> None:
         """Close every sink."""
         while self._sinks:
-            sink = self._sinks.pop()
-            try:
+            with self._guarding(self._sinks[-1]) as sink:
                 sink.close()
-            except Exception as error:
-                self._fail(sink, error)
+                self._sinks.remove(sink)
 
-    def _fail(self, sink: Sink, error: Exception) -> None:
-        self._on_warning(
-            f"the sink {type(sink).__name__} raised {type(error).__name__} ({error}) and gets no "
-            "more events; the run continues"
-        )
+    @contextmanager
+    def _guarding(self, sink: Sink) -> Iterator[Sink]:
+        try:
+            yield sink
+        except Exception as error:
+            self._sinks.remove(sink)
+            self._on_warning(
+                f"the sink {type(sink).__name__} raised {type(error).__name__} ({error}) and gets "
+                "no more events; the run continues"
+            )
 
 
 class RankRow(TypedDict):
