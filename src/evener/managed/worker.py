@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
 from evener.managed.description import ManagedRun
@@ -95,11 +96,10 @@ class ManagedProcess:
         return report.exit_code
 
     def _next_order(self) -> str:
-        try:
-            message = self._channel.next(time.monotonic() + ORDERS_TIMEOUT_S)
-        except TimeoutError:
-            return "exit"
-        return "exit" if message is None else str(message["order"])
+        with suppress(TimeoutError):
+            if message := self._channel.next(time.monotonic() + ORDERS_TIMEOUT_S):
+                return str(message["order"])
+        return "exit"
 
 
 class _Forwarded(Sink):

@@ -47,6 +47,13 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
     return host, int(port)
 
 
+def check_port(port: int, name: str, least: int = 1) -> int:
+    """Return a port, if it can be one; ``name`` is for the ConfigError otherwise."""
+    if not least <= port <= _LARGEST_PORT:
+        raise ConfigError(f"{name} is {port}; give a port from 1 to {_LARGEST_PORT}")
+    return port
+
+
 def _split(text: str) -> tuple[str, str | None]:
     if "/" in text:  # the address of a page
         return "", None

@@ -12,7 +12,7 @@ from evener.comm.addresses import is_loopback
 from evener.errors import ConfigError
 from evener.parsing import short
 from evener.team import slurm
-from evener.team.address import parse_address
+from evener.team.address import check_port, parse_address
 
 #: Set to 1 by evener's launcher in every rank that it starts.
 LAUNCHED = "EVENER_LAUNCHED"
@@ -159,10 +159,7 @@ class DistributedTrainConfig:
             shown = self._shown("world_size")
             raise ConfigError(f"{shown} is {self.world_size}; a team has at least one rank")
         self._check_fit("rank", "world_size", "ranks count", "")
-        if not 0 <= self.coordinator_port <= 65_535:
-            raise ConfigError(
-                f"coordinator_port is {self.coordinator_port}; give a port from 1 to 65535"
-            )
+        check_port(self.coordinator_port, "coordinator_port", least=0)
 
     def _check_fit(self, name: str, of: str, who: str, where: str) -> None:
         number, count = getattr(self, name), getattr(self, of)
@@ -204,8 +201,8 @@ class DistributedTrainConfig:
             # A batch script may choose the port itself.
             port = _port(environ, default=slurm.choose_port(environ))
             return cls.of_rank(**place, coordinator_port=port, launched_by="slurm")
-        if partial := [n for n in (*_REQUIRED, "LOCAL_RANK") if environ.get(n)]:
-            raise ConfigError(_partial(environ, partial))
+        if any(environ.get(name) for name in (*_REQUIRED, "LOCAL_RANK")):
+            raise ConfigError(_partial(environ))
         return cls()
 
     @classmethod
@@ -261,8 +258,8 @@ class DistributedTrainConfig:
 
 
 def _from_variables(environ: Mapping[str, str], launched_by: str) -> DistributedTrainConfig:
-    if missing := [name for name in _REQUIRED if not environ.get(name)]:
-        raise ConfigError(_partial(environ, [n for n in _REQUIRED if n not in missing]))
+    if not all(environ.get(name) for name in _REQUIRED):
+        raise ConfigError(_partial(environ))
     rank = _integer(environ, "RANK")
     host = _master_addr(environ, may_bind=rank == 0)
     agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -285,7 +282,8 @@ def _role(rank: int) -> DistributedRole:
     return DistributedRole.WORKER if rank else DistributedRole.COORDINATOR
 
 
-def _partial(environ: Mapping[str, str], present: list[str]) -> str:
+def _partial(environ: Mapping[str, str]) -> str:
+    present = [name for name in (*_REQUIRED, "LOCAL_RANK") if environ.get(name)]
     shown = ", ".join(f"{name}={environ[name]}" for name in present) or "none of them"
     missing = ", ".join(name for name in _REQUIRED if not environ.get(name))
     return (
@@ -308,10 +306,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def _port(environ: Mapping[str, str], default: int | None = None) -> int:
-    port = _integer(environ, "MASTER_PORT", default)
-    if not 1 <= port <= 65_535:
-        raise ConfigError(f"MASTER_PORT is {port}; give a port from 1 to 65535")
-    return port
+    return check_port(_integer(environ, "MASTER_PORT", default), "MASTER_PORT")
 
 
 def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from evener.comm.messages import name_ranks
 from evener.team.channel import JOINED, JOINING, Message
 from evener.team.child import run_child
 from evener.team.meeting import Peers, meet
@@ -118,9 +119,10 @@ class _Launcher(Supervisor):
             return
         if stop in {int(signum) for signum in (*STOPPING, signal.SIGHUP)}:
             self._stop(signal.Signals(stop), " on another machine")
-        elif isinstance(failed, list):
+        elif isinstance(failed, list) and failed and all(type(rank) is int for rank in failed):
             self._fail_elsewhere(
-                f"the run failed on another machine, which has {_name(failed)}; its output says why"
+                f"the run failed on another machine, which has {name_ranks(failed)}; its output "
+                "says why"
             )
 
     def _stop(self, signum: signal.Signals, where: str = "") -> None:
@@ -160,7 +162,7 @@ class _Launcher(Supervisor):
         if self._deadline is not None:
             return
         if waiting and self._ended_elsewhere:
-            gone = _name(sorted(self._ended_elsewhere))
+            gone = name_ranks([*self._ended_elsewhere])
             self._fail_elsewhere(
                 f"{gone} on another machine ended with exit code 0{_waited(waiting)}"
             )
@@ -182,14 +184,10 @@ class _Launcher(Supervisor):
         return bool(self._signals.take())
 
 
-def _name(ranks: Sequence[object]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _waited(waiting: Sequence[int]) -> str:
     return (
-        f" while {_name(waiting)} waited for it in Ddp.setup; let every rank go through the whole "
-        "script, and call Ddp.setup as often as the others"
+        f" while {name_ranks(waiting)} waited for it in Ddp.setup; let every rank go through the "
+        "whole script, and call Ddp.setup as often as the others"
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evener.errors import ConfigError
-from evener.team.address import parse_address
+from evener.team.address import check_port, parse_address
 
 #: Where nodes meet unless the user says otherwise; torchrun's default, too.
 DEFAULT_PORT = 29_500
@@ -112,7 +112,4 @@ def _split_address(address: str, port: int | None) -> tuple[str, int]:
             f"--master-addr is {address!r}, but --port is {port}; name one port, the same on "
             "every machine"
         )
-    chosen = own or port or DEFAULT_PORT
-    if not 1 <= chosen <= 65_535:
-        raise ConfigError(f"--port is {chosen}; give a port from 1 to 65535")
-    return host, chosen
+    return host, check_port(own or port or DEFAULT_PORT, "--port")

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from evener.comm.messages import name_ranks
 from evener.errors import CollectiveMismatchError
 from evener.team.failures import FailureReport
 
@@ -141,13 +142,13 @@ def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
 
 def _early_end(records: Sequence[RankRecord]) -> str:
     # A script that returns early on one rank ends well; its peers can only say that it has gone.
-    gone = [str(one.rank) for one in records if one.code == 0 and one.report is None]
+    gone = [one.rank for one in records if one.code == 0 and one.report is None]
     if not gone:
         return ""
-    who, has = ("rank", "has") if len(gone) == 1 else ("ranks", "have")
     return (
-        f"error: {who} {', '.join(gone)} {has} ended with exit code 0 while others were at work; "
-        "let every rank go through the whole script, or leave a loop by `break` on all\n"
+        f"error: {name_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended with exit code 0 "
+        "while others were at work; let every rank go through the whole script, or leave a loop by "
+        "`break` on all\n"
     )
 
 

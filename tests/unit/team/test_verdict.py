@@ -105,7 +105,7 @@ def test_a_rank_that_left_by_sys_exit_is_named_with_its_code_and_without_a_trace
 def test_a_rank_that_ended_well_while_others_were_at_work_is_named_first():
     text = judge([outcome(0, 1, 2.0, lost(0, 1.0)), outcome(1), outcome(2)], None)[1]
     assert text.startswith(
-        "error: ranks 1, 2 have ended with exit code 0 while others were at work; let every rank"
+        "error: ranks 1 and 2 have ended with exit code 0 while others were at work; let every rank"
     )
     assert "rank 0 (pid 100) failed:\nTraceback" in text
 
