@@ -185,10 +185,10 @@ class Sandbox:
             settle_s: How long the launcher waits for the reason why a rank lost another.
         """
         code = (
-            "import signal, sys; from evener.team import launch; "
+            "import signal, sys; from evener.team import launch, supervisor; "
             # Ignored, and so left alone, where these tests were started by nohup.
             "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-            "launch._SETTLE_S = float(sys.argv[3]); "
+            "supervisor._SETTLE_S = float(sys.argv[3]); "
             "rank = [sys.executable, '-P', '-m', 'evener.team.script', *sys.argv[4:]]; "
             "sys.exit(launch.launch(rank, nproc=int(sys.argv[1]), grace_s=float(sys.argv[2])))"
         )
