@@ -30,7 +30,7 @@ from evener.errors import ConfigError
 from evener.team.child import apply_threads, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
-from evener.team.nodes import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Node, choose_node
+from evener.team.meeting import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Node, choose_node
 from evener.team.signals import end_in_silence
 
 app = typer.Typer(
@@ -282,7 +282,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:
-    from evener.team.ranks import check_nproc
+    from evener.team.supervisor import check_nproc
 
     nproc = max(least, local_devices()) if given is None else given
     check_nproc(nproc)

@@ -24,7 +24,7 @@ from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
 from evener.tasks.language_model import build_model
 from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
-from evener.team.place_file import read_place
+from evener.team.environment import read_place
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse

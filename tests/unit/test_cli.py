@@ -9,7 +9,7 @@ from evener import cli
 from evener.cli import DEMO_EMULATE_SLOW, DEMO_NPROC
 from evener.config.options import PretrainOptions
 from evener.team import launch
-from evener.team.nodes import Node
+from evener.team.meeting import Node
 from helpers.limits import PATIENCE_S
 
 RANK_1_OF_2 = {

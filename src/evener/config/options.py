@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from evener.team.nodes import NodeOptions
+from evener.team.meeting import NodeOptions
 
 Allowed = Literal["data", "precision"]
 """What a resume may change when the user says so."""

@@ -19,9 +19,8 @@ from evener.managed.metrics import EpochMetrics
 from evener.managed.trained import unpack_trained
 from evener.managed.travel import pack
 from evener.team.channel import DONE, JOINED, JOINING, Message
-from evener.team.ranks import LocalRanks, bind_store
-from evener.team.supervisor import ANOTHER_PROGRAM, Child, Supervisor
-from evener.team.verdict import first_failure
+from evener.team.failures import first_failure
+from evener.team.supervisor import ANOTHER_PROGRAM, Child, LocalRanks, Supervisor, bind_store
 
 #: Descriptor of the file with the pickled job, in a worker.
 JOB_FD: Final = "EVENER_JOB_FD"

@@ -1,5 +1,6 @@
 """Who am I in the team: read once from the environment, checked, and then only passed on."""
 
+import difflib
 import os
 import socket
 from collections.abc import Mapping
@@ -23,6 +24,9 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _LOOPBACK = "127.0.0.1"
 _NUMBERS = ("world_size", "rank", "local_rank", "local_world_size", "coordinator_port")
+_KEYS = (*_NUMBERS, "role", "coordinator_addr", "backend", "comm_backend")
+#: Where else in a file the keys may stand.
+_SECTIONS = (("training", "distributed"), ("distributed",))
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -222,8 +226,6 @@ class DistributedTrainConfig:
         Raises:
             ConfigError: Names the file, the key, its value and what is allowed.
         """
-        from evener.team.place_file import read_place  # YAML is seldom needed
-
         place = read_place(Path(path), changes)
         known = {"role": _role(place["rank"]), "launched_by": "the user"}
         try:
@@ -317,3 +319,49 @@ def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
             f"MASTER_ADDR={host} and MASTER_PORT={port}"
         )
     return host
+
+
+# ── a place in a file ───────────────────────────────────────────────────────────────────────────
+
+
+def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a YAML file, with ``changes`` put over them, as arguments of the config.
+
+    Raises:
+        ConfigError: Names the file, the key, its value and what is allowed.
+    """
+    from evener.yaml_files import read_yaml  # seldom needed
+
+    document, where = _section(read_yaml(path)), str(path)
+    for key, value in document.items():
+        if key not in _KEYS:
+            close = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"{where}: unknown key {key!r} (value {short(value)}){hint}; allowed: "
+                f"{', '.join(_KEYS)}"
+            )
+    place = {**document, **changes}
+    for key in _NUMBERS:
+        if key in place and type(place[key]) is not int:
+            raise ConfigError(f"{where}: {key} is {short(place[key])}; give a whole number")
+    if "world_size" not in place:
+        raise ConfigError(f"{where}: world_size is missing; give the number of ranks")
+    if place["world_size"] > 1:
+        for key in ("rank", "coordinator_addr"):
+            if key not in place:
+                raise ConfigError(
+                    f"{where}: {key} is missing for a team of {place['world_size']}; give it in "
+                    f"the file, or as from_yaml(path, {key}=...) where ranks share the file"
+                )
+    return {"rank": 0, **place}
+
+
+def _section(document: dict[str, Any]) -> dict[str, Any]:
+    for names in _SECTIONS:
+        inner: Any = document
+        for name in names:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            return inner
+    return document

@@ -1,19 +1,21 @@
-"""What is said of an exception that ends a rank.
+"""Why ranks fail: what a rank says of its failure, and what its supervisor makes of all ends.
 
-What the open teams of the process know about it is added to it: by ``sys.excepthook``, which is
-wrapped meanwhile, or by ``report_failure``, by which a rank tells its supervisor.
+What the open teams of a process know about an exception is added to it: by ``sys.excepthook``,
+which is wrapped meanwhile, or by ``report_failure``, by which a rank tells its supervisor.
 """
 
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from weakref import WeakMethod
 
 from evener.comm.causes import is_of_an_exchange
+from evener.comm.messages import name_ranks
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -163,3 +165,156 @@ def _wrap_hook() -> None:
 
     sys.excepthook = show
     _undo.append(undo)
+
+
+# ── what a supervisor makes of all ends ──────────────────────────────────────────────────────────
+
+_LIKELY_CAUSES: dict[int, str] = {
+    signal.SIGKILL: (
+        "most likely the machine or the job's memory limit ran out (`dmesg` tells); use a smaller "
+        "micro-batch, a smaller model or fewer ranks"
+    ),
+    signal.SIGBUS: "most likely shared memory is full; `df -h /dev/shm` shows it",
+    signal.SIGILL: "most likely this torch was built for another processor",
+    signal.SIGSEGV: "a crash in native code; the stack printed above shows where",
+    signal.SIGABRT: "native code gave up; its message is above",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRecord:
+    """What is known of one rank's process.
+
+    Attributes:
+        rank: Which rank.
+        pid: Its process.
+        has_ended: Whether its supervisor has seen its end.
+        code: Exit code, ``-n`` when signal n ended it; 0 while it runs.
+        time: Unix seconds at which its supervisor saw the end.
+        report: What the rank wrote about its failure, if it did.
+        signals: Signals that its supervisor has sent to it.
+        desertion: How it has left others waiting for it, in words; empty if it has not.
+    """
+
+    rank: int
+    pid: int
+    has_ended: bool = False
+    code: int = 0
+    time: float = 0.0
+    report: FailureReport | None = None
+    signals: set[int] = field(default_factory=set)
+    desertion: str = ""
+
+    @property
+    def who(self) -> str:
+        """Its number and its process, in words."""
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether it has reported an exception, and not merely that it exits."""
+        return self.report is not None and not self.report.is_exit
+
+    @property
+    def failed(self) -> bool:
+        """Whether it fails or ended badly, and not merely as it was told to."""
+        if self.desertion or self.has_raised:
+            return True
+        if self.code < 0:
+            return -self.code not in self.signals
+        return self.code != 0 and not self.signals
+
+    @property
+    def silent_end(self) -> str:
+        """Words for its end, where it left no report."""
+        if self.desertion:
+            return f"{self.who} {self.desertion}"
+        if self.code >= 0:
+            return f"{self.who} ended with exit code {self.code}; its output above may say why"
+        cause = _LIKELY_CAUSES.get(-self.code, "something outside of this run sent it")
+        return f"{self.who} was killed by {_signal_name(-self.code)}: {cause}"
+
+    @property
+    def in_short(self) -> str:
+        """Its end in a few words."""
+        if self.report is not None and self.has_raised:
+            return f"rank {self.rank} ({self.report.kind})"
+        end = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
+        return f"rank {self.rank} ({end})"
+
+
+def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
+    """The failure that the others followed from; ``None`` if no rank failed.
+
+    Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
+    peer's end. So errors that speak of other ranks come last, whenever they came; before them those
+    of ranks that came for different things, where one of them had a reason of its own.
+    """
+
+    def order(record: RankRecord) -> tuple[bool, bool, float]:
+        report = record.report
+        if report is None:
+            return False, False, record.time
+        came_apart = report.user_error and report.kind == CollectiveMismatchError.__name__
+        return report.follow_up, came_apart, report.time
+
+    return min((one for one in records if one.failed), key=order, default=None)
+
+
+def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, str]:
+    """What the launcher should exit with and say.
+
+    Args:
+        records: All ranks, which have ended.
+        stop_signal: The signal with which the launcher was asked to stop, if it was.
+
+    Returns:
+        The exit code; and the words for a person, ready to print, which are empty if there is
+        nothing to say.
+    """
+    first = first_failure(records)
+    # When ranks are told to stop, some lose their peers on the way out: that is no failure.
+    is_lost = first is not None and first.report is not None and first.report.follow_up
+    if first is None or (is_lost and stop_signal is not None):
+        has_stopped = stop_signal is not None and any(one.code for one in records)
+        return (128 + (stop_signal or 0) if has_stopped else 0), ""
+    return (first.code if first.code > 0 else 1), _explain(first, records)
+
+
+def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
+    others = [one for one in records if one.failed and one is not first]
+    alone, report = len(records) == 1, first.report
+    if report is not None and report.user_error:
+        text = f"error: {report.message}\n"
+        if report.notes:
+            text += f"{report.notes}\n"
+        others = [o for o in others if o.report is None or o.report.message != report.message]
+        if not alone and not all(one.report for one in records):
+            text += f"(on rank {first.rank}; the other ranks were stopped)\n"
+    elif report is not None and first.has_raised:
+        head = "" if alone else f"{first.who} failed:\n"
+        text = (_early_end(records) if report.follow_up else "") + head + report.traceback
+    else:
+        text = f"error: {first.silent_end}\n"
+    if others:
+        text += f"also ended: {', '.join(one.in_short for one in others)}\n"
+    return text
+
+
+def _early_end(records: Sequence[RankRecord]) -> str:
+    # A script that returns early on one rank ends well; its peers can only say that it has gone.
+    gone = [one.rank for one in records if one.code == 0 and one.report is None]
+    if not gone:
+        return ""
+    return (
+        f"error: {name_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended with exit code 0 "
+        "while others were at work; let every rank go through the whole script, or leave a loop by "
+        "`break` on all\n"
+    )
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -13,13 +13,18 @@ from contextlib import closing
 from evener.comm.messages import name_ranks
 from evener.team.channel import JOINED, JOINING, Message
 from evener.team.child import run_child
-from evener.team.meeting import Peers, meet
-from evener.team.nodes import Node
-from evener.team.ranks import LocalRanks, bind_store, check_nproc
+from evener.team.failures import judge
+from evener.team.meeting import Node, Peers, meet
 from evener.team.signals import STOPPING, SignalQueue, end_in_silence
-from evener.team.supervisor import ANOTHER_PROGRAM, Child, Supervisor
+from evener.team.supervisor import (
+    ANOTHER_PROGRAM,
+    Child,
+    LocalRanks,
+    Supervisor,
+    bind_store,
+    check_nproc,
+)
 from evener.team.terminal import say
-from evener.team.verdict import judge
 
 #: Seconds that ranks get to end by themselves after they were asked to.
 GRACE_S = 5.0

@@ -8,7 +8,7 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.host import threads_per_rank
 from evener.team.launch import launch
 from evener.team.lifeline import watch
-from evener.team.ranks import MAX_NPROC, LocalRanks, check_nproc, rank_environment
+from evener.team.supervisor import MAX_NPROC, LocalRanks, check_nproc, rank_environment
 
 
 def environment_of(rank, base=None):

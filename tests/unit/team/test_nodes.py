@@ -9,9 +9,8 @@ import pytest
 
 from evener.errors import ConfigError, LaunchError
 from evener.team.environment import DistributedTrainConfig
-from evener.team.meeting import meet
-from evener.team.nodes import DEFAULT_PORT, Node, NodeOptions, choose_node
-from evener.team.ranks import LocalRanks, rank_environment
+from evener.team.meeting import DEFAULT_PORT, Node, NodeOptions, choose_node, meet
+from evener.team.supervisor import LocalRanks, rank_environment
 from evener.version import __version__
 from helpers.limits import PATIENCE_S
 from helpers.ports import free_port

@@ -2,8 +2,7 @@ import signal
 
 import pytest
 
-from evener.team.failures import FailureReport
-from evener.team.verdict import RankRecord, first_failure, judge
+from evener.team.failures import FailureReport, RankRecord, first_failure, judge
 
 
 def report(rank, time, kind="ValueError", *, follow_up=False, user_error=False, code=1, text=""):
