@@ -42,8 +42,8 @@ class TransformerTrainer:
     ``forward_backward_batch`` accumulates, ``apply_gradients`` makes the update: of the mean loss
     over all tokens since the update before, however they were split into batches. Alone it is a
     team of one. A ``DistributedTrainer`` makes it a rank of a team: then all ranks call
-    ``apply_gradients`` together, and the mean is over the tokens of all of them. Every rank of
-    ``evener pretrain`` trains with one, too.
+    ``apply_gradients`` together, and the mean is over the tokens of all of them. Optimizer, loss
+    and learning rates are those of ``evener pretrain``.
 
     Args:
         model: Takes ``input_ids`` and returns an object with ``logits``, as causal language models
