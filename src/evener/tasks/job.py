@@ -355,8 +355,9 @@ class Job(EpochLoop):
 
     def save(self) -> None:
         """Save the state, with what the task says of it."""
-        self._assets.update(self._task.assets())
-        self._documents.update(self._task.documents())
+        if self.ddp.is_main_process:  # which writes
+            self._assets.update(self._task.assets())
+            self._documents.update(self._task.documents())
         super().save()
 
     def totals(self) -> list[float] | None:
