@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
     from evener.managed.builder import DdpBuilder as DdpBuilder
+    from evener.managed.epoch_metrics import EpochMetrics as EpochMetrics
+    from evener.managed.epoch_metrics import record_scalar as record_scalar
     from evener.managed.handle import DdpHandle as DdpHandle
-    from evener.managed.metrics import EpochMetrics as EpochMetrics
-    from evener.managed.metrics import record_scalar as record_scalar
     from evener.managed.trained import TrainedState as TrainedState
     from evener.manual import Replicas as Replicas
     from evener.observe.events import Sink as Sink
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from evener.tasks.job import run_task as run_task
     from evener.tasks.lm_batch import LMBatch as LMBatch
     from evener.tasks.pretraining import pretrain as pretrain
-    from evener.tasks.results import ClassifyResult as ClassifyResult
-    from evener.tasks.results import PretrainResult as PretrainResult
-    from evener.tasks.results import TaskResult as TaskResult
-    from evener.tasks.trainers.comm import DistributedComm as DistributedComm
+    from evener.tasks.run_results import ClassifyResult as ClassifyResult
+    from evener.tasks.run_results import PretrainResult as PretrainResult
+    from evener.tasks.run_results import TaskResult as TaskResult
     from evener.tasks.trainers.distributed import DistributedTrainer as DistributedTrainer
+    from evener.tasks.trainers.distributed_comm import DistributedComm as DistributedComm
     from evener.tasks.trainers.transformer import TransformerTrainer as TransformerTrainer
     from evener.team.environment import AverageBackend as AverageBackend
     from evener.team.environment import DistributedBackend as DistributedBackend
@@ -78,7 +78,7 @@ _MODULE_OF: Final = {
     "CheckpointError": "evener.errors",
     "ClassifyConfig": "evener.config.classify",
     "ClassifyPipeline": "evener.tasks.classification.pipeline",
-    "ClassifyResult": "evener.tasks.results",
+    "ClassifyResult": "evener.tasks.run_results",
     "CollectiveError": "evener.errors",
     "CollectiveMismatchError": "evener.errors",
     "CollectiveTimeoutError": "evener.errors",
@@ -90,13 +90,13 @@ _MODULE_OF: Final = {
     "DdpConfig": "evener.config.settings",
     "DdpHandle": "evener.managed.handle",
     "DistributedBackend": "evener.team.environment",
-    "DistributedComm": "evener.tasks.trainers.comm",
+    "DistributedComm": "evener.tasks.trainers.distributed_comm",
     "DistributedRole": "evener.team.environment",
     "DistributedTrainConfig": "evener.team.environment",
     "DistributedTrainer": "evener.tasks.trainers.distributed",
     "DivergenceGuard": "evener.planning.guard",
     "ElChe": "evener.planning.elche",
-    "EpochMetrics": "evener.managed.metrics",
+    "EpochMetrics": "evener.managed.epoch_metrics",
     "EvenerError": "evener.errors",
     "Job": "evener.tasks.job",
     "LMBatch": "evener.tasks.lm_batch",
@@ -104,7 +104,7 @@ _MODULE_OF: Final = {
     "Member": "evener.team.members",
     "NonFiniteGradientError": "evener.errors",
     "PeerLostError": "evener.errors",
-    "PretrainResult": "evener.tasks.results",
+    "PretrainResult": "evener.tasks.run_results",
     "Progress": "evener.engine.results",
     "ProtocolError": "evener.errors",
     "RankRecord": "evener.planning.report",
@@ -113,7 +113,7 @@ _MODULE_OF: Final = {
     "Sample": "evener.tasks.classification.samples",
     "Sink": "evener.observe.events",
     "Task": "evener.tasks.job",
-    "TaskResult": "evener.tasks.results",
+    "TaskResult": "evener.tasks.run_results",
     "TrainedState": "evener.managed.trained",
     "TransformerTrainer": "evener.tasks.trainers.transformer",
     "UsageError": "evener.errors",
@@ -123,7 +123,7 @@ _MODULE_OF: Final = {
     "WorkerError": "evener.errors",
     "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",
-    "record_scalar": "evener.managed.metrics",
+    "record_scalar": "evener.managed.epoch_metrics",
     "run_task": "evener.tasks.job",
     "shard_batches": "evener.data.sharding",
     "shard_files": "evener.data.sharding",

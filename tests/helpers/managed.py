@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from evener.data.cursor import Permutation
 from evener.ddp import Ddp
 from evener.managed.builder import DdpBuilder
-from evener.managed.metrics import record_scalar
+from evener.managed.epoch_metrics import record_scalar
 from helpers.models import mlp, regression_data
 
 SAMPLES, BATCH, SEED = 46, 16, 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from evener.errors import UsageError, WorkerError
-from evener.managed.metrics import EpochMetrics
+from evener.managed.epoch_metrics import EpochMetrics
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 from helpers.managed import (

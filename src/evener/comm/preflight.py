@@ -42,7 +42,7 @@ _FOLLOW_UP_S = 2.0  # a child that lost its peer may say so before the peer's en
 _SHORTEST_PART_BYTES = 1 << 10  # less travels with the announcement, over Gloo
 
 
-class _State(IntEnum):
+class _ChildState(IntEnum):
     """How far a child is; the number travels in a row."""
 
     RUNNING = 0
@@ -121,7 +121,7 @@ def run_preflight(
         timeout_s=limit_s / 2,  # a child that waits can say for whom, before its own time is up
     )
     started = time.monotonic()
-    child = _Child(job)
+    child = _TrialChild(job)
     try:
         rows = _watch(comm, child, started, limit_s)
         stories = comm.all_gather_bytes(child.story.encode(), what="outcome of the NCCL preflight")
@@ -132,7 +132,7 @@ def run_preflight(
 
 
 def _watch(
-    comm: Communicator, child: "_Child", started: float, limit_s: float
+    comm: Communicator, child: "_TrialChild", started: float, limit_s: float
 ) -> list[list[float]]:
     """Exchange rows of state, step and seconds until they decide; all ranks see the same rows."""
     lost_at: float | None = None
@@ -140,11 +140,11 @@ def _watch(
         child.look(_ROUND_S)
         row = [float(child.state), float(child.step), time.monotonic() - started]
         rows = comm.all_gather_rows(row, what="the NCCL preflight")
-        states = {_State(int(row[0])) for row in rows}
+        states = {_ChildState(int(row[0])) for row in rows}
         waited_s = max(row[2] for row in rows)
-        if states == {_State.PASSED} or _State.FAILED in states or waited_s >= limit_s:
+        if states == {_ChildState.PASSED} or _ChildState.FAILED in states or waited_s >= limit_s:
             return rows
-        if _State.TIMED_OUT in states or _State.LOST_PEER in states:
+        if _ChildState.TIMED_OUT in states or _ChildState.LOST_PEER in states:
             # What really happened may come to light on another rank.
             lost_at = waited_s if lost_at is None else lost_at
             if waited_s - lost_at >= _FOLLOW_UP_S:
@@ -162,14 +162,14 @@ def _judge(rows: list[list[float]], told: list[str], limit_s: float) -> str:
     Raises:
         LaunchError: A child hangs.
     """
-    ranks = {state: [r for r, row in enumerate(rows) if row[0] == state] for state in _State}
-    if failed := ranks[_State.FAILED]:
+    ranks = {state: [r for r, row in enumerate(rows) if row[0] == state] for state in _ChildState}
+    if failed := ranks[_ChildState.FAILED]:
         return f"on {name_ranks(failed)}: {told[failed[0]]}"
-    if waiting := ranks[_State.TIMED_OUT]:
+    if waiting := ranks[_ChildState.TIMED_OUT]:
         raise LaunchError(_hang_message(told[waiting[0]]))
-    if alone := ranks[_State.LOST_PEER]:
+    if alone := ranks[_ChildState.LOST_PEER]:
         return f"on {name_ranks(alone)}: {told[alone[0]]}"
-    if running := ranks[_State.RUNNING]:
+    if running := ranks[_ChildState.RUNNING]:
         least = min(rows[rank][1] for rank in running)
         behind = [rank for rank in running if rows[rank][1] == least]
         raise LaunchError(
@@ -187,7 +187,7 @@ def _hang_message(where: str) -> str:
     )
 
 
-class _Child:
+class _TrialChild:
     """The process that tries for this rank, as seen by its parent.
 
     Attributes:
@@ -197,7 +197,7 @@ class _Child:
     """
 
     def __init__(self, job: PreflightJob) -> None:
-        self.state = _State.RUNNING
+        self.state = _ChildState.RUNNING
         self.step = 0
         self.story = "starting a process"
         self._process: subprocess.Popen[bytes] | None = None
@@ -212,22 +212,25 @@ class _Child:
                 pass_fds=[says.fileno()],
             )
         except OSError as error:
-            self.state, self.story = _State.FAILED, f"no process could be started ({error})"
+            self.state, self.story = (
+                _ChildState.FAILED,
+                f"no process could be started ({error})",
+            )
         finally:
             says.close()
 
     def look(self, patience_s: float) -> None:
         """Take in what the child says, and wait up to so many seconds for it."""
-        if self._process is None or self.state is not _State.RUNNING:
+        if self._process is None or self.state is not _ChildState.RUNNING:
             time.sleep(patience_s)
         elif self._said.poll(patience_s):
             try:
                 state, self.step, self.story = json.loads(self._said.recv_bytes())
-                self.state = _State(state)
+                self.state = _ChildState(state)
             except (EOFError, OSError):
                 code = self._process.wait()
                 how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-                self.state = _State.FAILED
+                self.state = _ChildState.FAILED
                 self.story = f"the process ended ({how}) in {self.story}"
 
     def end(self) -> None:
@@ -307,7 +310,7 @@ def _try_all(job: PreflightJob, tell: Callable[[str], None]) -> Communicator:
 def _run_child(job: PreflightJob, parent: Connection) -> None:
     step, story = 0, ""
 
-    def tell(words: str, state: _State = _State.RUNNING) -> None:
+    def tell(words: str, state: _ChildState = _ChildState.RUNNING) -> None:
         nonlocal step, story
         step, story = step + 1, words
         parent.send_bytes(json.dumps([state, step, words]).encode())
@@ -316,15 +319,15 @@ def _run_child(job: PreflightJob, parent: Connection) -> None:
         # Ending an NCCL group may hang, too; the process is killed, which needs no end of it.
         kept = _try_all(job, tell)
     except CollectiveTimeoutError as error:
-        tell(str(error), _State.TIMED_OUT)
+        tell(str(error), _ChildState.TIMED_OUT)
     except PeerLostError as error:
-        tell(str(error), _State.LOST_PEER)
+        tell(str(error), _ChildState.LOST_PEER)
     except _WrongNumbersError as error:
-        tell(str(error), _State.FAILED)
+        tell(str(error), _ChildState.FAILED)
     except Exception as error:  # whatever a driver's library raises is an outcome
-        tell(f"{type(error).__name__} in {story}: {first_line(error)}", _State.FAILED)
+        tell(f"{type(error).__name__} in {story}: {first_line(error)}", _ChildState.FAILED)
     else:
-        tell("passed", _State.PASSED)
+        tell("passed", _ChildState.PASSED)
         del kept
 
 

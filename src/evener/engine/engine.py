@@ -25,7 +25,7 @@ from evener.engine.share import Share
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
-from evener.planning.local import LocalPlan
+from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, RankRecord, Report

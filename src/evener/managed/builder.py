@@ -14,8 +14,8 @@ from evener.managed.description import (
     Sinks,
     describe,
 )
+from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import DdpHandle, InlineRun
-from evener.managed.metrics import EpochMetrics
 from evener.managed.processes import WorkerTeam
 from evener.planning.guard import DivergenceGuard
 from evener.planning.policies import ApplyPolicy

@@ -21,7 +21,7 @@ from evener.engine.schedule import ProgressSchedule
 from evener.errors import CheckpointError, ConfigError
 from evener.loop.precision import choose_precision
 from evener.loop.reporting import SinkMaker, check_sinks
-from evener.managed.metrics import EpochMetrics
+from evener.managed.epoch_metrics import EpochMetrics
 from evener.observe.events import Sink
 from evener.planning.policies import ApplyPolicy
 from evener.team.backends import check_backend, check_policy

@@ -9,7 +9,7 @@ from typing import Self, final
 
 from evener.errors import WorkerError
 from evener.managed.description import ManagedRun
-from evener.managed.metrics import EpochMetrics
+from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.rank import ManagedRank
 from evener.managed.trained import TrainedState
 from evener.team.environment import DistributedTrainConfig

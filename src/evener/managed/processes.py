@@ -14,8 +14,8 @@ from evener.data.workers import RemoteTraceback
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.loop.reporting import open_sinks
 from evener.managed.description import ManagedRun
+from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import Run
-from evener.managed.metrics import EpochMetrics
 from evener.managed.trained import unpack_trained
 from evener.managed.travel import pack
 from evener.team.channel import DONE, JOINED, JOINING, Message

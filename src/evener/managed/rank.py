@@ -20,7 +20,7 @@ from evener.loop.epochs import EpochLoop
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
 from evener.managed.description import ManagedRun
-from evener.managed.metrics import EpochFigures, EpochMetrics, average_figures
+from evener.managed.epoch_metrics import EpochFigures, EpochMetrics, average_figures
 from evener.managed.trained import TrainedState, capture_trained
 from evener.managed.travel import CarriedDataset, CarriedFunction
 from evener.observe.events import Sink

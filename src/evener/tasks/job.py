@@ -30,8 +30,8 @@ from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
 from evener.tasks.recording import RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
-from evener.tasks.results import TaskResult
 from evener.tasks.resuming import choose_checkpoint, is_finished
+from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
 from evener.team.terminal import say, warn

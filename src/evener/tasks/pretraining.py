@@ -10,7 +10,7 @@ from typing import Any
 
 from evener.config.options import Allowed, Keys, PretrainOptions
 from evener.errors import ConfigError
-from evener.tasks.results import PretrainResult
+from evener.tasks.run_results import PretrainResult
 from evener.team.child import loading_libraries
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from evener.config.settings import DdpConfig
 from evener.errors import ConfigError, UsageError, WorkerError
 from evener.managed.description import ManagedRun, describe
-from evener.managed.metrics import EpochMetrics, record_scalar
+from evener.managed.epoch_metrics import EpochMetrics, record_scalar
 from evener.managed.rank import ManagedRank, to_device
 from evener.managed.trained import TrainedState
 from evener.team.environment import DistributedTrainConfig

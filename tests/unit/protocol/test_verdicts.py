@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evener.errors import CollectiveMismatchError, ProtocolError, UsageError
-from evener.planning.local import LocalPlan
+from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import LOSS, NOTHING, Report

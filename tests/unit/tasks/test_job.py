@@ -15,7 +15,7 @@ from evener.config.runs import JobConfig
 from evener.errors import CheckpointError, ConfigError
 from evener.observe.lineage import check_exactly_once
 from evener.tasks.job import Job, Task, run_task
-from evener.tasks.results import TaskResult
+from evener.tasks.run_results import TaskResult
 from helpers.pretraining import RunFolder
 from helpers.teams import run_team, setup
 

@@ -19,7 +19,7 @@ from evener.config.presets import (
     resolve_classify,
 )
 from evener.errors import ConfigError
-from evener.tasks.results import ClassifyResult
+from evener.tasks.run_results import ClassifyResult
 from evener.team.child import loading_libraries
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals

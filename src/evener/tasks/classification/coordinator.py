@@ -30,7 +30,7 @@ from evener.tasks.classification.pipeline import ClassifyPipeline, Prediction
 from evener.tasks.classification.samples import Sample
 from evener.tasks.optimization import apply_settings, make_optimizer
 from evener.tasks.trainers.accumulator import Accumulator
-from evener.tasks.trainers.comm import DistributedComm, share_cores
+from evener.tasks.trainers.distributed_comm import DistributedComm, share_cores
 from evener.team.placement import Devices, devices_of_host
 
 _T = TypeVar("_T")
@@ -119,11 +119,13 @@ class DataParallelCoordinator:
             ThreadPoolExecutor(1, thread_name_prefix=f"evener-replica-{rank}")
             for rank in range(len(names))
         ]
-        self._replicas: list[_Replica] = []
+        self._replicas: list[_ThreadRank] = []
         self._ends = DistributedComm.local(len(names))
         try:
             given = (names, options, sinks)
-            self._replicas = self._on_all(_Replica, self.pipelines, self._ends, *map(repeat, given))
+            self._replicas = self._on_all(
+                _ThreadRank, self.pipelines, self._ends, *map(repeat, given)
+            )
         except BaseException:
             self.close()
             raise
@@ -216,7 +218,7 @@ class DataParallelCoordinator:
         """Ends the threads; the pipelines stay usable. Idempotent."""
         replicas, self._replicas = self._replicas, []
         try:
-            self._on_all(_Replica.close, replicas)
+            self._on_all(_ThreadRank.close, replicas)
         finally:
             for thread in self._threads:
                 thread.shutdown()
@@ -236,14 +238,14 @@ class DataParallelCoordinator:
         """
         try:
             number = repeat(self.num_batches)
-            return sum(self._on_all(_Replica.compute, self._replicas, parts, number))
+            return sum(self._on_all(_ThreadRank.compute, self._replicas, parts, number))
         except BaseException:
-            self._on_all(_Replica.drop, self._replicas)
+            self._on_all(_ThreadRank.drop, self._replicas)
             raise
 
     def _update(self) -> WindowResult:
         try:
-            return self._on_all(_Replica.update, self._replicas)[0]
+            return self._on_all(_ThreadRank.update, self._replicas)[0]
         except NonFiniteGradientError:
             raise  # by all replicas, before any was changed
         except BaseException:
@@ -289,7 +291,7 @@ class DataParallelCoordinator:
             )
 
 
-class _Replica:
+class _ThreadRank:
     """A rank of the team; made and used by one thread only.
 
     Args:

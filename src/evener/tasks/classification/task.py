@@ -22,12 +22,12 @@ from evener.tasks.classification.head import fit_head
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.pipeline import ClassifyPipeline
 from evener.tasks.classification.progress import EvaluationHistory
-from evener.tasks.classification.report import write_report
+from evener.tasks.classification.report_files import write_report
 from evener.tasks.classification.run_data import agree_on_data, load_data
 from evener.tasks.job import Job, Task
 from evener.tasks.optimization import WarmupCosine, apply_settings, make_optimizer
-from evener.tasks.results import ClassifyResult, TaskResult
 from evener.tasks.resuming import RUN
+from evener.tasks.run_results import ClassifyResult, TaskResult
 
 HISTORY = "evaluations.json"
 """Document of a checkpoint: the evaluations until then."""

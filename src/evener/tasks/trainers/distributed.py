@@ -15,7 +15,7 @@ from evener.data.sharding import shard_batches
 from evener.engine.team import Team
 from evener.errors import ConfigError
 from evener.tasks.lm_batch import LMBatch
-from evener.tasks.trainers.comm import DistributedComm, share_cores
+from evener.tasks.trainers.distributed_comm import DistributedComm, share_cores
 from evener.tasks.trainers.transformer import TransformerTrainer
 from evener.team.environment import AverageBackend, DistributedTrainConfig
 

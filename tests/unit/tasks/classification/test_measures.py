@@ -7,7 +7,7 @@ import pytest
 from evener.tasks.classification.baseline import linear_accuracy
 from evener.tasks.classification.metrics import Evaluation
 from evener.tasks.classification.progress import EvaluationHistory
-from evener.tasks.classification.report import confusion_svg, write_report
+from evener.tasks.classification.report_files import confusion_svg, write_report
 
 EVALUATION = Evaluation(loss=0.5, confusion=((3, 1, 0), (2, 2, 0), (0, 0, 2)))
 

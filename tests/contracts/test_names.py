@@ -1,0 +1,36 @@
+"""One name for one thing: no class and no file of the package has the name of another."""
+
+import ast
+from collections import defaultdict
+
+from helpers.source import PACKAGE, modules
+
+#: Files that share a name with another file or with a package, and why readers may expect it.
+SAME_NAME = {
+    "engine": "the module that the other modules of engine/ build on",
+    "loop": "the class that the other modules of loop/ serve",
+    "sync": "the policy SYNC: planning/ divides its windows, engine/ carries them out",
+    "team": "the team as an engine sees it; the package team/ forms it",
+}
+
+
+def test_no_class_has_the_name_of_another() -> None:
+    places = defaultdict(list)
+    for module in modules():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module.where(node))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_file_has_the_name_of_another_or_of_a_package() -> None:
+    places = defaultdict(list)
+    for module in modules():
+        path = module.path.relative_to(PACKAGE)
+        if not path.stem.startswith("__"):
+            places[path.stem].append(str(path))
+        elif path.parent.name:
+            places[path.parent.name].append(f"{path.parent}/")
+    shared = {name for name, found in places.items() if len(found) > 1}
+    assert shared - set(SAME_NAME) == set(), {name: places[name] for name in sorted(shared)}
+    assert set(SAME_NAME) - shared == set(), "exceptions that nothing needs any more"
