@@ -2,7 +2,6 @@
 
 import atexit
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -268,7 +267,7 @@ class Replicas:
         rows = self._comm.all_gather_rows(row, what=what)
         if any(r[0] for r in rows) or len({r[1] for r in rows}) > 1:
             note = {"problem": problem, "first": self.first, "layout": words}
-            notes = _exchange(self._comm, note, what=f"why {what} is refused")
+            notes = self._comm.all_gather_json(note, what=f"why {what} is refused")
             raise ConfigError(f"{what}: {_refusal(notes)}")
         return [r[2:] for r in rows]
 
@@ -304,7 +303,7 @@ class Replicas:
             if count and p.grad is not None and not bool(p.grad.isfinite().all())
         ]
         own: dict[str, Any] = found[0] if found else {"parameter": None}
-        notes = _exchange(self._comm, own, what=f"why {what} is refused")
+        notes = self._comm.all_gather_json(own, what=f"why {what} is refused")
         text = (
             "gradients are finite on each replica and their weighted mean is not; they are too "
             "large for their dtype: lower the learning rate"
@@ -462,7 +461,7 @@ def _introduce(
         "members": own,
         "versions": describe_versions(),
     }
-    notes = _exchange(comm, note, what="greetings of replicas")
+    notes = comm.all_gather_json(note, what="greetings of replicas")
     check_alike([n["versions"] for n in notes])
     members: list[Member] = []
     for n in notes:
@@ -550,10 +549,6 @@ def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
         if text := _first_difference(notes[0]["layout"], note["layout"], 0, note["first"]):
             return text
     return "replicas differ; build the same model on every process"
-
-
-def _exchange(comm: Communicator, note: Mapping[str, Any], *, what: str) -> list[dict[str, Any]]:
-    return [json.loads(a) for a in comm.all_gather_bytes(json.dumps(note).encode(), what=what)]
 
 
 def _sum(values: Sequence[float]) -> float:

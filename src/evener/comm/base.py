@@ -1,10 +1,11 @@
 """The seam through which ranks exchange tensors, rows and bytes, and its leaf for one rank."""
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 from torch import Tensor
@@ -199,6 +200,13 @@ class Communicator(ABC):
         self.all_gather_parts(flat, what=what, timeout_s=timeout_s)
         whole = flat.numpy().tobytes()
         return [whole[r * widest : r * widest + size] for r, size in enumerate(sizes)]
+
+    def all_gather_json(
+        self, value: Any, *, what: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Give every rank the value of each rank, carried as JSON, indexed by rank."""
+        answers = self.all_gather_bytes(json.dumps(value).encode(), what=what, timeout_s=timeout_s)
+        return [json.loads(answer) for answer in answers]
 
     def barrier(self, *, what: str, timeout_s: float | None = None) -> None:
         """Return when every rank has called this.

@@ -144,7 +144,7 @@ def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
         ConfigError: The folder cannot be made.
     """
     folder = str(claim_folder(parent, name)) if team.rank == 0 else ""
-    return Path(team.introduce({"folder": folder})[0]["folder"])
+    return Path(team.introduce(folder)[0])
 
 
 def _holds_run(folder: Path) -> bool:

@@ -297,8 +297,7 @@ class LocalEngine(Engine):
         if verdict.error is not None:
             self._raise(verdict.error, rows, wire)
         if Do.RATES in verdict.do:
-            told = wire.introduce({"rates": self._schedule.agreed_rates})
-            agree_on_rates({rank: other["rates"] for rank, other in enumerate(told)})
+            agree_on_rates(dict(enumerate(wire.introduce(self._schedule.agreed_rates))))
         self._replica.verify(wire.comm, plan.window)
         if Do.EXCHANGE not in verdict.do:
             return Exchanged(plan, found)

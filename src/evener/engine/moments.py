@@ -1,6 +1,5 @@
 """The weighted mean of optimizer states that ranks have moved apart: what a checkpoint holds."""
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -74,8 +73,7 @@ class RecentMoments:
             name: [list(t.shape), str(t.dtype)] for name, t in own.items() if t.is_floating_point()
         }
         note = {"tensors": index, "weight": self._weight, "document": document}
-        told = comm.all_gather_bytes(json.dumps(note).encode(), what="optimizer states")
-        notes = [json.loads(text) for text in told]
+        notes = comm.all_gather_json(note, what="optimizer states")
         # A rank that has made no step yet has no state; who has one speaks for it.
         richest = max(notes, key=lambda n: len(n["tensors"]))
         somewhere = next(iter(own.values()), torch.empty(0))

@@ -1,8 +1,6 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
-import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from evener.comm.base import Communicator
@@ -50,13 +48,9 @@ class Team:
         """Whether a connection was closed or lost."""
         return self.comm.has_ended or self.whole.has_ended
 
-    def introduce(
-        self, greeting: Mapping[str, Any], *, timeout_s: float | None = None
-    ) -> list[dict[str, Any]]:
+    def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Gives every rank that is present each one's JSON, in rank order; all call it together."""
-        payload = json.dumps(greeting).encode()
-        answers = self.comm.all_gather_bytes(payload, what="greetings", timeout_s=timeout_s)
-        return [json.loads(answer) for answer in answers]
+        return self.comm.all_gather_json(greeting, what="greetings", timeout_s=timeout_s)
 
     def places(self) -> dict[int, str]:
         """Where each rank is in the user's code, as far as ranks can say it."""

@@ -165,13 +165,12 @@ class Checkpointer:
         round_s = min(_ROUND_S, assembly.comm.timeout_s / 4)
         is_waiting = True
         while is_waiting:
-            is_waiting, failure = self._finish_round(round_s)
+            own = self._finish_round(round_s)
             # The others wait in here, no longer than a round: their own deadline is not ours.
-            answer = assembly.team.introduce({"is_waiting": is_waiting, "failure": failure})[0]
-            is_waiting = answer["is_waiting"]
+            is_waiting, failure = assembly.team.introduce(own)[0]
         self._gives_up_s = math.inf
-        if answer["failure"]:
-            raise CheckpointError(answer["failure"])
+        if failure:
+            raise CheckpointError(failure)
         return self._writer.last_path if self._writer is not None else None
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:

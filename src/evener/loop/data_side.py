@@ -262,9 +262,8 @@ class DataSide:
                     written = save_state(self.assembly, positions, Path(path))
                 except (EvenerError, OSError) as error:
                     failure = str(error)
-        told = engine.team.introduce({"failure": failure})[0]
-        if told["failure"]:
-            raise CheckpointError(told["failure"])
+        if failure := engine.team.introduce(failure)[0]:
+            raise CheckpointError(failure)
         if written is not None:
             self.events.checkpoint(written)
 
@@ -286,16 +285,16 @@ class DataSide:
         try:
             saved = find_state(assembly, Path(path))
         except CheckpointError as error:
-            assembly.team.introduce({"refused": str(error)})
+            assembly.team.introduce([str(error), 0])
             raise
-        others = assembly.team.introduce({"refused": "", "window": saved.progress.window})
-        for rank, other in enumerate(others):
-            if other["refused"]:
-                raise CheckpointError(f"rank {rank} cannot load it: {other['refused']}")
-            if other["window"] != others[0]["window"]:
+        answers = assembly.team.introduce(["", saved.progress.window])
+        for rank, (refused, window) in enumerate(answers):
+            if refused:
+                raise CheckpointError(f"rank {rank} cannot load it: {refused}")
+            if window != answers[0][1]:
                 raise CheckpointError(
-                    f"rank {rank} finds the checkpoint of window {other['window']} in {path}, rank "
-                    f"0 that of window {others[0]['window']}; use storage that every rank sees"
+                    f"rank {rank} finds the checkpoint of window {window} in {path}, rank 0 that "
+                    f"of window {answers[0][1]}; use storage that every rank sees"
                 )
         self._positions, self._allows_new_data = saved.positions, "data" in allow
         for number in range(len(self._loaders)):

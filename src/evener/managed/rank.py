@@ -203,8 +203,8 @@ class ManagedRank(EpochLoop):
         if self.ddp.is_main_process:
             with self.ddp.evaluating():
                 values = _numbers(eval_fn(self.model))
-        answers = self._engine.team.introduce({"eval": values}, timeout_s=EVAL_TIMEOUT_S)
-        agreed: Mapping[str, float] = answers[0]["eval"]
+        team = self._engine.team
+        agreed: Mapping[str, float] = team.introduce(values, timeout_s=EVAL_TIMEOUT_S)[0]
         return agreed
 
 

@@ -83,7 +83,7 @@ class CausalLanguageModel(Task):
         self._device, self._tokenizer = ddp.device, tokenizer
         self.skipped_records, self.first_skipped_record = corpus.num_rejected, corpus.first_rejected
         splits = corpus.split(config.data.seq_len)
-        signatures = [answer["data"] for answer in team.introduce({"data": splits.train.signature})]
+        signatures = team.introduce(splits.train.signature)
         for rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise DataError(

@@ -381,8 +381,7 @@ class Job(EpochLoop):
         if ddp.stopping:
             return None
         own = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
-        answers = self._engine.team.introduce({"totals": own})
-        measured = [answer["totals"] for answer in answers if answer["totals"]]
+        measured = [totals for totals in self._engine.team.introduce(own) if totals]
         return [math.fsum(numbers) for numbers in zip(*measured, strict=True)]
 
     def _evaluate(self) -> None:
@@ -403,10 +402,10 @@ class Job(EpochLoop):
     def _close(self) -> TaskResult:
         """Save, measure, and say what came of the run."""
         # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
-        own = {"evaluated": self._evaluated, "documents": self._task.documents()}
-        agreed = self.team.introduce(own)[0]
-        self._evaluated = tuple(agreed["evaluated"])
-        self._task.adopt(agreed["documents"])
+        own = [self._evaluated, self._task.documents()]
+        evaluated, documents = self.team.introduce(own)[0]
+        self._evaluated = tuple(evaluated)
+        self._task.adopt(documents)
         if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
             self._evaluate()
         stopped = self.ddp.stopping and not self._task.is_done
@@ -463,10 +462,10 @@ class Job(EpochLoop):
 
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
         """Return the result; all ranks call it together, when rank 0 has written all files."""
-        told = self.team.introduce({"checkpoint": str(checkpoint)}, timeout_s=SUMMING_UP_S)[0]
+        told = self.team.introduce(str(checkpoint), timeout_s=SUMMING_UP_S)[0]
         return TaskResult(
             run_folder=self.folder,
-            checkpoint=Path(told["checkpoint"]),
+            checkpoint=Path(told),
             heldout_loss=self.heldout_loss,
             stopped=stopped,
         )

@@ -39,29 +39,25 @@ def choose_checkpoint(
         CheckpointError: There is none, or ranks see different ones.
     """
     own = _newest_of_any(runs_of(parent, name), say, check) if team.rank == 0 else None
-    found = {"folder": str(own[0]), "path": own[1].path.name} if own else None
-    theirs = team.introduce({"found": found})[0]["found"]
-    if theirs is None:
+    found = team.introduce(own and [str(own[0]), own[1].path.name])[0]
+    if found is None:
         raise CheckpointError(
             f"no run {name!r} in {parent.absolute()} holds a complete checkpoint to resume from; "
             "start without --resume"
         )
-    folder = Path(theirs["folder"])
-    checkpoint, refused = own[1] if own else None, ""
-    if checkpoint is None:
-        try:
-            checkpoint = open_checkpoint(folder / CHECKPOINTS / theirs["path"])
-        except CheckpointError as error:
-            refused = str(error)
-    content = ""
-    if checkpoint is not None:
-        content = hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()
-    answers = team.introduce({"refused": refused, "content": content})
-    for rank, other in enumerate(answers):
-        if other["refused"] or other["content"] != answers[0]["content"]:
+    folder, step = Path(found[0]), found[1]
+    checkpoint: Checkpoint | None = None
+    try:
+        checkpoint = own[1] if own else open_checkpoint(folder / CHECKPOINTS / step)
+        said = ["", hashlib.sha256(checkpoint.manifest.to_bytes()).hexdigest()]
+    except CheckpointError as error:
+        said = [str(error), ""]
+    answers = team.introduce(said)
+    for rank, (refused, content) in enumerate(answers):
+        if refused or content != answers[0][1]:
             raise CheckpointError(
-                f"rank {rank} does not see the {theirs['path']} that rank 0 has chosen "
-                f"({other['refused'] or 'its content differs'}); put {folder / CHECKPOINTS} on "
+                f"rank {rank} does not see the {step} that rank 0 has chosen "
+                f"({refused or 'its content differs'}); put {folder / CHECKPOINTS} on "
                 "storage that every rank sees"
             )
     assert checkpoint is not None
@@ -103,4 +99,4 @@ def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = 
         last = [events[-1].get(key) for key in ("type", "reason", "window")]
         is_written = all((folder / name).exists() for name in results)
         finished = is_written and last == ["run_finished", "completed", window]
-    return bool(team.introduce({"finished": finished})[0]["finished"])
+    return bool(team.introduce(finished)[0])

@@ -1,6 +1,5 @@
 """How a team exchanges: decided from what all ranks say of themselves, so that all decide alike."""
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -132,10 +131,8 @@ def connect_team(
     facts = _describe(environment, check_backend(backend), policy, device)
     comm = join(environment, "gloo", timeout_s)
     try:
-        answers = comm.all_gather_bytes(
-            json.dumps(asdict(facts)).encode(), what="how ranks exchange"
-        )
-        chosen, comm.reason = decide_backend([ExchangeFacts(**json.loads(a)) for a in answers])
+        answers = comm.all_gather_json(asdict(facts), what="how ranks exchange")
+        chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
         if chosen == "nccl" and backend == AverageBackend.AUTO:
             chosen, comm.reason = _try_nccl(comm, environment, device, comm.reason)
         if chosen == "nccl":

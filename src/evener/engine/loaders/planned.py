@@ -145,8 +145,8 @@ class TeamLoader(LikeDataLoader):
         if not (own := self._order.fingerprint(indices)):
             return
         team = self._engine.team
-        for rank, other in enumerate(team.introduce({"order": own})):
-            if other["order"] != own:
+        for rank, other in enumerate(team.introduce(own)):
+            if other != own:
                 raise UsageError(
                     f"the sampler draws other samples on rank {rank} than on rank {team.rank}; it "
                     "must draw from torch's, NumPy's or Python's global generators, or be seeded "

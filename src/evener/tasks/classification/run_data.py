@@ -90,7 +90,7 @@ def agree_on_data(team: Team, data: LabelledData) -> None:
     Raises:
         DataError: Names the first rank that differs from rank 0.
     """
-    answers = team.introduce({"data": data.signature})
+    answers = team.introduce(data.signature)
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             raise DataError(
