@@ -206,6 +206,16 @@ def test_a_worker_that_leaves_is_named_and_not_those_that_lost_it(leave, said):
     assert caught.value.rank == 1
 
 
+def test_a_worker_that_crashes_on_its_way_out_has_done_its_work():
+    def model(device: torch.device) -> nn.Module:
+        if os.environ.get("RANK") == "1":
+            atexit.register(os._exit, 3)
+        return make_model(device)
+
+    state = describe_job(**TWO, model_fn=model).run().join()
+    assert_same(state.state_dict(), train_plainly(6)[0])
+
+
 # ── scripts, as users write them ─────────────────────────────────────────────────────────────────
 
 SCRIPT = """

@@ -263,7 +263,7 @@ class WorkerTeam(Supervisor, Run):
         super()._kill(why)
 
     def _failure(self) -> WorkerError:
-        first = first_failure(self.children)
+        first = first_failure([child for child in self.children if child.place != DONE])
         assert first is not None
         report = first.report
         if report is not None:

@@ -21,7 +21,7 @@ from typing import ClassVar, Final
 from evener.comm.addresses import bind
 from evener.errors import ConfigError, LaunchError
 from evener.team import lifeline
-from evener.team.channel import CHANNEL_FD, Channel, Message
+from evener.team.channel import CHANNEL_FD, DONE, Channel, Message
 from evener.team.child import PARENT_PID
 from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.failures import FailureReport, RankRecord
@@ -368,7 +368,9 @@ class Supervisor(ABC):
         child.take(message)
 
     def _failed_for_sure(self) -> bool:
-        failing = [child for child in self.children if child.report is not None or child.failed]
+        # However a process ends that has done its work, nobody misses it.
+        working = [child for child in self.children if child.place != DONE]
+        failing = [child for child in working if child.report is not None or child.failed]
         if any(c.report is None or not c.report.follow_up or c.desertion for c in failing):
             return True
         if failing and self._settles_at is None:
