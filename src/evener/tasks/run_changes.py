@@ -21,6 +21,14 @@ _OF_ITS_PREPARATION = frozenset({"data.cache", "data.on_error"})
 _SAYS_NOTHING = _OF_ITS_PREPARATION | {"name", "data.path"}
 _SIZE = "{num_documents} documents of {num_tokens:,} tokens in {num_samples:,} samples"
 _OF_THE_DATA = ("data.", "seed")
+# Earlier versions wrote numbers where this one writes that an option was left out.
+_LEFT_OUT = {
+    "anchor": 10,
+    "overhead_target": 0.1,
+    "max_anchor": 200,
+    "divergence_threshold": 0.05,
+    "verify_every": 0,
+}
 # Keys of a model's configuration that do not change what its weights mean. How long a sequence may
 # be follows data.seq_len; where it decides shapes, these differ.
 _NOT_OF_THE_MODEL = frozenset(
@@ -165,12 +173,20 @@ def differences_of_model(checkpoint: Checkpoint, model_config: bytes) -> list[st
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Return what differs, by key; those of a section, such as ``optimizer.lr``, first."""
-    before, after = _flat(saved), _flat(now)
+    before, after = _settings(saved), _settings(now)
     return {
         key: f"{key} {before.get(key)} -> {after.get(key)}"
         for key in sorted(after | before, key=lambda key: "." not in key)
         if before.get(key) != after.get(key)
     }
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration says, by key, whichever version has written it."""
+    flat = _flat(config)
+    if "optimizer.max_grad_norm" in flat:
+        flat["max_grad_norm"] = flat.pop("optimizer.max_grad_norm")
+    return flat | {key: value for key, value in _LEFT_OUT.items() if flat.get(key) is None}
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
