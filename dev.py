@@ -58,7 +58,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
-EXTRAS = "hf,data,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,tensorboard,dev"
 
 # These hold peers to short deadlines and have the cores for themselves; others run side by side.
 SERIAL_TESTS = ("conformance",)

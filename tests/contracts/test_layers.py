@@ -40,7 +40,7 @@ def is_pure(name: str) -> bool:
     return name.startswith(("planning", "protocol", "errors", "version")) or name in {
         "averaging.weights",
         "data.cursor",
-        "membership.roster",
+        "data.leases",
         "parsing",
     }
 
