@@ -40,15 +40,15 @@ def numbers_of(host: str) -> list[str]:
     Raises:
         OSError, UnicodeError: The name is unknown here.
     """
-    if _is_number(host):
+    if is_number(host):
         return [host]
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     ordered = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return list(dict.fromkeys(str(entry[4][0]) for entry in ordered))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to the address of a host, and does not listen yet.
+def bind(host: str, port: int, backlog: int = 0) -> socket.socket:
+    """Return a TCP socket that is bound to the address of a host.
 
     Where the host has no address of this machine's own (a forwarded address, the virtual one of a
     Kubernetes service), or its name leads to loopback here and elsewhere on other hosts, the socket
@@ -57,6 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
     Args:
         host: Name or number under which others will look for it.
         port: 0 takes one that is free.
+        backlog: How many connections may wait there; with 0 it does not listen yet.
 
     Raises:
         OSError: The port is in use, or not allowed.
@@ -69,13 +70,13 @@ def bind(host: str, port: int) -> socket.socket:
         if is_loopback(number) and not is_loopback(host):
             continue
         try:
-            return _bound(socket.AF_INET6 if ":" in number else socket.AF_INET, number, port)
+            family = socket.AF_INET6 if ":" in number else socket.AF_INET
+            return _bound(family, number, port, backlog)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
-    if socket.has_dualstack_ipv6():
-        return _bound(socket.AF_INET6, "", port)
-    return _bound(socket.AF_INET, "", port)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    return _bound(family, "", port, backlog)
 
 
 def listens_everywhere(bound: socket.socket) -> bool:
@@ -94,17 +95,18 @@ def number_behind(host: str, end: tuple[Any, ...]) -> str:
         The host itself if it is a number or the end stands for every address.
     """
     number = str(end[0])
-    return host if _is_number(host) or ip_address(number).is_unspecified else number
+    return host if is_number(host) or ip_address(number).is_unspecified else number
 
 
-def _is_number(host: str) -> bool:
+def is_number(host: str) -> bool:
+    """Return whether a host is an IP address, and not a name."""
     try:
         return bool(ip_address(host))
     except ValueError:
         return False
 
 
-def _bound(family: socket.AddressFamily, number: str, port: int) -> socket.socket:
+def _bound(family: socket.AddressFamily, number: str, port: int, backlog: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Lets a run begin on the port of one that has just ended.
@@ -116,6 +118,8 @@ def _bound(family: socket.AddressFamily, number: str, port: int) -> socket.socke
             number or None, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         bound.bind(info[0][4])
+        if backlog:
+            bound.listen(backlog)
     except BaseException:
         bound.close()
         raise

@@ -33,18 +33,18 @@ class GroupPlace(NamedTuple):
         world_size: Ranks of the group.
         local_rank: Its number among those on this host.
         local_world_size: Ranks of the group on this host.
-        address: Host of the group's rank 0.
-        port: Where rank 0 listens; 0 in a group of one.
-        listen_fd: The listening socket, on rank 0.
+        coordinator_addr: Host of the group's rank 0.
+        coordinator_port: Where rank 0 listens; 0 in a group of one.
+        store_fd: The listening socket, on rank 0.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str
-    port: int
-    listen_fd: int | None
+    coordinator_addr: str
+    coordinator_port: int
+    store_fd: int | None
 
 
 def default_group() -> Any:

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -228,11 +227,7 @@ def listen(address: str, port: int) -> socket.socket:
         LaunchError: The port is in use, or not allowed.
     """
     try:
-        with ExitStack() as stack:
-            listener = stack.enter_context(bind(address, port))
-            listener.listen(_BACKLOG)
-            stack.pop_all()
-            return listener
+        return bind(address, port, _BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(

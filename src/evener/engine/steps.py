@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import replace
+from operator import add
 from typing import final
 
 from evener.averaging.gradients import GradientAverager
@@ -112,23 +113,22 @@ class LocalSteps:
         busy_s, self._since_s = now_s - self._since_s, now_s
         warms_up = share.warmup_samples > 0
         self._clock.count_step(None if warms_up else busy_s)
-        work = self._work
-        self._work = work._replace(
-            steps=work.steps + 1,
-            samples=work.samples + share.samples,
-            micro_batches=work.micro_batches + share.micro_batches,
-            weight=work.weight + share.weight * made,
-            loss_sum=work.loss_sum + (loss_sum if made else 0.0),
-            skipped=work.skipped + (not made),
-            overflows=work.overflows + overflowed,
-            non_finite=code,
-            compute_s=work.compute_s + compute_s,
-            busy_s=work.busy_s + busy_s,
-            warmup_steps=work.warmup_steps + warms_up,
-            warmup_samples=work.warmup_samples + share.samples * warms_up,
-            warmup_s=work.warmup_s + compute_s * warms_up,
-            warmup_busy_s=work.warmup_busy_s + busy_s * warms_up,
+        step = Report(
+            steps=1,
+            samples=share.samples,
+            micro_batches=share.micro_batches,
+            weight=share.weight * made,
+            loss_sum=loss_sum if made else 0.0,
+            skipped=not made,
+            overflows=overflowed,
+            compute_s=compute_s,
+            busy_s=busy_s,
+            warmup_steps=warms_up,
+            warmup_samples=share.samples * warms_up,
+            warmup_s=compute_s * warms_up,
+            warmup_busy_s=busy_s * warms_up,
         )
+        self._work = Report(*map(add, self._work, step))._replace(non_finite=code)
         return made
 
     def _average(self, share: Share, loss_sum: float) -> int:

@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
+from evener.comm.addresses import is_number
 from evener.errors import ConfigError
 
 _NAME = re.compile(r"[\w.-]+")  # names may have letters of any language
@@ -29,7 +30,7 @@ def parse_address(address: object, name: str, *, may_bind: bool = False) -> tupl
     if not isinstance(address, str):
         raise ConfigError(f"{name} is {address!r}; give a name or an IP address as text")
     host, port = _split(address.strip())
-    if not _is_host(host):
+    if not (is_number(host) if ":" in host else _NAME.fullmatch(host)):
         raise ConfigError(
             f"{name} is {address!r}, which is no host; give a name or an IP address of rank 0's "
             "host, with :PORT behind it or without (an IPv6 address then stands in brackets)"
@@ -66,16 +67,6 @@ def _split(text: str) -> tuple[str, str | None]:
         host, _, port = text.partition(":")
         return host, port
     return text, None
-
-
-def _is_host(host: str) -> bool:
-    if ":" not in host:
-        return _NAME.fullmatch(host) is not None
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_wildcard(host: str) -> bool:

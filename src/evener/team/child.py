@@ -110,7 +110,7 @@ def apply_threads(config: DistributedTrainConfig) -> int:
     if config.launched_by in ("torchrun", "slurm", "the user") and (not chosen or by_torchrun):
         # SLURM may have bound each task to cores of its own, which are then not to be shared again.
         bound = config.launched_by == "slurm" and available_cores() < (os.cpu_count() or 1)
-        torch.set_num_threads(threads_per_rank(None, 1 if bound else config.local_world_size))
+        torch.set_num_threads(threads_per_rank(1 if bound else config.local_world_size))
     return torch.get_num_threads()
 
 

@@ -16,16 +16,9 @@ _PATIENCE_S: Final = 120.0
 _ASK_TORCH: Final = "import torch; print(torch.accelerator.device_count())"
 
 
-def threads_per_rank(num_cores: int | None, local_world_size: int) -> int:
-    """Threads that each of a host's ranks should compute with.
-
-    Args:
-        num_cores: Cores to share out; ``None`` takes those that this process may run on.
-        local_world_size: Ranks on the host.
-    """
-    if num_cores is None:
-        num_cores = available_cores()
-    return max(1, num_cores // local_world_size)
+def threads_per_rank(local_world_size: int) -> int:
+    """Threads that each of so many ranks on a host should compute with, of the cores it may use."""
+    return max(1, available_cores() // local_world_size)
 
 
 def local_devices(

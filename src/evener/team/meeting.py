@@ -17,12 +17,12 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from evener.comm.addresses import is_unknown_name, listens_everywhere
+from evener.comm.addresses import bind, is_unknown_name, listens_everywhere
 from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields
 from evener.team.address import check_port, parse_address
 from evener.team.channel import Channel, Message
-from evener.team.supervisor import MAX_NPROC, LocalRanks, open_port
+from evener.team.supervisor import MAX_NPROC, LocalRanks
 from evener.team.terminal import say
 from evener.version import __version__
 
@@ -278,7 +278,7 @@ def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
 
 def _listen(node: Node, *, listen: bool) -> socket.socket:
     try:
-        return open_port(node.host, node.port, backlog=_BACKLOG if listen else 0)
+        return bind(node.host, node.port, _BACKLOG if listen else 0)
     except OSError as error:
         raise LaunchError(
             f"node 0 cannot listen on port {node.port} ({error.strerror}): end the program that "

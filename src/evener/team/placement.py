@@ -177,18 +177,9 @@ def place_in(group: Any) -> DistributedTrainConfig:
     """
     found = find_place(group)
     close_in_children(group)
-    if found.listen_fd is not None:
-        _spent_sockets.discard(found.listen_fd)  # a new socket may get the number of an old one
-    return DistributedTrainConfig.of_rank(
-        found.rank,
-        found.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-        coordinator_addr=found.address,
-        coordinator_port=found.port,
-        store_fd=found.listen_fd,
-        launched_by="torch.distributed",
-    )
+    if found.store_fd is not None:
+        _spent_sockets.discard(found.store_fd)  # a new socket may get the number of an old one
+    return DistributedTrainConfig.of_rank(**found._asdict(), launched_by="torch.distributed")
 
 
 def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:

@@ -84,11 +84,6 @@ def hosts_of(compact: str) -> Iterator[str]:
         yield from _expand(one)
 
 
-def first_host(compact: str) -> str:
-    """First host of a SLURM host list; see ``hosts_of``."""
-    return next(hosts_of(compact))
-
-
 def _expand(entry: str) -> Iterator[str]:
     start, bracket, rest = entry.partition("[")
     if not bracket:
@@ -120,7 +115,7 @@ def _host_of_task_0(environ: Mapping[str, str], rank: int) -> str:
             "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the host of task 0 is not "
             "known; start with srun, or set MASTER_ADDR"
         )
-    host = _first_of_components(environ, own) or first_host(own)
+    host = _first_of_components(environ, own) or next(hosts_of(own))
     here = environ.get("SLURMD_NODENAME")
     if rank == 0 and here and here != host:
         raise ConfigError(

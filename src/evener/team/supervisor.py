@@ -96,7 +96,7 @@ def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int
         for name, value in base.items()
         if name not in _FOREIGN and not name.startswith(_FOREIGN_PREFIX)
     }
-    environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(None, ranks.count)))
+    environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks.count)))
     # A store that goes away is reported by evener; torch would add its C++ stack.
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return environ | {
@@ -126,24 +126,12 @@ def bind_store(port: int | None, *, listen: bool) -> socket.socket:
         raise ConfigError(f"--port is {port}; give a port from 1 to 65535, or none for a free one")
     try:
         # A plain torch script can open the port itself while we keep others from being given it.
-        return open_port(_LOOPBACK, port or 0, backlog=MAX_NPROC if listen else 0)
+        return bind(_LOOPBACK, port or 0, MAX_NPROC if listen else 0)
     except OSError as error:
         raise LaunchError(
             f"port {port} cannot be opened on {_LOOPBACK} ({error.strerror}); choose another with "
             "--port, or leave --port out to get a free one"
         ) from error
-
-
-def open_port(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Opens a port, and listens there unless the backlog is 0; raises OSError."""
-    opened = bind(host, port)
-    try:
-        if backlog:
-            opened.listen(backlog)
-    except OSError:
-        opened.close()
-        raise
-    return opened
 
 
 # ── how they are watched ─────────────────────────────────────────────────────────────────────────

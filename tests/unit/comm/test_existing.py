@@ -33,10 +33,10 @@ def test_rank_0_listens_on_every_network_that_its_address_may_be_of(monkeypatch,
     monkeypatch.setattr(existing, "_gather", lambda group, payload: [payload, b"another host"])
     monkeypatch.setattr(existing, "own_address", lambda *_: address)
     place = find_place(None)
-    assert (place.rank, place.world_size, place.address) == (0, 2, address)
-    assert place.listen_fd is not None
-    with socket.socket(fileno=place.listen_fd) as listener:
+    assert (place.rank, place.world_size, place.coordinator_addr) == (0, 2, address)
+    assert place.store_fd is not None
+    with socket.socket(fileno=place.store_fd) as listener:
         both = socket.has_dualstack_ipv6()
         assert listener.family == (socket.AF_INET6 if both else socket.AF_INET)
-        with socket.create_connection(("127.0.0.1", place.port), timeout=30):
+        with socket.create_connection(("127.0.0.1", place.coordinator_port), timeout=30):
             pass

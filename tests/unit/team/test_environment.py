@@ -9,7 +9,7 @@ from evener.team.environment import (
     DistributedRole,
     DistributedTrainConfig,
 )
-from evener.team.slurm import first_host, hosts_of
+from evener.team.slurm import hosts_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -322,7 +322,7 @@ def test_a_bad_slurm_variable_is_named(changes, named):
     ],
 )
 def test_first_host_of_a_list(compact, host):
-    assert first_host(compact) == host
+    assert next(hosts_of(compact)) == host
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_all_hosts_of_a_list(compact, hosts):
 @pytest.mark.parametrize("compact", ["", ",", "node[", "node[]", "node[1", "node]", "(null)"])
 def test_lists_without_a_first_host(compact):
     with pytest.raises(ConfigError, match="names no first host"):
-        first_host(compact)
+        next(hosts_of(compact))
 
 
 # ── made by hand ─────────────────────────────────────────────────────────────────────────────────

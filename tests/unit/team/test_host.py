@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evener.errors import ConfigError, LaunchError
+from evener.team import host
 from evener.team.host import (
     _count_by_torch,
     available_cores,
@@ -20,14 +21,15 @@ from evener.team.placement import check_devices
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads"), [(16, 2, 8), (16, 3, 5), (2, 2, 1), (1, 4, 1), (8, 1, 8)]
 )
-def test_threads_per_rank(cores, ranks, threads):
-    assert threads_per_rank(cores, ranks) == threads
+def test_threads_per_rank(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(host, "available_cores", lambda: cores)
+    assert threads_per_rank(ranks) == threads
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
     assert available_cores() == 3
-    assert threads_per_rank(None, 3) == 1
+    assert threads_per_rank(3) == 1
 
 
 def test_devices_are_counted_without_torch(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_rank_reads_its_place_from_what_the_launcher_sets():
 
 
 def test_cores_are_shared_out_unless_the_user_said_otherwise():
-    assert environment_of(0)["OMP_NUM_THREADS"] == str(threads_per_rank(None, 3))
+    assert environment_of(0)["OMP_NUM_THREADS"] == str(threads_per_rank(3))
     assert environment_of(0, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 

@@ -75,7 +75,7 @@ def load_data(config: ClassifyRunConfig, samples: Iterable[Any] | None = None) -
         training, heldout = split_records(records, data.heldout_fraction, config.seed)
         words += f", split by {parted_by}"
     train, held = _side(training, labels), _side(heldout, labels)
-    labels.require_all(train.indices, "the training data")
+    labels.require_all(train.indices)
     hasher = hashlib.blake2b(digest_size=16)
     for side in (train, held):
         for text, index in zip(side.texts, side.indices, strict=True):

@@ -159,12 +159,11 @@ class LabelSet:
             )
         return index
 
-    def require_all(self, indices: Iterable[int], what: str) -> None:
-        """Refuses data in which a class does not occur.
+    def require_all(self, indices: Iterable[int]) -> None:
+        """Refuses training data in which a class does not occur.
 
         Args:
             indices: The classes of the samples.
-            what: The data, for the error.
 
         Raises:
             DataError: Names the classes that are missing.
@@ -173,8 +172,8 @@ class LabelSet:
         missing = [name for i, name in enumerate(self.names) if not counts[i]]
         if missing:
             raise DataError(
-                f"no sample of {', '.join(map(repr, missing))} in {what}: a class that never "
-                "occurs cannot be learnt. Add samples of it, or leave it out of labels"
+                f"no sample of {', '.join(map(repr, missing))} in the training data: a class that "
+                "never occurs cannot be learnt. Add samples of it, or leave it out of labels"
             )
 
     def weights(
@@ -200,7 +199,7 @@ class LabelSet:
                     "class_weights is 'balanced', which needs training samples to count; give a "
                     "number for each class instead"
                 )
-            self.require_all(indices, "the training data")
+            self.require_all(indices)
             counts = Counter(indices)
             return tuple(len(indices) / (len(self) * counts[i]) for i in range(len(self)))
         if isinstance(chosen, Mapping):

@@ -120,7 +120,7 @@ def share_cores(num_ranks: int) -> None:
         num_ranks: Ranks that are threads of this process and compute on the CPU.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(threads_per_rank(None, num_ranks))
+        torch.set_num_threads(threads_per_rank(num_ranks))
 
 
 def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:
