@@ -53,19 +53,19 @@ class DeviceKind:
         return int(self.module.device_count())
 
     def select(self, device: torch.device) -> None:
-        """Makes a device this thread's current one."""
+        """Make a device this thread's current one."""
         self.module.set_device(device)
 
     def finish(self, device: torch.device) -> None:
-        """Waits for what this thread has queued on a device, and for no other thread's stream."""
+        """Wait for what this thread has queued on a device, and for no other thread's stream."""
         self.module.current_stream(device).synchronize()
 
     def seed(self, seed: int) -> None:
-        """Seeds the generator from which a model on the current device draws."""
+        """Seed the generator from which a model on the current device draws."""
         self.module.manual_seed(seed)
 
     def free_cache(self) -> None:
-        """Gives memory back that torch keeps for later."""
+        """Give memory back that torch keeps for later."""
         self.module.empty_cache()
 
     def has_float64(self, device: torch.device) -> bool:
@@ -151,7 +151,7 @@ class Mps(DeviceKind):
         """There is one."""
 
     def finish(self, device: torch.device) -> None:
-        """Waits for all that is queued."""
+        """Wait for all that is queued."""
         torch.mps.synchronize()
 
     def has_float64(self, device: torch.device) -> bool:
@@ -180,7 +180,7 @@ class OtherAccelerator(DeviceKind):
         return self.name, 0
 
     def finish(self, device: torch.device) -> None:
-        """Waits for all that is queued: whether there are streams is not known."""
+        """Wait for all that is queued: whether there are streams is not known."""
         self.module.synchronize(device)
 
     def has_float64(self, device: torch.device) -> bool:
@@ -188,11 +188,11 @@ class OtherAccelerator(DeviceKind):
         return False
 
     def seed(self, seed: int) -> None:
-        """Seeds every device's generator: the one way that torch asks of a backend."""
+        """Seed every device's generator: the one way that torch asks of a backend."""
         self.module.manual_seed_all(seed)
 
     def free_cache(self) -> None:
-        """Gives memory back where the backend offers that; not all of them do."""
+        """Give memory back where the backend offers that; not all of them do."""
         with suppress(AttributeError):
             self.module.empty_cache()
 
@@ -220,7 +220,7 @@ def count_accelerators() -> dict[str, int]:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Moves a module to a device; its parameters stay the objects that optimizers hold."""
+    """Move a module to a device; its parameters stay the objects that optimizers hold."""
     if kind_of(device).keeps_parameters:
         module.to(device)
         return
@@ -262,7 +262,7 @@ def pins_memory() -> bool:
 
 
 def free_cached_memory() -> None:
-    """Gives memory of this host's accelerators back that torch keeps for later."""
+    """Give memory of this host's accelerators back that torch keeps for later."""
     for name in count_accelerators():
         kind_of(torch.device(name)).free_cache()
 

@@ -141,7 +141,7 @@ class Replicas:
         return self.rank == 0
 
     def sync_params(self) -> None:
-        """Copies parameters, frozen ones too, and buffers of replica 0 over those of all others.
+        """Copy parameters, frozen ones too, and buffers of replica 0 over those of all others.
 
         Call it once before training, since ``Ddp.wrap`` leaves values alone; again after a model
         has grown by layers with random weights.
@@ -153,7 +153,7 @@ class Replicas:
         self._copy(named, "sync_params")
 
     def sync_buffers(self) -> None:
-        """Copies the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
+        """Copy the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
 
         Besides ``sync_params`` nothing touches buffers: until then each replica keeps its own.
 
@@ -163,7 +163,7 @@ class Replicas:
         self._copy([dict(m.named_buffers()) for m in self.models], "sync_buffers")
 
     def all_reduce_gradients(self) -> None:
-        """Replaces every replica's gradients by their mean over all replicas.
+        """Replace every replica's gradients by their mean over all replicas.
 
         For replicas that each had the same number of samples; see
         ``weighted_all_reduce_gradients`` for the rest.
@@ -171,7 +171,7 @@ class Replicas:
         self._average("all_reduce_gradients", [1.0] * len(self.models))
 
     def weighted_all_reduce_gradients(self, batch_counts: Sequence[float]) -> None:
-        """Replaces every replica's gradients by their mean, weighted by the work behind them.
+        """Replace every replica's gradients by their mean, weighted by the work behind them.
 
         The gradient of replica r counts n_r / Σ n, the sum over all replicas of all processes. With
         the loss of each replica a mean over its n_r samples, this is the gradient of the mean
@@ -223,7 +223,7 @@ class Replicas:
         return self.weighted_mean(values, weights)
 
     def close(self) -> None:
-        """Leaves the team; models and gradients stay as they are. Idempotent, not collective."""
+        """Leave the team; models and gradients stay as they are. Idempotent, not collective."""
         line, self._line = self._line, None
         if line is not None:
             line.release()
@@ -334,7 +334,7 @@ def wrap(
     environment: DistributedTrainConfig | None = None,
     communicator: Communicator | None = None,
 ) -> Replicas:
-    """Takes replicas of one model, for loops that average by hand (GAN, RL, growing models).
+    """Take replicas of one model, for loops that average by hand (GAN, RL, growing models).
 
     All processes call it together, each with as many replicas as it likes: one process alone with
     a model for each device, one model in each process under ``evener launch``, torchrun or SLURM,

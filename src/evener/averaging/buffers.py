@@ -72,7 +72,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Remembers the buffers as they are, for ``rewind``; copies only what has been written."""
+        """Remember the buffers as they are, for ``rewind``; copy only what has been written."""
         written = self._written()
         for number, buffer in written:
             if number not in self._kept:
@@ -82,7 +82,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Puts the buffers back as they were at the last ``keep``: a batch is left out."""
+        """Put the buffers back as they were at the last ``keep``: a batch is left out."""
         written = self._written()
         kept = [self._kept.get(number, self.agreed[number]) for number, _ in written]
         _copy([buffer for _, buffer in written], kept)
@@ -110,7 +110,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def average(self, weight: float, total_weight: float, *, what: str) -> None:
-        """Agrees on the buffers; all ranks call it together.
+        """Agree on the buffers; all ranks call it together.
 
         Args:
             weight: Weight of this rank's part of the window.
@@ -148,7 +148,7 @@ class BufferAverager:
         *,
         what: str,
     ) -> None:
-        """Sums snapshots over ranks, by weight (counters by 1); all ranks call it together.
+        """Sum snapshots over ranks, by weight (counters by 1); all ranks call it together.
 
         Args:
             packed: From ``snapshot``; receives the sum.
@@ -168,7 +168,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def agree(self, packed: torch.Tensor, *, moved_on: bool) -> None:
-        """Applies an exchanged sum to the consensus, and brings the buffers up to date.
+        """Apply an exchanged sum to the consensus, and bring the buffers up to date.
 
         Args:
             packed: From ``exchange``.
@@ -197,7 +197,7 @@ class BufferAverager:
         return difference.to(self._device).to(torch.float64)
 
     def _move(self, agreed: torch.Tensor, part: torch.Tensor) -> None:
-        """Adds an exchanged sum to a buffer's consensus; keeps its bits where that is zero."""
+        """Add an exchanged sum to a buffer's consensus; keep its bits where that is zero."""
         if agreed.dtype == torch.bool:
             agreed.logical_xor_((part > 0).to(agreed.device))
         elif agreed.is_floating_point():
@@ -209,19 +209,19 @@ class BufferAverager:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Takes the buffers as they are for the new consensus (after a broadcast or a load)."""
+        """Take the buffers as they are for the new consensus (after a broadcast or a load)."""
         _copy(self.agreed, self._buffers)
         self._marks = [_mark(b) for b in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the last consensus back, as after timing runs or a discarded window."""
+        """Put the last consensus back, as after timing runs or a discarded window."""
         _copy(self._buffers, self.agreed)
         self._marks = [_mark(b) for b in self._buffers]
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Shows the last consensus in the model for the length of the block."""
+        """Show the last consensus in the model for the length of the block."""
         if not self.changed():
             yield
             return
@@ -244,7 +244,7 @@ def _is_written(buffer: torch.Tensor, mark: tuple[torch.Tensor, int]) -> bool:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies tensor by tensor, those of one dtype in one call: a step should not wait for many."""
+    """Copy tensor by tensor, those of one dtype in one call: a step should not wait for many."""
     for dtype in {target.dtype for target in targets}:
         pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
         torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])

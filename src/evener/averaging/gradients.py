@@ -42,7 +42,7 @@ class GradientAverager:
         self.comm = comm
 
     def gather(self, part: int | None = None) -> int | None:
-        """Makes this rank's gradients ready for ``average`` and looks whether they are finite.
+        """Make this rank's gradients ready for ``average`` and look whether they are finite.
 
         Args:
             part: The part of ``flat`` that is averaged, here and below; all of it by default.
@@ -64,7 +64,7 @@ class GradientAverager:
         what: str,
         max_norm: float | None = None,
     ) -> float:
-        """Replaces the gradients by the weighted mean over ranks; all ranks call it together.
+        """Replace the gradients by the weighted mean over ranks; all ranks call it together.
 
         Clipping acts after averaging, on the mean, hence the same on every rank.
 
@@ -117,7 +117,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def unify(self, part: int | None, *, what: str) -> None:
-        """Gives every rank the same bits of the parameters; all ranks call it together.
+        """Give every rank the same bits of the parameters; all ranks call it together.
 
         Unlike devices round an update differently, so that replicas would drift apart. Each rank
         owns an equal part of every buffer and the others copy it.

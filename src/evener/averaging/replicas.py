@@ -33,7 +33,7 @@ class ReplicaAverager:
     """
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
-        """Makes no exchange yet.
+        """Make no exchange yet.
 
         Args:
             comm: Joins the processes.
@@ -51,7 +51,7 @@ class ReplicaAverager:
         *,
         what: str,
     ) -> "Stage":
-        """Forms Σ factor · gradient over all replicas; all processes call it together.
+        """Form Σ factor · gradient over all replicas; all processes call it together.
 
         The gradients themselves stay as they are until ``Stage.hand_out``.
 
@@ -84,7 +84,7 @@ class ReplicaAverager:
         *,
         what: str,
     ) -> None:
-        """Gives every replica the tensors of the first one, bit for bit; all call it together."""
+        """Give every replica the tensors of the first one, bit for bit; all call it together."""
         sources = [replicas[0][name].detach() for name, _, _ in layout]
         if self.comm.world_size > 1:
             stage = self._stage(layout, wide=False)
@@ -126,7 +126,7 @@ class Stage:
 
     @torch.no_grad()
     def hand_out(self, replicas: Sequence[Mapping[str, Parameter]]) -> None:
-        """Writes a sum to ``.grad`` of every replica; ``None`` where no replica had a gradient."""
+        """Write a sum to ``.grad`` of every replica; ``None`` where no replica had a gradient."""
         *views, counts = self.views
         for parameters in replicas:
             for name, view, count in zip(self.names, views, counts.tolist(), strict=True):

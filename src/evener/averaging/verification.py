@@ -68,7 +68,7 @@ class ReplicaCheck:
         parameters: Sequence[Tensor] | None = None,
         buffers: Sequence[Tensor] | None = None,
     ) -> None:
-        """Compares hashes over ranks; all ranks call it together.
+        """Compare hashes over ranks; all ranks call it together.
 
         Eight bytes a tensor travel from each rank.
 

@@ -58,7 +58,7 @@ def numbers_in(group: Any, number: int) -> list[int]:
 
 
 def find_place(group: Any) -> GroupPlace:
-    """Looks around in a group; all its ranks call it together.
+    """Look around in a group; all its ranks call it together.
 
     Raises:
         ConfigError: This process is not in the group.

@@ -242,7 +242,7 @@ class FlatBuffers:
         self._hooks.clear()
 
     def _add(self, chosen: Sequence[tuple[str, Parameter]]) -> None:
-        """Gives parameters a place, in groups of their own after those that are there."""
+        """Give parameters a place, in groups of their own after those that are there."""
         refuse_overlap(chosen)
         by_kind: dict[tuple[int, torch.device, torch.dtype], list[tuple[str, Parameter]]] = {}
         rest = (len(self._turns), "")

@@ -128,7 +128,7 @@ def _cut(
     turns: Sequence[tuple[int, str]],
     total: int,
 ) -> tuple[Bucket, ...]:
-    """Cuts a group of ``total`` elements where the turn changes."""
+    """Cut a group of ``total`` elements where the turn changes."""
     firsts = [i for i, turn in enumerate(turns) if i == 0 or turn != turns[i - 1]]
     buckets = []
     for first, stop in zip(firsts, [*firsts[1:], len(names)], strict=True):

@@ -231,7 +231,7 @@ def _sum(offers: list[Tensor]) -> Tensor:
 
 
 def _settled(tensor: Tensor) -> Tensor:
-    """Lets what this thread has queued on the tensor's device come to its end.
+    """Let what this thread has queued on the tensor's device come to its end.
 
     Other threads may be on streams of their own, which do not wait for this one's.
     """

@@ -30,7 +30,7 @@ class Wires(NotInherited):
     @classmethod
     @contextmanager
     def opened(cls) -> Iterator[Self]:
-        """Takes those that are opened inside the block."""
+        """Take those that are opened inside the block."""
         wires = cls()
         before = set(_sockets().values())
         yield wires
@@ -43,7 +43,7 @@ class Wires(NotInherited):
 
     @classmethod
     def between(cls, exchange: Callable[[bytes], list[bytes]]) -> Self:
-        """Takes the connections between processes that somebody else has opened before.
+        """Take the connections between processes that somebody else has opened before.
 
         Args:
             exchange: Gives every process what each of them says; all call this together.
@@ -56,14 +56,14 @@ class Wires(NotInherited):
         return wires
 
     def cut(self) -> None:
-        """Ends the connections that are still open, as if the peers had closed theirs."""
+        """End the connections that are still open, as if the peers had closed theirs."""
         for descriptor in self._own():
             with suppress(OSError), _tcp(descriptor) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         self._inodes = frozenset()
 
     def leave_behind(self) -> None:
-        """Closes a forked child's copies; the parent and its peers notice nothing."""
+        """Close a forked child's copies; the parent and its peers notice nothing."""
         for descriptor in self._own():
             with suppress(OSError):
                 os.close(descriptor)
@@ -73,7 +73,7 @@ class Wires(NotInherited):
 
 
 def close_server(port: int) -> None:
-    """Closes a forked child's copies of a server's sockets: of listening ones and of accepted ones.
+    """Close a forked child's copies of a server's sockets: of listening ones and of accepted ones.
 
     Args:
         port: On which this process serves. Clients of it come at any time, so their sockets cannot

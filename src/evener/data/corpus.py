@@ -70,7 +70,7 @@ class Corpus:
     seed: int
 
     def split(self, seq_len: int) -> CorpusSplits:
-        """Opens both sides as samples of ``seq_len`` tokens.
+        """Open both sides as samples of ``seq_len`` tokens.
 
         A document is held out if the hash of its label and the seed says so: adding files moves no
         other document to the other side. Each side gets at least one.
@@ -114,7 +114,7 @@ def prepare_corpus(
     progress: Progress = ignore,
     on_note: Note = ignore,
 ) -> Corpus:
-    """Tokenises a source once, or finds that it has been done.
+    """Tokenise a source once, or find that it has been done.
 
     Several processes may call this at once with one ``cache_dir``, for different text or the same.
     Memory holds a mebibyte of documents at a time. A corpus that nobody has used for 30 days is
@@ -157,7 +157,7 @@ def prepare_corpus(
 def open_corpus(
     cache_dir: Path, signature: str, *, heldout_fraction: float, seed: int
 ) -> Corpus | None:
-    """Opens a corpus that another process has just prepared.
+    """Open a corpus that another process has just prepared.
 
     Returns:
         ``None`` when it is not in this cache, or damaged.

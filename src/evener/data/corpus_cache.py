@@ -81,12 +81,12 @@ class TextTokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str], /) -> list[NDArray[Any]]:
-        """Returns the ids of each text, 1-d integers, without special tokens."""
+        """Return the ids of each text, 1-d integers, without special tokens."""
         ...
 
 
 def digest(value: Any) -> str:
-    """Hashes what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
+    """Hash what JSON can hold (BLAKE2b, 128 bits, hexadecimal)."""
     return blake2b(json.dumps(value).encode()).hexdigest()
 
 
@@ -96,7 +96,7 @@ def corpus_folder(cache_dir: Path, signature: str) -> Path:
 
 
 def mark_used(folder: Path) -> None:
-    """Notes in a folder's time that it is in use; a read-only cache may be used as well."""
+    """Note in a folder's time that it is in use; a read-only cache may be used as well."""
     with suppress(OSError):
         os.utime(folder)
 
@@ -131,7 +131,7 @@ def _remove_older(cache_dir: Path, patterns: Sequence[str], seconds: float) -> l
 
 
 def read_manifest(folder: Path, note: Note) -> dict[str, Any] | None:
-    """Returns the manifest of a prepared corpus if that is whole."""
+    """Return the manifest of a prepared corpus if that is whole."""
     if not folder.exists():
         return None
     try:

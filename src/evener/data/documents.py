@@ -59,7 +59,7 @@ class Rejects:
         self.first = ""
 
     def add(self, place: str, why: str) -> None:
-        """Takes note of a record.
+        """Take note of a record.
 
         Args:
             place: Such as ``web.jsonl:17``.
@@ -94,7 +94,7 @@ class DocumentSource(ABC):
 
     @abstractmethod
     def documents(self, rejects: Rejects, *, note: Note, progress: Progress) -> Iterator[Document]:
-        """Yields all documents that hold more than white space.
+        """Yield all documents that hold more than white space.
 
         Args:
             rejects: Told of records that hold no document.
@@ -199,7 +199,7 @@ class IterableSource(DocumentSource):
     def _read(
         self, hasher: "hashlib.blake2b", rejects: Rejects | None
     ) -> Iterator[tuple[int, int, str | None]]:
-        """Yields (number, bytes of text, text), without text for a record that has none."""
+        """Yield (number, bytes of text, text), without text for a record that has none."""
         for number, record in enumerate(self._records):
             try:
                 text: str | None = text_of(record, self._text_key)

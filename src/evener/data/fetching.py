@@ -34,7 +34,7 @@ class MapDataset(Protocol):
     """A map-style data set: a sample for each index."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Returns the sample of ``index``."""
+        """Return the sample of ``index``."""
         ...
 
 
@@ -60,7 +60,7 @@ class Recipe:
         return type(self.dataset).__qualname__
 
     def batch(self, epoch: int, indices: Sequence[int]) -> Any:
-        """Loads the samples of ``indices`` and collates them.
+        """Load the samples of ``indices`` and collate them.
 
         The process's generators are left wherever loading has moved them.
         """
@@ -191,7 +191,7 @@ class Fetcher(ABC):
         self._closed = False
 
     def submit(self, epoch: int, indices: Sequence[int]) -> Pending:
-        """Starts to load the samples of ``indices`` as one batch and returns at once.
+        """Start to load the samples of ``indices`` as one batch and return at once.
 
         Args:
             epoch: Epoch, for the randomness of augmentation.
@@ -208,22 +208,22 @@ class Fetcher(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads and processes, also while loads are outstanding; idempotent."""
+        """End threads and processes, also while loads are outstanding; idempotent."""
 
     @abstractmethod
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
-        """Starts a load."""
+        """Start a load."""
 
     def __enter__(self) -> Self:
-        """Returns the fetcher; leaving the block closes it."""
+        """Return the fetcher; leaving the block closes it."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes the fetcher."""
+        """Close the fetcher."""
         self.close()
 
 
 def name_samples(epoch: int, indices: Sequence[int]) -> str:
-    """Names samples for a message; the first eight if there are more."""
+    """Name samples for a message; the first eight if there are more."""
     shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
     return f"samples [{shown}] of epoch {epoch}"

@@ -51,7 +51,7 @@ class LeaseBook:
         return tuple(self._queues[rank])
 
     def retire(self, rank: int, num_batches: int, num_samples: int) -> list[Slice]:
-        """Takes what a rank has done off the front of its queue.
+        """Take what a rank has done off the front of its queue.
 
         Returns:
             The leases, to be committed once that is known to be applied everywhere.
@@ -71,7 +71,7 @@ class LeaseBook:
         return done
 
     def fill(self, sizes: Sequence[int], *, hand_on: bool = False) -> None:
-        """Fills queues up, evenly, as long as there is something to hand out.
+        """Fill queues up, evenly, as long as there is something to hand out.
 
         Args:
             sizes: Batches that each queue should hold, by rank.

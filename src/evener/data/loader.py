@@ -50,7 +50,7 @@ class InlineFetcher(Fetcher):
         return _InlinePending(self._recipe, epoch, indices)
 
     def close(self) -> None:
-        """Has nothing to end; later submissions are refused."""
+        """Have nothing to end; later submissions are refused."""
         self._closed = True
 
 
@@ -105,7 +105,7 @@ class ThreadFetcher(Fetcher):
         return pending
 
     def close(self) -> None:
-        """Drops what is queued and waits, at most 5 s, for the batch that is being loaded."""
+        """Drop what is queued and wait, at most 5 s, for the batch that is being loaded."""
         self._closed = True
         with suppress(queue.Empty):
             while True:
@@ -132,7 +132,7 @@ def make_fetcher(
     prefetch: Prefetch = "auto",
     context: BaseContext | None = None,
 ) -> Fetcher:
-    """Chooses a fetcher.
+    """Choose a fetcher.
 
     Args:
         dataset: Map-style data set.

@@ -94,7 +94,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns sample ``index``.
+        """Return sample ``index``.
 
         Returns:
             ``input_ids`` and ``labels``, both int64 of shape (T,); ``labels[t]`` is the token after
@@ -117,7 +117,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": torch.from_numpy(ids[:length]), "labels": torch.from_numpy(labels)}
 
     def _read(self, first: int, stop: int, into: NDArray[np.int64]) -> None:
-        """Copies the stream's positions ``[first, stop)``."""
+        """Copy the stream's positions ``[first, stop)``."""
         begin, end = self._run_begins.searchsorted((first, stop - 1), "right").tolist()
         shifts = self._run_shifts[begin - 1 : end]
         edges = [first, *self._run_begins[begin:end].tolist(), stop]
@@ -130,7 +130,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
             into[: stop - first] = self._tokens[places]
 
     def require_windows(self, batch_size: int) -> None:
-        """Checks that an epoch fills at least one global batch.
+        """Check that an epoch fills at least one global batch.
 
         Args:
             batch_size: Samples of one optimizer step.

@@ -19,7 +19,7 @@ generators_lock: Final = threading.RLock()
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds Python's ``random``, NumPy's global generator if imported, and torch's CPU generator.
+    """Seed Python's ``random``, NumPy's global generator if imported, and torch's CPU generator.
 
     ``torch.manual_seed`` would also seed the accelerators' generators, which belong to training.
     """
@@ -31,7 +31,7 @@ def seed_generators(seed: int) -> None:
 
 
 def seed_training(seed: int) -> None:
-    """Seeds torch's CPU generator for what a model draws, such as dropout.
+    """Seed torch's CPU generator for what a model draws, such as dropout.
 
     Where ranks are threads, another one may be loading samples: it draws what follows from its own
     seed, and is not told that its data set has drawn.
@@ -48,19 +48,19 @@ Generators = Callable[..., AbstractContextManager[None]]
 
 @contextmanager
 def seeded(*key: int | str) -> Iterator[None]:
-    """Seeds the generators from ``key``."""
+    """Seed the generators from ``key``."""
     seed_generators(derive_seed(*key))
     yield
 
 
 def as_they_are(*_key: int | str) -> AbstractContextManager[None]:
-    """Leaves the generators alone."""
+    """Leave the generators alone."""
     return nullcontext()
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leaves the generators that ``seed_generators`` seeds as they were before the block."""
+    """Leave the generators that ``seed_generators`` seeds as they were before the block."""
     python_state, torch_state, numpy_state = _states()
     try:
         yield
@@ -99,7 +99,7 @@ class DrawWatch:
         self.draws = self.draws or moved or str(before[2]) != str(after[2])
 
     def start(self, seed: int) -> None:
-        """Puts the generators where ``look`` can tell whether they have moved."""
+        """Put the generators where ``look`` can tell whether they have moved."""
         if self._python_moved():
             random.seed(seed)
             self._python.seed(seed)

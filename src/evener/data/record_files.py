@@ -84,7 +84,7 @@ def read_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(line: bytes) -> Any:
-    """Reads a line of JSON.
+    """Read a line of JSON.
 
     Raises:
         ValueError: It is none; says why and where.

@@ -50,7 +50,7 @@ class SourceFile:
 
 
 def stdlib_sources() -> tuple[Path, tuple[str, ...]]:
-    """Finds text that is on every machine: the sources of Python's standard library.
+    """Find text that is on every machine: the sources of Python's standard library.
 
     Returns:
         The root folder and the globs to leave out: tests, vendored tools, installed packages.
@@ -62,7 +62,7 @@ def stdlib_sources() -> tuple[Path, tuple[str, ...]]:
 def find_files(
     sources: Sequence[Path], suffixes: Sequence[str] | None, exclude: Sequence[str]
 ) -> list[SourceFile]:
-    """Lists the files of a corpus in the order of their labels.
+    """List the files of a corpus in the order of their labels.
 
     Folders are walked in depth. Left out are names that begin with a dot, linked folders, broken
     links, whatever is no regular file, and a file that was met before under another name (same

@@ -51,7 +51,7 @@ class RemoteTraceback(Exception):
     """
 
     def __str__(self) -> str:
-        """Shows the worker's traceback below the line that names this exception."""
+        """Show the worker's traceback below the line that names this exception."""
         return "\n" + "".join(str(part) for part in self.args)
 
 
@@ -67,15 +67,15 @@ class Deferred:
         self._value = value
 
     def __getstate__(self) -> bytes:
-        """Pickles the value; called by the spawn machinery."""
+        """Pickle the value; called by the spawn machinery."""
         return bytes(ForkingPickler.dumps(self._value))
 
     def __setstate__(self, state: bytes) -> None:
-        """Keeps the bytes as they came."""
+        """Keep the bytes as they came."""
         self._value = state
 
     def load(self) -> Any:
-        """Returns the value, in the worker; a forked one has it already."""
+        """Return the value, in the worker; a forked one has it already."""
         if not isinstance(self._value, bytes):
             return self._value
         return loads(self._value)  # noqa: S301  from the process that started this one
@@ -128,7 +128,7 @@ def _answer(recipe: Recipe, epoch: int, indices: list[int]) -> memoryview:
 
 
 def _reset_signals() -> None:
-    """Makes a forked worker die of signals as a spawned one does; Ctrl-C does nothing in either."""
+    """Make a forked worker die of signals as a spawned one does; Ctrl-C does nothing in either."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # the rank's own handler
@@ -140,7 +140,7 @@ def _reset_signals() -> None:
 
 
 def _read_tasks(connection: Connection, tasks: "queue.SimpleQueue[tuple[int, list[int]]]") -> None:
-    """Drains tasks, so that the parent's send never waits for a sample; ends with the parent.
+    """Drain tasks, so that the parent's send never waits for a sample; end with the parent.
 
     End-of-file means that the parent is gone, however it went: no orphan goes on reading data.
     """
@@ -204,7 +204,7 @@ class _Worker(NotInherited):
             theirs.close()  # or this end would not see the worker's death
 
     def leave_behind(self) -> None:
-        """Closes the copy that a forked child has of this end; see ``NotInherited``."""
+        """Close the copy that a forked child has of this end; see ``NotInherited``."""
         self._connection.close()
 
     @property
@@ -267,7 +267,7 @@ class _Worker(NotInherited):
         return DataError(f"{self.name} {how}: {remedy}")
 
     def hang_up(self) -> None:
-        """Asks the worker to end at once, even in the middle of a sample."""
+        """Ask the worker to end at once, even in the middle of a sample."""
         self._end = UsageError("the fetcher was closed before this batch was loaded")
         self._backlog.clear()
         # End-of-file alone would not do: a process forked from this one may hold the socket open.
@@ -278,7 +278,7 @@ class _Worker(NotInherited):
         self._connection.close()
 
     def bury(self, deadline: float) -> None:
-        """Waits for the end of the process until ``deadline``, then kills it."""
+        """Wait for the end of the process until ``deadline``, then kill it."""
         self.process.join(max(0.0, deadline - time.monotonic()))
         if self.process.exitcode is None:
             self.process.kill()
@@ -339,7 +339,7 @@ class ProcessFetcher(Fetcher):
         return next(self._turns).ask(epoch, indices)
 
     def close(self) -> None:
-        """Ends the workers, at the latest by killing them after a second."""
+        """End the workers, at the latest by killing them after a second."""
         if self._closed:
             return
         self._closed = True
@@ -351,7 +351,7 @@ class ProcessFetcher(Fetcher):
 
 
 def _sweep_up_after(pid: int | None) -> None:
-    """Removes shared memory that a killed process had made and not yet taken the name from."""
+    """Remove shared memory that a killed process had made and not yet taken the name from."""
     with suppress(OSError):
         for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
             segment.unlink(missing_ok=True)

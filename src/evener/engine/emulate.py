@@ -17,7 +17,7 @@ Started = tuple[float, float]
 
 
 def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict[int, float]:
-    """Reads ``--emulate-slow RANK:FACTOR`` options.
+    """Read ``--emulate-slow RANK:FACTOR`` options.
 
     Args:
         specs: One text per option, such as ``"1:3"`` (rank 1 takes three times as long).

@@ -181,7 +181,7 @@ class Engine(ABC):
         return self._stop_requested is not None and self._stop_requested()
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
-        """Exchanges numbers between the ranks that are present; all of them call it together.
+        """Exchange numbers between the ranks that are present; all of them call it together.
 
         First commits what a loop that was left by ``break`` has applied. Takes note of ranks that
         want to stop.
@@ -202,15 +202,15 @@ class Engine(ABC):
         return {rank: row.body for rank, row in rows.items()}
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
-        """Calls ``function`` with every window that is committed, after those given before."""
+        """Call ``function`` with every window that is committed, after those given before."""
         self._on_commit.append(function)
 
     def call_on_left_out(self, function: Callable[[int], None]) -> None:
-        """Calls ``function`` with the micro-batches of a local step that this rank leaves out."""
+        """Call ``function`` with the micro-batches of a local step that this rank leaves out."""
         self._on_left_out.append(function)
 
     def seed_draws(self, *place: int | str) -> None:
-        """Derives what the model draws next, such as dropout, from a micro-batch's place.
+        """Derive what the model draws next, such as dropout, from a micro-batch's place.
 
         Args:
             *place: What tells the micro-batch from all others, on the CPU's generator and on that
@@ -237,7 +237,7 @@ class Engine(ABC):
     # ── an epoch, as loaders see it ──────────────────────────────────────────────────────────────
 
     def begin(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
-        """Starts or continues the cursor's epoch; all ranks call it together.
+        """Start or continue the cursor's epoch; all ranks call it together.
 
         Args:
             cursor: The data position.
@@ -251,7 +251,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Gets ready for an epoch, when all before is settled."""
+        """Get ready for an epoch, when all before is settled."""
 
     @property
     def cursor(self) -> Cursor:
@@ -260,7 +260,7 @@ class Engine(ABC):
         return self._cursor
 
     def begin_stream(self, epoch: int) -> None:
-        """Starts an epoch of windows without plans; all ranks call it together.
+        """Start an epoch of windows without plans; all ranks call it together.
 
         Raises:
             UsageError: This policy has none.
@@ -285,29 +285,29 @@ class Engine(ABC):
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Commits the last window of an epoch; all ranks call it together."""
+        """Commit the last window of an epoch; all ranks call it together."""
 
     @abstractmethod
     def open_share(self, num_micro_batches: int) -> Share:
-        """Starts this rank's part of a window, or a local step."""
+        """Start this rank's part of a window, or a local step."""
 
     def plan_ahead(self) -> None:
-        """Uses the time in which a device computes gradients; called after each backward."""
+        """Use the time in which a device computes gradients; called after each backward."""
         return
 
     @abstractmethod
     def end_micro_batch(self) -> WindowResult | None:
-        """Ends a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
+        """End a micro-batch, and with it whatever ends there; see ``Ddp.step``."""
 
     def step_part(self, part: int) -> WindowResult | None:
-        """Steps one optimizer alone; see ``Ddp.step``."""
+        """Step one optimizer alone; see ``Ddp.step``."""
         raise UsageError(
             "ddp.step(optimizer) needs policy 'sync': in windows of local steps every optimizer is "
             "stepped on every batch; leave the argument out, or use policy 'sync'"
         )
 
     def join_unplanned(self) -> WindowResult | None:
-        """Takes part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
         raise needs_plans()
 
     def _open(self, num_micro_batches: int, scale: float | None) -> Share:
@@ -317,22 +317,22 @@ class Engine(ABC):
         return self.share
 
     def drop_share(self) -> None:
-        """Throws away what the open share has accumulated, in gradients and buffers."""
+        """Throw away what the open share has accumulated, in gradients and buffers."""
         self.flat.zero_()
         self.buffers.restore()
 
     def shrink(self, samples: int) -> None:
-        """Throws the open share away, as a micro-batch of ``samples`` did not fit into memory."""
+        """Throw the open share away, as a micro-batch of ``samples`` did not fit into memory."""
         self.limits.shrink(samples)
         self.drop_share()
 
     def leave(self) -> None:
-        """Leaves an epoch in its middle, by ``break`` or an error; others learn of it later."""
+        """Leave an epoch in its middle, by ``break`` or an error; others learn of it later."""
         self.state = self.state.leave()
 
     @abstractmethod
     def settle(self) -> None:
-        """Commits what has been applied and not yet committed; all ranks call it together.
+        """Commit what has been applied and not yet committed; all ranks call it together.
 
         What a loop that was left by ``break`` has begun is brought to its end first.
         """
@@ -341,10 +341,10 @@ class Engine(ABC):
 
     @abstractmethod
     def consensus(self) -> AbstractContextManager[None]:
-        """Shows what all ranks have agreed on in the model, for the length of a block."""
+        """Show what all ranks have agreed on in the model, for the length of a block."""
 
     def verify(self) -> None:
-        """Compares what all ranks have agreed on, where ``verify_every`` is given.
+        """Compare what all ranks have agreed on, where ``verify_every`` is given.
 
         All ranks call it together, outside of an exchange: at a commit, or between epochs.
 
@@ -357,10 +357,10 @@ class Engine(ABC):
 
     @abstractmethod
     def restored(self) -> None:
-        """Takes the model as it is for what all ranks have agreed on, as after a load."""
+        """Take the model as it is for what all ranks have agreed on, as after a load."""
 
     def prepare_save(self) -> None:
-        """Agrees on ``optimizer_states`` before a save; all ranks call it together."""
+        """Agree on ``optimizer_states`` before a save; all ranks call it together."""
         return  # where optimizers are in the same state on all ranks
 
     @abstractmethod
@@ -368,7 +368,7 @@ class Engine(ABC):
         """The state of each optimizer as a checkpoint holds it; on rank 0."""
 
     def set_micro_batch_size(self, size: int) -> None:
-        """Tells the planner the largest micro-batch, where memory sets no other limit."""
+        """Tell the planner the largest micro-batch, where memory sets no other limit."""
         self.limits.start_with(size)
         self.policy.set_micro_batch_sizes(self.limits.sizes)
 
@@ -386,7 +386,7 @@ class Engine(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], members: Sequence[str]) -> None:
-        """Goes on from ``state_dict``, with the model as it is; of a team of any size."""
+        """Go on from ``state_dict``, with the model as it is; of a team of any size."""
         self.policy.load_state_dict(state["planner"])
         self.limits.load_state_dict(state["micro_batch_limits"], members, self.rank)
         self.policy.set_micro_batch_sizes(self.limits.sizes)
@@ -395,18 +395,18 @@ class Engine(ABC):
         self._set_progress(Progress(**state["progress"]))
 
     def hurry(self, timeout_s: float) -> None:
-        """Shortens the deadlines of exchanges, to ``timeout_s`` seconds at most."""
+        """Shorten the deadlines of exchanges, to ``timeout_s`` seconds at most."""
         self.team.hurry(timeout_s)
 
     def close_down(self) -> None:
-        """Ends whatever runs beside the training loop, and the exchanges; idempotent."""
+        """End whatever runs beside the training loop, and the exchanges; idempotent."""
         self.state = self.state.end()
         self.team.close()  # while a rank is parked, the others have connections of their own
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
-        """Says a row, hears all others, and does what follows; all ranks call it together.
+        """Say a row, hear all others, and do what follows; all ranks call it together.
 
         Args:
             purpose: What this rank wants.
@@ -423,7 +423,7 @@ class Engine(ABC):
         return found
 
     def _swap(self, row: Row, comm: Communicator, ranks: Iterable[int]) -> dict[int, Row]:
-        """Gives every rank of ``comm`` each one's row, in rank order; all call it together."""
+        """Give every rank of ``comm`` each one's row, in rank order; all call it together."""
         # The same words on every rank: what a rank wants is in its row, so that ranks which want
         # different things meet all the same, and each can say who wanted what.
         numbers = encode(row, self.world_size) if comm.world_size > 1 else []
@@ -440,7 +440,7 @@ class Engine(ABC):
         }
 
     def _follow(self, found: Round) -> None:
-        """Carries a verdict out.
+        """Carry a verdict out.
 
         The state follows when all is done: functions of ``on_commit`` see the window before, and
         what they exchange may tell of a stop. A change of the generation belongs to the new state.
@@ -470,7 +470,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _carry_out(self, do: Do, found: Round) -> None:
-        """Does one thing that a round has led to."""
+        """Do one thing that a round has led to."""
 
     def _raise(
         self, error: EvenerError, rows: Mapping[int, Row], wire: Team | None = None
@@ -482,12 +482,12 @@ class Engine(ABC):
 
     @abstractmethod
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
-        """Stops every rank: something is not finite on ``rank``."""
+        """Stop every rank: something is not finite on ``rank``."""
 
     # ── learning rates ───────────────────────────────────────────────────────────────────────────
 
     def _agree_on_rates(self, rows: Mapping[int, Row]) -> None:
-        """Adopts the learning rates of the ranks that have a share, where this rank has none.
+        """Adopt the learning rates of the ranks that have a share, where this rank has none.
 
         A user may set them in the loop, whose body does not run on a rank without a share.
 
@@ -526,7 +526,7 @@ class Engine(ABC):
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
-        """Calls the functions of ``on_commit``, while the model shows the consensus."""
+        """Call the functions of ``on_commit``, while the model shows the consensus."""
         self.committing = True
         try:
             with self.consensus():
@@ -547,7 +547,7 @@ class Engine(ABC):
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
 
     def _advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
-        """Counts a window that was applied, of some optimizer steps."""
+        """Count a window that was applied, of some optimizer steps."""
         before = self.progress
         self.progress = Progress(
             window=before.window + 1,

@@ -15,7 +15,7 @@ class Exchanger(Generic[T]):
         self._jobs: list[Callable[[], T]] = []
 
     def start(self, job: Callable[[], T]) -> None:
-        """Takes a job in; the one before has been waited for."""
+        """Take a job in; the one before has been waited for."""
         self._jobs.append(job)
 
     @property
@@ -28,7 +28,7 @@ class Exchanger(Generic[T]):
         return self._jobs.pop()()
 
     def close(self) -> None:
-        """Waits for a job that is under way, which has been told to end; idempotent."""
+        """Wait for a job that is under way, which has been told to end; idempotent."""
 
 
 @final
@@ -51,7 +51,7 @@ class BackgroundExchanger(Exchanger[T]):
         self._done = threading.Event()
 
     def start(self, job: Callable[[], T]) -> None:
-        """Begins the job in a thread."""
+        """Begin the job in a thread."""
         self._done.clear()
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name)
         self._thread.start()
@@ -62,7 +62,7 @@ class BackgroundExchanger(Exchanger[T]):
         return self._done.is_set()
 
     def wait(self) -> T:
-        """Waits for the job; it has deadlines of its own."""
+        """Wait for the job; it has deadlines of its own."""
         assert self._thread is not None
         while not self._done.wait(0.2):  # in slices, so that signal handlers run in between
             pass
@@ -71,7 +71,7 @@ class BackgroundExchanger(Exchanger[T]):
         return super().wait()
 
     def close(self) -> None:
-        """Waits for a job that is under way, and forgets what came of it."""
+        """Wait for a job that is under way, and forget what came of it."""
         if self._thread is not None:
             self._thread.join(self._limit_s)
             self._thread = None

@@ -126,7 +126,7 @@ class LocalEngine(Engine):
         )
 
     def work(self) -> Iterator[Work]:
-        """Plans the first window, and works this rank's queue off."""
+        """Plan the first window, and work this rank's queue off."""
         book = self._leases
         draft: tuple[float, ...] = ()
         if self.rank == self.state.planner:
@@ -161,7 +161,7 @@ class LocalEngine(Engine):
                 self._start()
 
     def leave(self) -> None:
-        """Leaves an epoch in its middle; the others learn of it in ``settle``.
+        """Leave an epoch in its middle; the others learn of it in ``settle``.
 
         A batch that has not been stepped on is dropped, and will be handed out again.
         """
@@ -170,7 +170,7 @@ class LocalEngine(Engine):
             self.drop_share()
 
     def settle(self) -> None:
-        """Commits what has been applied and not yet committed; all ranks call it together.
+        """Commit what has been applied and not yet committed; all ranks call it together.
 
         Steps of a loop that was left by ``break`` are averaged first. The ranks need not have left
         it at the same window. A rank that has left keeps joining exchanges until all have left, and
@@ -186,7 +186,7 @@ class LocalEngine(Engine):
             self._rest(busy=False)
 
     def end_epoch(self) -> None:
-        """Commits the last window of an epoch; all ranks call it together."""
+        """Commit the last window of an epoch; all ranks call it together."""
         self.settle()
 
     def _is_unsettled(self) -> bool:
@@ -206,7 +206,7 @@ class LocalEngine(Engine):
     # ── a local step ─────────────────────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
-        """Starts a local step."""
+        """Start a local step."""
         weight = self._steps.batch_weight or float(self.batch_size or 1)
         scale = None
         if num_micro_batches > 1 or self._scale.own:
@@ -216,7 +216,7 @@ class LocalEngine(Engine):
         return self._open(num_micro_batches, scale)
 
     def end_micro_batch(self) -> WindowResult | None:
-        """Ends a micro-batch; with the last one of a batch, steps, and closes the window if due."""
+        """End a micro-batch; with the last one of a batch, step, and close the window if due."""
         if not self.in_epoch:
             raise needs_plans()
         if not self.share.end_micro_batch():
@@ -231,7 +231,7 @@ class LocalEngine(Engine):
         return self.advance()
 
     def drop_share(self) -> None:
-        """Throws away what the open batch has accumulated, in gradients and buffers."""
+        """Throw away what the open batch has accumulated, in gradients and buffers."""
         self._in_batch = False
         self.flat.zero_()
         self.buffers.rewind()
@@ -249,7 +249,7 @@ class LocalEngine(Engine):
     # ── closing a window ─────────────────────────────────────────────────────────────────────────
 
     def _start(self) -> None:
-        """Takes the snapshot of a window that is over, and begins its exchange."""
+        """Take the snapshot of a window that is over, and begin its exchange."""
         started_s = time.perf_counter()
         taken = self._replica.snapshot()
         self.state = self.state.start()
@@ -273,7 +273,7 @@ class LocalEngine(Engine):
         self._steps.resume_clock()
 
     def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Exchanged:
-        """Exchanges a window; all ranks call it together.
+        """Exchange a window; all ranks call it together.
 
         It touches only scratch buffers, the lease book and the planner, so it may run in a thread
         while the rank makes further local steps.
@@ -385,7 +385,7 @@ class LocalEngine(Engine):
             self._replica.restore()
 
     def _apply(self, found: Round) -> None:
-        """Moves the consensus on, and this rank with it."""
+        """Move the consensus on, and this rank with it."""
         started_s, outcome = time.perf_counter(), self._landing
         assert outcome is not None
         weight, stale_steps = found.verdict.weight, self._steps.num_done
@@ -462,16 +462,16 @@ class LocalEngine(Engine):
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Shows the consensus in the model, parameters and buffers."""
+        """Show the consensus in the model, parameters and buffers."""
         return self._replica.shown()
 
     def restored(self) -> None:
-        """Takes the model as it is for the consensus."""
+        """Take the model as it is for the consensus."""
         self._replica.reset()
         self._scale.reset()
 
     def prepare_save(self) -> None:
-        """Forms the weighted mean of optimizer states; all ranks call it together."""
+        """Form the weighted mean of optimizer states; all ranks call it together."""
         self._moments.form(self.window)
 
     def optimizer_states(self) -> list[OptimizerState]:
@@ -479,13 +479,13 @@ class LocalEngine(Engine):
         return self._moments.states
 
     def hurry(self, timeout_s: float) -> None:
-        """Shortens the deadlines of exchanges, also of one that is under way."""
+        """Shorten the deadlines of exchanges, also of one that is under way."""
         super().hurry(timeout_s)
         if self._background is not None:
             self._background.hurry(timeout_s)
 
     def close_down(self) -> None:
-        """Ends an exchange that is under way, without waiting for anybody; idempotent."""
+        """End an exchange that is under way, without waiting for anybody; idempotent."""
         super().close_down()
         if self._background is not None:
             self._background.close()

@@ -40,11 +40,11 @@ class ParkingEngine(Engine):
 
     @abstractmethod
     def _drop_plans(self) -> None:
-        """Forgets all plans and gives their slices back."""
+        """Forget all plans and give their slices back."""
 
     @abstractmethod
     def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agrees on the plans of the next windows; all ranks that are present call it together."""
+        """Agree on the plans of the next windows; all ranks that are present call it together."""
 
     @abstractmethod
     def _use_team(self) -> None:
@@ -56,7 +56,7 @@ class ParkingEngine(Engine):
 
     @abstractmethod
     def _take_over(self, counters: Mapping[str, Any]) -> None:
-        """Takes the ``_counters`` of a rank that was present for this rank's own."""
+        """Take the ``_counters`` of a rank that was present for this rank's own."""
 
     def _wanted_change(self) -> int:
         """What the planner wishes to change about the team after this window."""
@@ -78,7 +78,7 @@ class ParkingEngine(Engine):
         return CALL if self.team.call_is_due else 0
 
     def _change(self, found: Round) -> None:
-        """Does what the planner wished: the generation changes, or parked ranks are called."""
+        """Do what the planner wished: the generation changes, or parked ranks are called."""
         applied = Do.APPLY in found.verdict.do  # otherwise a loop was left, whatever was wished
         wish = found.rows[self.state.planner].change if applied else 0
         if wish == CALL:
@@ -113,7 +113,7 @@ class ParkingEngine(Engine):
             self._exchange_plans(0.0, 0.0)
 
     def _recall(self, said: Said) -> None:
-        """Calls parked ranks back with the state of now; all that are present call it together."""
+        """Call parked ranks back with the state of now; all that are present call it together."""
         self._end_generation()
         self._call(said)
 
@@ -121,7 +121,7 @@ class ParkingEngine(Engine):
         self._rejoin(self._come_to_door(Purpose.CALL, body=(float(said),)), receives=False)
 
     def _wait_for_recall(self) -> None:
-        """Waits, parked, to be called back, and takes over the state of the others."""
+        """Wait, parked, to be called back, and take over the state of the others."""
         self.was_parked = True
         while self.state.phase is Phase.AWAY:
             self._rejoin(self._come_to_door(Purpose.AWAY), receives=True)

@@ -62,7 +62,7 @@ class Replica:
         self.adopt()
 
     def verify(self, comm: Communicator, window: int) -> None:
-        """Compares the ranks' consensus where that is due; all ranks call it together.
+        """Compare the ranks' consensus where that is due; all ranks call it together.
 
         It reads the consensus, which nobody writes to while a window is exchanged.
 
@@ -78,7 +78,7 @@ class Replica:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Takes in parameters that have become trainable, before their first step."""
+        """Take in parameters that have become trainable, before their first step."""
         for group in self._flat.groups[len(self.consensus) :]:
             self.consensus.append(group.data.clone())
             self._scratch.append(torch.zeros_like(group.data))
@@ -86,7 +86,7 @@ class Replica:
 
     @torch.no_grad()
     def snapshot(self) -> Drift:
-        """Takes this rank's differences from the consensus as they are now."""
+        """Take this rank's differences from the consensus as they are now."""
         self._flat.attach_grads()  # parameters thawed on this rank, which had no step since
         self.adopt()
         for group, agreed, scratch, kept in self._groups():
@@ -105,7 +105,7 @@ class Replica:
         *,
         what: str,
     ) -> None:
-        """Sums up all ranks' differences, by weight; all ranks call it together.
+        """Sum up all ranks' differences, by weight; all ranks call it together.
 
         Args:
             comm: The ranks.
@@ -127,7 +127,7 @@ class Replica:
 
     @torch.no_grad()
     def agree(self, weight: float, differences: Tensor | None, *, moved_on: bool) -> float:
-        """Moves the consensus on by what was exchanged, and this rank with it.
+        """Move the consensus on by what was exchanged, and this rank with it.
 
         Args:
             weight: Of the window over all ranks; 0 changes nothing.
@@ -154,21 +154,21 @@ class Replica:
         return self._relative(self._snapshots)
 
     def restore(self) -> None:
-        """Goes back to the consensus: what this rank has done since is dropped."""
+        """Go back to the consensus: what this rank has done since is dropped."""
         self._show(self.consensus)
         self._buffers.restore()
         self._flat.zero_()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Takes the model as it is for the consensus (after a load or a broadcast)."""
+        """Take the model as it is for the consensus (after a load or a broadcast)."""
         for group, agreed, *_ in self._groups():
             agreed.copy_(group.data)
         self._buffers.reset()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the consensus in the model for the length of the block; do not change it there."""
+        """Show the consensus in the model for the length of the block; do not change it there."""
         working = [group.data.clone() for group in self._flat.groups]
         self._show(self.consensus)
         try:

@@ -288,7 +288,7 @@ def _as_number(value: object) -> float | None:
 
 
 def refuse_number(loss: object) -> None:
-    """Refuses a loss that is not a tensor, such as that of ``loss.item()``.
+    """Refuse a loss that is not a tensor, such as that of ``loss.item()``.
 
     Raises:
         UsageError: Says what it is.
@@ -302,7 +302,7 @@ def refuse_number(loss: object) -> None:
 
 
 def refuse_loss(loss: Tensor) -> None:
-    """Says why a backward has failed, where the loss itself is the cause.
+    """Say why a backward has failed, where the loss itself is the cause.
 
     Raises:
         UsageError: It is no scalar, or hangs on nothing that is trained.

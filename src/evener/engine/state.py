@@ -38,7 +38,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Takes a state over."""
+        """Take a state over."""
         ...
 
 

@@ -89,14 +89,14 @@ class SyncEngine(ParkingEngine):
         self._drop_plans()
 
     def begin_stream(self, epoch: int) -> None:
-        """Starts an epoch of windows without plans; all ranks call it together."""
+        """Start an epoch of windows without plans; all ranks call it together."""
         self.settle()
         self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
 
     def work(self) -> Iterator[Work]:
-        """Plans the first windows, and goes through what is left of the epoch."""
+        """Plan the first windows, and go through what is left of the epoch."""
         if self.world_size > 1 and not self.policy.is_calibrated:
             self._calibrate()
         self._exchange_plans(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
@@ -117,7 +117,7 @@ class SyncEngine(ParkingEngine):
         return self._max_steps is not None and plan.window >= self._max_steps
 
     def _calibrate(self) -> None:
-        """Learns how fast ranks are beside one another; all ranks call it together.
+        """Learn how fast ranks are beside one another; all ranks call it together.
 
         They compute at the same time, as in a window: ranks may share a machine.
         """
@@ -127,7 +127,7 @@ class SyncEngine(ParkingEngine):
         self.policy.calibrate([numbers[0] for numbers in rows.values()])
 
     def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agrees on the plans of the next windows; all ranks call it together.
+        """Agree on the plans of the next windows; all ranks call it together.
 
         Args:
             *work_for_all: See ``Policy.plan``; for each of these windows.
@@ -138,7 +138,7 @@ class SyncEngine(ParkingEngine):
             self._check_plan(found.rows, number, DATA_LENGTH)
 
     def settle(self) -> None:
-        """Commits what has been applied and not yet committed; all ranks call it together."""
+        """Commit what has been applied and not yet committed; all ranks call it together."""
         if self.committing:
             return  # it is committed, and not all ranks in a commit have left their loops
         if self._turns and self.share.in_micro_batch:
@@ -148,13 +148,13 @@ class SyncEngine(ParkingEngine):
             self._meet(Purpose.REST, report=Report(**self._told()))
 
     def end_epoch(self) -> None:
-        """Commits the last window of an epoch, and calls parked ranks; all call it together."""
+        """Commit the last window of an epoch, and call parked ranks; all call it together."""
         if self.team.parked:
             self._recall(Said.END)
         self.settle()
 
     def leave(self) -> None:
-        """Leaves an epoch in its middle; the others learn of it in ``settle``."""
+        """Leave an epoch in its middle; the others learn of it in ``settle``."""
         super().leave()
         if not self._turns:
             self.drop_share()
@@ -162,7 +162,7 @@ class SyncEngine(ParkingEngine):
     # ── this rank's part of a window ─────────────────────────────────────────────────────────────
 
     def open_share(self, num_micro_batches: int) -> Share:
-        """Starts this rank's part of a window."""
+        """Start this rank's part of a window."""
         whole_window = num_micro_batches == 1 and self.comm.world_size == 1
         scale = None
         if not whole_window or self._scale.is_used:
@@ -171,7 +171,7 @@ class SyncEngine(ParkingEngine):
         return self._open(num_micro_batches, scale)
 
     def end_micro_batch(self) -> WindowResult | None:
-        """Ends a micro-batch; closes the window with the last one of this rank's share."""
+        """End a micro-batch; close the window with the last one of this rank's share."""
         last = self.share.end_micro_batch()
         if not self.in_epoch:
             return self._close(Purpose.STEP)
@@ -182,7 +182,7 @@ class SyncEngine(ParkingEngine):
         return self.close() if last else None
 
     def step_part(self, part: int) -> WindowResult | None:
-        """Steps one optimizer alone on this window's samples, and leaves the window open.
+        """Step one optimizer alone on this window's samples, and leave the window open.
 
         Without plans it closes a window of its own.
 
@@ -203,7 +203,7 @@ class SyncEngine(ParkingEngine):
         return result
 
     def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
-        """Closes a planned window; all ranks call it together.
+        """Close a planned window; all ranks call it together.
 
         A rank without a share does not know whether the others step one optimizer, close the
         window, or have left the loop. It joins their rounds until the window is over.
@@ -229,14 +229,14 @@ class SyncEngine(ParkingEngine):
         return result
 
     def join_unplanned(self) -> WindowResult | None:
-        """Takes part in a window without a plan, with nothing; ``None`` where no rank had data."""
+        """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
         self.open_share(0)  # every window has a scale of its own
         return self._close(Purpose.IDLE)
 
     def _close(
         self, purpose: Purpose, part: int | None = None, drop: Drop = Drop.NO
     ) -> WindowResult | None:
-        """Says what this rank did, and does what follows from what all say."""
+        """Say what this rank did, and do what follows from what all say."""
         if self.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` are not for what follows it
         self._result = None
@@ -299,7 +299,7 @@ class SyncEngine(ParkingEngine):
             self._change(found)
 
     def _finish(self, found: Round) -> None:
-        """Applies a window, which is committed when the next round shows that all have."""
+        """Apply a window, which is committed when the next round shows that all have."""
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
         if isinstance(plan, WindowPlan):
@@ -340,7 +340,7 @@ class SyncEngine(ParkingEngine):
     # ── the update ───────────────────────────────────────────────────────────────────────────────
 
     def _apply(self, found: Round, plan: WindowPlan) -> WindowResult:
-        """Averages and updates: all optimizers, or one in its turn.
+        """Average and update: all optimizers, or one in its turn.
 
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
@@ -388,7 +388,7 @@ class SyncEngine(ParkingEngine):
         )
 
     def _average_buffers(self, found: Round, weight: float, what: str) -> None:
-        """Averages the model's buffers by weight; a window without weight leaves them as before."""
+        """Average the model's buffers by weight; a window without weight leaves them as before."""
         if not any(row.report.buffers_changed for row in found.rows.values()):
             return
         if weight:
@@ -424,7 +424,7 @@ class SyncEngine(ParkingEngine):
     # ── plans ────────────────────────────────────────────────────────────────────────────────────
 
     def plan_ahead(self) -> None:
-        """Makes the plan of the window after the next, once, while a device computes gradients.
+        """Make the plan of the window after the next, once, while a device computes gradients.
 
         Only the planner plans, and decides whether a rank should be parked or called back.
         """
@@ -441,7 +441,7 @@ class SyncEngine(ParkingEngine):
         self._unlearnt.clear()
 
     def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Leases the slice after the last planned one; the planner plans it.
+        """Lease the slice after the last planned one; the planner plans it.
 
         Returns:
             The number of the window that it will be.
@@ -463,7 +463,7 @@ class SyncEngine(ParkingEngine):
         return draft or ()
 
     def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
-        """Refuses a plan for another slice of the epoch than the one that this rank has leased.
+        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
 
         Raises:
             UsageError: The planner is at another place of the data.
@@ -479,7 +479,7 @@ class SyncEngine(ParkingEngine):
             )
 
     def _drop_plans(self) -> None:
-        """Forgets all plans and gives their slices back."""
+        """Forget all plans and give their slices back."""
         self.state = self.state.release()
         self._leases.clear()
         self._draft = None
@@ -512,7 +512,7 @@ class SyncEngine(ParkingEngine):
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
     def consensus(self) -> AbstractContextManager[None]:
-        """Shows the agreed buffers; parameters are equal at all times.
+        """Show the agreed buffers; parameters are equal at all times.
 
         Buffers move on with this rank's part of the next window.
         """
@@ -520,7 +520,7 @@ class SyncEngine(ParkingEngine):
         return self.buffers.consensus()
 
     def restored(self) -> None:
-        """Takes the buffers as they are for the agreed ones."""
+        """Take the buffers as they are for the agreed ones."""
         self.buffers.reset()
 
     def optimizer_states(self) -> list[OptimizerState]:

@@ -49,7 +49,7 @@ class Team:
         return self.comm.has_ended or self.whole.has_ended
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Gives every rank that is present each one's JSON, in rank order; all call it together."""
+        """Give every rank that is present each one's JSON, in rank order; all call it together."""
         return self.comm.all_gather_json(greeting, what="greetings", timeout_s=timeout_s)
 
     def places(self) -> dict[int, str]:
@@ -65,7 +65,7 @@ class Team:
     # ── the door ─────────────────────────────────────────────────────────────────────────────────
 
     def park(self, rank: int) -> None:
-        """Lets a rank leave the exchanges; all ranks that are present call it together."""
+        """Let a rank leave the exchanges; all ranks that are present call it together."""
         members = tuple(member for member in self.members if member != rank)
         old = self.comm
         self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
@@ -79,7 +79,7 @@ class Team:
         return bool(self.parked) and time.monotonic() - self._called_s >= CALL_S
 
     def call(self, *, is_parked: bool) -> None:
-        """Meets all ranks at the door: those that work call, those that are parked wait for it."""
+        """Meet all ranks at the door: those that work call, those that are parked wait for it."""
         # A rank says what it wants when an exchange begins. This wait comes first, so that what a
         # parked rank says then is not as old as the call before.
         self.whole.barrier(what=_CALL, timeout_s=PARKED_TIMEOUT_S if is_parked else None)
@@ -93,10 +93,10 @@ class Team:
         self.members = tuple(range(self.world_size))
 
     def hurry(self, timeout_s: float) -> None:
-        """Shortens the deadlines of exchanges, also of one that is under way."""
+        """Shorten the deadlines of exchanges, also of one that is under way."""
         self.comm.hurry(timeout_s)
         self.whole.hurry(timeout_s)
 
     def close(self) -> None:
-        """Lets the connections go, without waiting for any rank; idempotent."""
+        """Let the connections go, without waiting for any rank; idempotent."""
         self.comm.close()

@@ -165,7 +165,7 @@ class Assembly:
         )
 
     def close(self) -> None:
-        """Gives back hooks and connections; idempotent."""
+        """Give back hooks and connections; idempotent."""
         self.engine.close_down()
         self._habits.close()
         self.flat.close()
@@ -177,7 +177,7 @@ class Assembly:
     # ── who is there ─────────────────────────────────────────────────────────────────────────
 
     def _move(self) -> None:
-        """Moves the model, and what optimizers remember to where their parameters have gone."""
+        """Move the model, and what optimizers remember to where their parameters have gone."""
         move(self.model, self.device)
         for optimizer in self.optimizers if self.device.type != "cpu" else ():
             if optimizer.state:
@@ -290,7 +290,7 @@ def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
 
 
 def _compare_hint(engine: Engine, watch: HintWatch, result: WindowResult) -> None:
-    """Warns, after the first windows, of ranks whose speed contradicts the hint."""
+    """Warn, after the first windows, of ranks whose speed contradicts the hint."""
     if not watch.is_done:
         worked = [record.samples > 0 for record in result.ranks]
         for found in watch.observe(worked, engine.policy.solo_speeds(result.size)):

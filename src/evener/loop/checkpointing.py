@@ -66,7 +66,7 @@ class Checkpointer:
         self._gives_up_s = math.inf
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
-        """Hands the present state to the writer; all ranks call it together.
+        """Hand the present state to the writer; all ranks call it together.
 
         The place for it is a commit, or between epochs. A step that is already written, or being
         written, is not written again; one that failed is tried again at once.
@@ -107,7 +107,7 @@ class Checkpointer:
         )
 
     def report(self) -> None:
-        """Passes on what the writer has finished or failed at, and tries again what is due."""
+        """Pass on what the writer has finished or failed at, and try again what is due."""
         self._collect()
         if time.monotonic() >= self._retry_at_s:
             self._try_again()
@@ -118,7 +118,7 @@ class Checkpointer:
             self._writer.submit(snapshot)
 
     def _collect(self) -> None:
-        """Passes on what the writer has finished, failed at or skipped since the last call."""
+        """Pass on what the writer has finished, failed at or skipped since the last call."""
         writer = self._writer
         for done in writer.poll() if writer is not None else ():
             if isinstance(done, WrittenCheckpoint):
@@ -153,7 +153,7 @@ class Checkpointer:
         self._ddp.events.tell("checkpoint_missed", window=step, reason=reason)
 
     def finish(self) -> Path | None:
-        """Waits for the last write, and tries it again; all ranks call it together.
+        """Wait for the last write, and try it again; all ranks call it together.
 
         Returns:
             The newest complete checkpoint, on rank 0.
@@ -174,7 +174,7 @@ class Checkpointer:
         return self._writer.last_path if self._writer is not None else None
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:
-        """Waits on rank 0 for a while; whether there is more to wait for, and what went wrong."""
+        """Wait on rank 0 for a while; whether there is more to wait for, and what went wrong."""
         writer = self._writer
         if writer is None:
             return False, ""
@@ -202,7 +202,7 @@ class Checkpointer:
         return path is not None and path.name == f"step-{self._last_step}"
 
     def close(self) -> None:
-        """Waits for what is being written, and tries once more what failed; idempotent."""
+        """Wait for what is being written, and try once more what failed; idempotent."""
         if self._writer is None:
             return
         self._collect()

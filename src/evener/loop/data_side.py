@@ -203,7 +203,7 @@ class DataSide:
         return loader
 
     def gather(self, value: T) -> T:
-        """Gives every rank the rows of all ranks, in the order of the data set.
+        """Give every rank the rows of all ranks, in the order of the data set.
 
         In the loop of an ``eval_loader``, what successive calls return, concatenated, are the rows
         of the whole data set in its order, each once, on every rank: also on one that had no batch
@@ -225,7 +225,7 @@ class DataSide:
         return self._gatherer.gather(value)
 
     def register(self, name: str, stateful: Stateful) -> None:
-        """Saves and restores an object with ``save`` and ``load``.
+        """Save and restore an object with ``save`` and ``load``.
 
         Its state is taken from rank 0, so it must be the same on every rank, as that of a
         scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
@@ -243,7 +243,7 @@ class DataSide:
         state.register(name, stateful)
 
     def save(self, path: str | Path) -> None:
-        """Writes a checkpoint of the whole team to ``path``; all ranks call it together.
+        """Write a checkpoint of the whole team to ``path``; all ranks call it together.
 
         Raises:
             CheckpointError: Rank 0 could not write it.
@@ -268,7 +268,7 @@ class DataSide:
             self.events.checkpoint(written)
 
     def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
-        """Restores a checkpoint, on any number of ranks; all ranks call it together.
+        """Restore a checkpoint, on any number of ranks; all ranks call it together.
 
         Call it after ``setup``, before or after ``loader``, and before the first epoch.
 

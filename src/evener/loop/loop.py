@@ -78,7 +78,7 @@ class Loop(DataSide):
         quiet: bool = False,
         sinks: Sequence[Sink | SinkMaker] = (),
     ) -> Self:
-        """Joins the team and makes all ranks start from rank 0's model.
+        """Join the team and make all ranks start from rank 0's model.
 
         All ranks call it together. The model moves to this rank's device, its trainable
         parameters move into flat buffers (the ``Parameter`` objects stay), it gets ``train()``, and
@@ -172,7 +172,7 @@ class Loop(DataSide):
     def backward(
         self, loss: Tensor, weight: float | None = None, *, optimizer: Optimizer | None = None
     ) -> None:
-        """Adds a micro-batch's gradient to the window.
+        """Add a micro-batch's gradient to the window.
 
         The window's gradient is Σ ``weight · ∇loss`` / Σ ``weight`` over all ranks and
         micro-batches: that of the mean over all units, however they were split. A second call on
@@ -204,7 +204,7 @@ class Loop(DataSide):
         engine.plan_ahead()
 
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
-        """Ends a micro-batch; with the last one of this rank's share, closes the window.
+        """End a micro-batch; with the last one of this rank's share, close the window.
 
         Several optimizers are stepped together, or they take turns on the same samples, as in a
         GAN::
@@ -246,7 +246,7 @@ class Loop(DataSide):
         return result
 
     def _start_unplanned(self) -> Share:
-        """Starts a window outside of any loader: one contribution of each rank."""
+        """Start a window outside of any loader: one contribution of each rank."""
         engine = self._engine
         engine.habits.tell_once(
             "training without ddp.loader: every ddp.step() is one update, to which each rank "
@@ -285,7 +285,7 @@ class Loop(DataSide):
         return self.weighted_mean(value, weight)
 
     def on_commit(self, fn: Callable[[WindowResult], None]) -> Callable[[WindowResult], None]:
-        """Calls ``fn(result)`` on every rank when a window is committed.
+        """Call ``fn(result)`` on every rank when a window is committed.
 
         Committed means that every rank has applied it. The model then holds exactly that window's
         parameters and buffers on every rank: the place for evaluation and saving. Collectives are
@@ -296,7 +296,7 @@ class Loop(DataSide):
         return fn
 
     def stop(self) -> None:
-        """Asks the team to stop after the window that is being computed; any rank may call it."""
+        """Ask the team to stop after the window that is being computed; any rank may call it."""
         self._engine.stop()
 
     def wants_stop(self) -> bool:
@@ -305,17 +305,17 @@ class Loop(DataSide):
 
     @contextmanager
     def emulated_slowness(self) -> Iterator[None]:
-        """Stretches the block on a rank that is emulated slower; does nothing on others."""
+        """Stretch the block on a rank that is emulated slower; do nothing on others."""
         watch = Stopwatch(self._engine.slowdown)
         yield
         watch.stop()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Puts the model into ``eval()`` without gradients for the length of the block."""
+        """Put the model into ``eval()`` without gradients for the length of the block."""
         return in_evaluation(self.assembly.model)
 
     def close(self) -> None:
-        """Leaves the team: ends loaders and connections; idempotent.
+        """Leave the team: end loaders and connections; idempotent.
 
         Where nothing has gone wrong, what has been applied is committed first, and what a loop that
         was left by ``break`` has done in CADENCE and ASYNC is averaged. All ranks do that together;

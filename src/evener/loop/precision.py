@@ -14,7 +14,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def choose_precision(precision: str, device: torch.device) -> Precision:
-    """Resolves ``auto`` for a device.
+    """Resolve ``auto`` for a device.
 
     bf16 on a CUDA or XPU device that has it; fp16 on a CUDA device with tensor cores but without
     bf16 (Volta, Turing); fp32 elsewhere: older cards, such as a GTX 1060, compute in fp16 more
@@ -61,7 +61,7 @@ class AutocastForward:
         return tree_map_only(Tensor, _to_float32, output)
 
     def remove(self) -> None:
-        """Gives the model its own forward back, unless somebody has replaced it since."""
+        """Give the model its own forward back, unless somebody has replaced it since."""
         if self._model.__dict__.get("forward") is self:
             del self._model.forward
 

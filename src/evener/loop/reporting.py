@@ -287,7 +287,7 @@ class StragglerWatch:
         self._strikes = [0] * world_size
 
     def observe(self, ranks: Sequence[RankRecord]) -> list[tuple[int, float, float]]:
-        """Takes a window.
+        """Take a window.
 
         Returns:
             ``(rank, compute_s, expected_s)`` of ranks that have just become stragglers.

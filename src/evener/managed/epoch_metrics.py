@@ -57,7 +57,7 @@ class EpochMetrics:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> "EpochMetrics":
-        """Reads back ``document``."""
+        """Read back ``document``."""
         lists = {name: tuple(v) for name, v in document.items() if isinstance(v, list)}
         return cls(**{**document, **lists})
 
@@ -66,7 +66,7 @@ _figures: ContextVar["EpochFigures | None"] = ContextVar("evener_figures", defau
 
 
 def record_scalar(name: str, value: float | Tensor) -> None:
-    """Records a number of the micro-batch that is being computed; call it inside ``train_fn``.
+    """Record a number of the micro-batch that is being computed; call it inside ``train_fn``.
 
     At the end of each epoch the mean over all micro-batches of all ranks, by their weights, appears
     as ``EpochMetrics.scalars[name]``. Micro-batches of windows, or of local steps, that were left
@@ -126,7 +126,7 @@ class EpochFigures:
             _figures.reset(token)
 
     def record(self, name: str, value: float | Tensor) -> None:
-        """Notes a value of the micro-batch that is being computed."""
+        """Note a value of the micro-batch that is being computed."""
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise UsageError(

@@ -158,7 +158,7 @@ class DdpHandle:
         self._finalizer = weakref.finalize(self, _abandon, run)
 
     def metrics(self) -> Iterator[EpochMetrics]:
-        """Yields each epoch's metrics as they land; ends with the run.
+        """Yield each epoch's metrics as they land; end with the run.
 
         Epochs are handed out once, here or by ``poll_metrics``. A Ctrl-C stops the run.
 
@@ -184,7 +184,7 @@ class DdpHandle:
         return self._run.poll_metrics()
 
     def join(self, timeout_s: float | None = None) -> TrainedState:
-        """Waits for the end of the run; a Ctrl-C stops it.
+        """Wait for the end of the run; a Ctrl-C stops it.
 
         Args:
             timeout_s: Longest wait, with several devices; ``None`` waits for the end.
@@ -212,7 +212,7 @@ class DdpHandle:
         return state
 
     def stop(self) -> None:
-        """Asks the run to stop; returns at once, ``join`` waits for it.
+        """Ask the run to stop; return at once, ``join`` waits for it.
 
         Every rank leaves after the micro-batch that it is computing. The window of that moment is
         dropped, so that the model is that of whole optimizer steps.
@@ -246,7 +246,7 @@ class DdpHandle:
             self._interrupted()
 
     def _interrupted(self) -> None:
-        """Ends the run on the way out of an exception, which must not be replaced by another."""
+        """End the run on the way out of an exception, which must not be replaced by another."""
         self._run.stop()
         try:
             if not self._run.finish(_INTERRUPTED_S):

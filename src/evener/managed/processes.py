@@ -233,7 +233,7 @@ class WorkerTeam(Supervisor, Run):
             super()._end_late()
 
     def _wind_up(self) -> None:
-        """Asks a survivor for the model once all have come to rest, and then lets all go."""
+        """Ask a survivor for the model once all have come to rest, and then let all go."""
         if self._leaving or self._at_work:
             return
         if self._asked is None and self.state is None:

@@ -104,7 +104,7 @@ class ManagedRank(EpochLoop):
         self._engine.call_on_left_out(self._figures.leave_out)
 
     def train(self) -> Iterator[EpochMetrics]:
-        """Trains; all ranks iterate together.
+        """Train; all ranks iterate together.
 
         Yields:
             The metrics of each epoch, the same on every rank.
@@ -131,7 +131,7 @@ class ManagedRank(EpochLoop):
             return capture_trained(self.model, self.ddp.progress)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the team; idempotent. ``state`` can still be asked for.
+        """Leave the team; idempotent. ``state`` can still be asked for.
 
         Args:
             error: What has ended this rank's part; the others are then not waited for.
@@ -179,7 +179,7 @@ class ManagedRank(EpochLoop):
                 checkpoint_fn(window, self.model)
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
-        """Agrees on the epoch's metrics; all ranks call it together."""
+        """Agree on the epoch's metrics; all ranks call it together."""
         answers = self._engine.team.introduce(self._figures.document(time.perf_counter()))
         if not answers[0]["windows"]:
             return None
@@ -209,7 +209,7 @@ class ManagedRank(EpochLoop):
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves a micro-batch: tensors in lists, tuples and dicts, and what has a ``to`` of its own."""
+    """Move a micro-batch: tensors in lists, tuples and dicts, and what has a ``to`` of its own."""
     if device.type == "cpu":
         return batch
 

@@ -35,7 +35,7 @@ class TrainedState:
 
 
 def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
-    """Copies a model's state to CPU memory of its own.
+    """Copy a model's state to CPU memory of its own.
 
     Raises:
         CheckpointError: A tensor is sparse, or extra state is not made of plain values.
@@ -70,7 +70,7 @@ def pack_trained(state: TrainedState) -> tuple[dict[str, Any], list[memoryview]]
 
 
 def unpack_trained(document: Mapping[str, Any], payload: bytearray) -> TrainedState:
-    """Reads back ``pack_trained``; the tensors own their memory."""
+    """Read back ``pack_trained``; the tensors own their memory."""
     tensors: dict[str, Tensor] = {}
     raw, start = torch.frombuffer(payload or bytearray(1), dtype=torch.uint8), 0
     for name, dtype_name, shape in document["tensors"]:

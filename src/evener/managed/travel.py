@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def pack(parts: Mapping[str, Any]) -> IO[bytes]:
-    """Pickles values into a file without a name, which child processes can inherit.
+    """Pickle values into a file without a name, which child processes can inherit.
 
     All at once, so that functions which share variables still share them.
 
@@ -47,7 +47,7 @@ def pack(parts: Mapping[str, Any]) -> IO[bytes]:
 
 
 def unpack(fd: int) -> dict[str, Any]:
-    """Reads in the child what ``pack`` has written; other children read the same memory.
+    """Read in the child what ``pack`` has written; other children read the same memory.
 
     Raises:
         LaunchError: Something is not there in this process, such as a module.
@@ -71,7 +71,7 @@ class Carried(ByValue):
         self.value = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Hands the value to cloudpickle."""
+        """Hand the value to cloudpickle."""
         return _restore, (type(self), cloudpickle.dumps(self.value))
 
 
@@ -79,7 +79,7 @@ class CarriedFunction(Carried):
     """A function that pickles by value."""
 
     def __call__(self, *args: Any) -> Any:
-        """Calls it."""
+        """Call it."""
         return self.value(*args)
 
 
@@ -91,7 +91,7 @@ class CarriedDataset(Carried):
         return len(self.value)
 
     def __getitem__(self, index: int) -> Any:
-        """Loads a sample."""
+        """Load a sample."""
         return self.value[index]
 
 

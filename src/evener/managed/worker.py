@@ -43,7 +43,7 @@ class ManagedProcess:
         self._stopped = False
 
     def run(self) -> int:
-        """Does this rank's part; returns the exit code."""
+        """Do this rank's part; return the exit code."""
         try:
             self._train()
         except (Exception, SystemExit) as error:
@@ -112,11 +112,11 @@ class _Forwarded(Sink):
         self._channel.tell({"event": event})
 
     def close(self) -> None:
-        """Does nothing: the channel is still needed."""
+        """Do nothing: the channel is still needed."""
 
 
 def main() -> int:
-    """Runs a worker; returns the exit code."""
+    """Run a worker; return the exit code."""
     channel = prepare_rank()
     job_fd = int(os.environ.pop(JOB_FD))
     os.set_inheritable(job_fd, False)

@@ -159,7 +159,7 @@ class Comparison:
 
 
 def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
-    """Compares at equal time and at equal work, and recommends.
+    """Compare at equal time and at equal work, and recommend.
 
     Args:
         trials: Rounds of all combinations.

@@ -84,7 +84,7 @@ class JsonlSink(Sink):
                 os.close(file)
 
     def _begin_anew(self) -> None:
-        """Goes on in a new file: the old one was removed, and with it what was in it."""
+        """Go on in a new file: the old one was removed, and with it what was in it."""
         assert self._file is not None
         fresh = _open(self._path)
         os.close(self._file)

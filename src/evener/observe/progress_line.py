@@ -104,7 +104,7 @@ class ProgressSink(Sink):
         self._shown = True
 
     def _end_live(self) -> None:
-        """Leaves the line as it is; what is said from now on stands below it."""
+        """Leave the line as it is; what is said from now on stands below it."""
         if self._live and self._state.windows:
             self._show_live()
             self._stream.write("\n")

@@ -68,7 +68,7 @@ class CadencePolicy(Planner):
         )
 
     def observe(self, reports: Sequence[Report], sync_s: float) -> None:
-        """Learns from a window.
+        """Learn from a window.
 
         Args:
             reports: One a rank.
@@ -93,7 +93,7 @@ class CadencePolicy(Planner):
     def plan(
         self, window: int, epoch: int, *, left: int, limit: int | None, stop: bool = False
     ) -> LocalPlan:
-        """Plans a window.
+        """Plan a window.
 
         Args:
             window: Its number.
@@ -149,7 +149,7 @@ class CadencePolicy(Planner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state`` where it is of the same members, in whatever order.
+        """Go on from ``state`` where it is of the same members, in whatever order.
 
         Another team, or a run of another policy, starts its cadence anew: a wrong one costs more
         than one window of a step each.

@@ -21,13 +21,13 @@ class WindowClock:
         self._deadline_s = math.inf
 
     def open(self, most: int) -> None:
-        """Begins a window of no more than ``most`` steps, without a deadline so far."""
+        """Begin a window of no more than ``most`` steps, without a deadline so far."""
         self.num_steps = 0
         self._most, self._least = most, 0
         self._deadline_s = math.inf
 
     def limit(self, most: int, deadline_s: float, *, least: int = 0) -> None:
-        """Sets the end of the window that has begun.
+        """Set the end of the window that has begun.
 
         Args:
             most: Steps at most, those already done included.
@@ -38,7 +38,7 @@ class WindowClock:
         self._deadline_s = deadline_s
 
     def count_step(self, elapsed_s: float | None) -> None:
-        """Counts a step that took ``elapsed_s`` seconds; ``None`` where that tells nothing."""
+        """Count a step that took ``elapsed_s`` seconds; ``None`` where that tells nothing."""
         self.num_steps += 1
         if elapsed_s is None:
             return

@@ -93,7 +93,7 @@ class ElChe:
     # ── settings ─────────────────────────────────────────────────────────────────────────────────
 
     def with_speed_ratio(self, slow_rank: int, ratio: float) -> Self:
-        """Says how much slower one rank is, until it is measured.
+        """Say how much slower one rank is, until it is measured.
 
         Args:
             slow_rank: The slow rank; it gets the anchor.
@@ -115,7 +115,7 @@ class ElChe:
         return self.with_speeds(ratios)
 
     def with_speeds(self, speeds: Sequence[float]) -> Self:
-        """Says how fast each rank is, relative to the others, until they are measured.
+        """Say how fast each rank is, relative to the others, until they are measured.
 
         Args:
             speeds: One a rank, above 0; the unit is free.
@@ -137,7 +137,7 @@ class ElChe:
         return self
 
     def with_overhead_target(self, target: float) -> Self:
-        """Sets the part of the time that averaging may take, 0.10 by default.
+        """Set the part of the time that averaging may take, 0.10 by default.
 
         Args:
             target: From 0.01 to 0.50.
@@ -157,7 +157,7 @@ class ElChe:
         return self
 
     def with_max_anchor(self, max_anchor: int) -> Self:
-        """Sets the largest anchor, 200 by default.
+        """Set the largest anchor, 200 by default.
 
         Args:
             max_anchor: A larger anchor of now comes down to it. 0 keeps the anchor from growing:
@@ -183,7 +183,7 @@ class ElChe:
         return self
 
     def with_max_batch_diff(self, max_batch_diff: int | None) -> Self:
-        """Sets by how much a count may change at one report; ``None``, the default, by anything.
+        """Set by how much a count may change at one report; ``None``, the default, by anything.
 
         Returns:
             This object.
@@ -263,7 +263,7 @@ class ElChe:
     def report_timing(
         self, wall_ms: Sequence[float], actual_batches: Sequence[int], sync_ms: float
     ) -> None:
-        """Learns from a window.
+        """Learn from a window.
 
         Args:
             wall_ms: Milliseconds that each rank was busy with its batches, without any wait.
@@ -300,7 +300,7 @@ class ElChe:
         self.is_calibrated = True
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Averages more often, as when ranks drift apart.
+        """Average more often, as when ranks drift apart.
 
         Args:
             factor: The anchor is multiplied by it and rounded up, to 1 at least, also below what it
@@ -357,7 +357,7 @@ class ElChe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from ``state``.
+        """Go on from ``state``.
 
         Raises:
             CheckpointError: It is damaged, or of another number of ranks.

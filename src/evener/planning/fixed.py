@@ -60,4 +60,4 @@ class FixedShares(Policy):
         return {"policy": "fixed"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignores what another run has learnt."""
+        """Ignore what another run has learnt."""

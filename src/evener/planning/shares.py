@@ -91,7 +91,7 @@ def without_ones(
     idle: Collection[int] = (),
     min_share: int = 0,
 ) -> tuple[int, ...]:
-    """Moves single samples so that no rank computes a micro-batch of one, where that is possible.
+    """Move single samples so that no rank computes a micro-batch of one, where that is possible.
 
     Layers with batch statistics cannot normalise one sample.
 

@@ -331,7 +331,7 @@ def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
 
 
 def _accept(state: State, numbers: tuple[float, ...]) -> State:
-    """Takes a plan; without one, or where nothing is left to do, the epoch is over."""
+    """Take a plan; without one, or where nothing is left to do, the epoch is over."""
     plans = state.plans
     if numbers:
         if state.is_sync:

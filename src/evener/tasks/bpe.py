@@ -31,7 +31,7 @@ def trained_tokenizer(
     progress: Progress = ignore,
     on_note: Note = ignore,
 ) -> Path:
-    """Trains a tokenizer on a source once, or finds that it has been done.
+    """Train a tokenizer on a source once, or find that it has been done.
 
     Held-out documents take part: which documents these are may change without another tokenizer.
 

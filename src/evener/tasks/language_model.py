@@ -33,7 +33,7 @@ SMALL_LLAMA: Mapping[str, Any] = {
 
 
 def build_model(config: ModelConfig, *, vocab_size: int, seq_len: int, eos_id: int) -> nn.Module:
-    """Makes the model of a configuration, in float32.
+    """Make the model of a configuration, in float32.
 
     The weights of a model from scratch depend on torch's random generator; rank 0's reach the
     others when the team is set up.
@@ -115,7 +115,7 @@ def write_text(
     seed: int,
     device: torch.device,
 ) -> list[int]:
-    """Continues a prompt token by token.
+    """Continue a prompt token by token.
 
     Args:
         model: In ``eval()``.
@@ -292,7 +292,7 @@ def building(config: ModelConfig, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Silences transformers' progress bars and advice for the length of the block."""
+    """Silence transformers' progress bars and advice for the length of the block."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

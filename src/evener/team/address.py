@@ -13,7 +13,7 @@ _LARGEST_PORT = 65_535
 
 
 def parse_address(address: object, name: str, *, may_bind: bool = False) -> tuple[str, int | None]:
-    """Takes an address apart; asks no network.
+    """Take an address apart; ask no network.
 
     Args:
         address: ``HOST``, ``HOST:PORT``, ``[IPv6]``, ``[IPv6]:PORT`` or an IPv6 address alone.

@@ -104,7 +104,7 @@ def connect_team(
     timeout_s: float,
     communicator: Communicator | None = None,
 ) -> tuple[Communicator, str]:
-    """Connects to the other ranks and agrees on how to exchange; all ranks call it together.
+    """Connect to the other ranks and agree on how to exchange; all ranks call it together.
 
     Args:
         environment: This rank's place.

@@ -38,7 +38,7 @@ def tell(**message: Any) -> None:
 
 
 def run_child(main: Callable[[], int | None]) -> int:
-    """Runs a rank's work and turns what it raises into an exit code.
+    """Run a rank's work and turn what it raises into an exit code.
 
     In a process that evener's launcher started, the failure goes to the launcher, which prints the
     first one of all ranks; elsewhere it is printed here: the message of a ``UserError``, otherwise
@@ -79,7 +79,7 @@ def follows_from_ctrl_c(error: BaseException) -> bool:
 
 
 def report_failure(error: Exception | SystemExit) -> int:
-    """Tells the launcher, or else the terminal, about an exception.
+    """Tell the launcher, or else the terminal, about an exception.
 
     Returns:
         What the process should exit with.
@@ -95,7 +95,7 @@ def report_failure(error: Exception | SystemExit) -> int:
 
 
 def apply_threads(config: DistributedTrainConfig) -> int:
-    """Shares the host's cores among its ranks where evener's launcher has not done so.
+    """Share the host's cores among its ranks where evener's launcher has not done so.
 
     ``OMP_NUM_THREADS`` is left as the user set it, but for the 1 that torchrun sets by itself
     whenever it starts several ranks. A process that runs alone is left to torch.
@@ -139,7 +139,7 @@ def _show_unraisable(unraisable: Any) -> None:
 
 
 def write_lines_at_once() -> None:
-    """Writes each line when it ends, and as a whole.
+    """Write each line when it ends, and as a whole.
 
     Through a pipe lines would come late and all at once; with PYTHONUNBUFFERED, which writes every
     argument of ``print`` by itself, those of other ranks would come in between.
@@ -151,7 +151,7 @@ def write_lines_at_once() -> None:
 
 @contextmanager
 def loading_libraries() -> Iterator[None]:
-    """Keeps Python from looking for garbage while large libraries come in: a fifth of their time.
+    """Keep Python from looking for garbage while large libraries come in: a fifth of their time.
 
     They make hundreds of thousands of objects that stay, and each look goes through all of them.
     """
@@ -165,7 +165,7 @@ def loading_libraries() -> Iterator[None]:
 
 
 def die_with(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when its parent ends, however that happens.
+    """Ask the kernel to kill this process when its parent ends, however that happens.
 
     Args:
         parent_pid: The parent as it was at the start; if it has gone already, this exits at once.

@@ -180,7 +180,7 @@ class DistributedTrainConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DistributedTrainConfig":
-        """Reads this process's place from what started it.
+        """Read this process's place from what started it.
 
         In order: evener's own launcher, torchrun's variables (whoever set them), a SLURM step of
         several tasks, otherwise a team of one.
@@ -211,7 +211,7 @@ class DistributedTrainConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: Any) -> "DistributedTrainConfig":
-        """Reads a process's place from a file.
+        """Read a process's place from a file.
 
         The keys are ``world_size``, ``rank``, ``local_rank``, ``local_world_size``, ``role``,
         ``coordinator_addr`` (a host, or ``host:port``), ``coordinator_port``, ``backend`` and
@@ -244,7 +244,7 @@ class DistributedTrainConfig:
         return cls(world_size, rank, **place)
 
     def check_address(self) -> None:
-        """Looks whether this host can resolve ``coordinator_addr``; asks the network.
+        """Look whether this host can resolve ``coordinator_addr``; ask the network.
 
         Raises:
             ConfigError: It cannot.

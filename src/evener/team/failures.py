@@ -60,7 +60,7 @@ class FailureReport:
 
 
 def describe(error: BaseException, *, steps: int = -1) -> FailureReport:
-    """Makes the report of an exception.
+    """Make the report of an exception.
 
     Args:
         error: The exception.

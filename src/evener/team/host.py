@@ -62,7 +62,7 @@ def available_cores() -> int:
 
 
 def _count_by_torch(timeout_s: float = _PATIENCE_S) -> int:
-    """Asks torch in a process of its own, as it takes seconds to load and may start drivers."""
+    """Ask torch in a process of its own, as it takes seconds to load and may start drivers."""
     try:
         asked = subprocess.run(  # a torch that does not load fails where it is used, and better
             [sys.executable, "-c", _ASK_TORCH],

@@ -39,7 +39,7 @@ def launch(
     store_waits: bool = False,
     node: Node | None = None,
 ) -> int:
-    """Runs ``nproc`` copies of a command as the ranks of a team on this host.
+    """Run ``nproc`` copies of a command as the ranks of a team on this host.
 
     Where several hosts take part, each runs this, and ranks start once all are here. The first rank
     of a host writes straight to the terminal; each line of the others is marked with its rank. The
@@ -176,7 +176,7 @@ class _Launcher(Supervisor):
             self._ask_to_stop(signal.SIGTERM)
 
     def _find_deserters(self, waiting: Sequence[int]) -> None:
-        """Finds ranks that others wait for, and that cannot come any more."""
+        """Find ranks that others wait for, and that cannot come any more."""
         for child in self.children:
             if child.desertion or child.signals:
                 continue

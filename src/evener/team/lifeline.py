@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 def watch(lines: Iterable[str]) -> set[int]:
-    """Reads the pipe to its end and returns the process groups that are left."""
+    """Read the pipe to its end and return the process groups that are left."""
     groups: set[int] = set()
     for line in lines:
         groups ^= {int(line)}
@@ -21,7 +21,7 @@ def watch(lines: Iterable[str]) -> set[int]:
 
 
 def main() -> None:
-    """Waits for the launcher's end, then kills what it has left."""
+    """Wait for the launcher's end, then kill what it has left."""
     for group in watch(sys.stdin):
         try:
             os.killpg(group, signal.SIGKILL)

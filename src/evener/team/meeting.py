@@ -159,7 +159,7 @@ class Peers:
         self.channels = [channel for channel in channels if not channel.has_ended]
 
     def tell(self, message: Message) -> None:
-        """Tells the other launchers, as far as they can be reached."""
+        """Tell the other launchers, as far as they can be reached."""
         for channel in self.channels:
             channel.tell(message)
 
@@ -174,7 +174,7 @@ class Peers:
         return [message for _, message in heard]
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         for channel in self.channels:
             channel.close()
 
@@ -182,7 +182,7 @@ class Peers:
 def meet(
     node: Node, nproc: int, *, store_waits: bool
 ) -> tuple[LocalRanks, socket.socket | None, Peers]:
-    """Waits for the launchers of all nodes, and learns which ranks are this one's.
+    """Wait for the launchers of all nodes, and learns which ranks are this one's.
 
     Call it before any rank starts; Ctrl-C ends it.
 
@@ -305,7 +305,7 @@ class _Host:
         self._refusals: list[str] = []
 
     def gather(self) -> tuple[LocalRanks, Peers]:
-        """Waits until all are here, and tells each which ranks are its own."""
+        """Wait until all are here, and tell each which ranks are its own."""
         self._listener.setblocking(False)
         try:
             with closing(self._call_oneself()):
@@ -393,7 +393,7 @@ class _Host:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drops the stranger that has been silent for longest."""
+        """Drop the stranger that has been silent for longest."""
         if self._strangers:
             self._strangers.pop(0).close()
         else:  # all descriptors are in use elsewhere; wait would return at once
@@ -430,7 +430,7 @@ class _Host:
         return not wrong
 
     def _drop_those_that_went(self) -> None:
-        """Drops launchers that ended before all were here, or that are none and say more."""
+        """Drop launchers that ended before all were here, or that are none and say more."""
         for channel in [*self._nodes]:
             if channel.receive() or channel.has_ended:
                 del self._nodes[channel]
@@ -481,7 +481,7 @@ def _join(node: Node, nproc: int) -> tuple[LocalRanks, Channel]:
 
 
 def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRanks | None:
-    """Says who this node is, and waits for its ranks; ``None`` if it ends before any answer.
+    """Say who this node is, and wait for its ranks; ``None`` if it ends before any answer.
 
     Raises:
         LaunchError: Node 0 refused it, did not answer in time, or is something else.

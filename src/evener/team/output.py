@@ -45,7 +45,7 @@ class OutputPump:
         self._streams.append(_Stream(prefix, source, target))
 
     def start(self) -> None:
-        """Starts copying."""
+        """Start copying."""
         self._thread.start()
 
     @property
@@ -54,7 +54,7 @@ class OutputPump:
         return self._writing
 
     def finish(self, timeout_s: float) -> bool:
-        """Waits until every pipe has ended.
+        """Wait until every pipe has ended.
 
         Args:
             timeout_s: Longest wait; a process that left its rank's group may keep a pipe open.

@@ -64,7 +64,7 @@ def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, .
 
 
 def check_devices(devices: Devices) -> None:
-    """Refuses what this host does not have; see ``devices_of_host``."""
+    """Refuse what this host does not have; see ``devices_of_host``."""
     devices_of_host(devices, count_accelerators())
 
 
@@ -183,7 +183,7 @@ def place_in(group: Any) -> DistributedTrainConfig:
 
 
 def join(environment: DistributedTrainConfig, backend: str, timeout_s: float) -> Communicator:
-    """Connects to the other ranks; with one rank there is nothing to connect to."""
+    """Connect to the other ranks; with one rank there is nothing to connect to."""
     if environment.world_size == 1:
         return SingleCommunicator()
     # The launcher's socket serves one store; a later team of this process opens the port anew.

@@ -21,7 +21,7 @@ from evener.team.signals import end_in_silence
 
 
 def run_program(argv: Sequence[str]) -> None:
-    """Runs a script or a module as ``__main__``.
+    """Run a script or a module as ``__main__``.
 
     Args:
         argv: The script's path, then its arguments; or ``-m``, the module's name, its arguments.

@@ -27,7 +27,7 @@ _LONG_WITH_ARGUMENT = ("--check-hash-based-pycs",)
 
 
 def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> None:
-    """Runs the script once for each device; returns only where that is impossible.
+    """Run the script once for each device; return only where that is impossible.
 
     Args:
         devices: One for each rank, by local rank.

@@ -71,7 +71,7 @@ class LocalRanks:
 
 
 def check_nproc(nproc: int) -> None:
-    """Refuses an impossible number of ranks.
+    """Refuse an impossible number of ranks.
 
     Raises:
         ConfigError: It is below 1 or above ``MAX_NPROC``.
@@ -112,7 +112,7 @@ def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int
 
 
 def bind_store(port: int | None, *, listen: bool) -> socket.socket:
-    """Opens the port of the store, on loopback; the first rank inherits it.
+    """Open the port of the store, on loopback; the first rank inherits it.
 
     Args:
         port: Which; ``None`` takes a free one.

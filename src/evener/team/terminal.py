@@ -8,7 +8,7 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes text to standard error at once; on a terminal, in place of a line of progress.
+    """Write text to standard error at once; on a terminal, in place of a line of progress.
 
     When nobody reads any more (``2>&1 | head``, a closed terminal), it and all that follows goes
     nowhere.

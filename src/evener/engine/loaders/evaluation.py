@@ -77,7 +77,7 @@ class EvaluationLoader(LikeDataLoader):
             yield batch
 
     def close(self) -> None:
-        """Ends the fetching of data; idempotent."""
+        """End the fetching of data; idempotent."""
         self._closing()
 
     def _agree(self, fingerprint: int) -> list[Parts]:

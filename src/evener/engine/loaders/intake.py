@@ -68,7 +68,7 @@ class Drawn(Order):
         self._sampler_seed = seed
 
     def of(self, epoch: int) -> Indices:
-        """Draws the epoch's indices.
+        """Draw the epoch's indices.
 
         Raises:
             UsageError: The sampler does not give as many as its length says.

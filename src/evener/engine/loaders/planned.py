@@ -130,7 +130,7 @@ class TeamLoader(LikeDataLoader):
         return self.cursor.state_dict()
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Goes on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+        """Go on from ``state``; with ``allow_new_data``, from the first epoch of other data.
 
         Raises:
             CheckpointError: It is of another data set or seed.
@@ -141,7 +141,7 @@ class TeamLoader(LikeDataLoader):
             self.cursor.load_state_dict(state)
 
     def _compare(self, indices: Indices) -> None:
-        """Refuses a sampler that draws other samples on another rank."""
+        """Refuse a sampler that draws other samples on another rank."""
         if not (own := self._order.fingerprint(indices)):
             return
         team = self._engine.team
@@ -154,12 +154,12 @@ class TeamLoader(LikeDataLoader):
                 )
 
     def close(self) -> None:
-        """Ends the fetching of data; idempotent."""
+        """End the fetching of data; idempotent."""
         self._fetched.clear()
         self._fetcher.close()
 
     def _hand_out(self, work: Work, permutation: Indices) -> Generator[Any, None, None]:
-        """Hands out a share, or a batch; all of it anew where a micro-batch does not fit."""
+        """Hand out a share, or a batch; all of it anew where a micro-batch does not fit."""
         engine, window = self._engine, work.window
         self._fetched = {
             positions: self._fetched.get(positions) or self._submit(positions, permutation)
@@ -195,7 +195,7 @@ class TeamLoader(LikeDataLoader):
     def _submit(
         self, positions: Sequence[int], permutation: Indices
     ) -> deque[tuple[int, int, Pending]]:
-        """Asks for samples, in micro-batches: first position, number of samples, batch."""
+        """Ask for samples, in micro-batches: first position, number of samples, batch."""
         queue: deque[tuple[int, int, Pending]] = deque()
         options = self._engine.options
         for part in split(positions, self.micro_batch_size, avoid_ones=options.avoid_ones):
@@ -208,7 +208,7 @@ class TeamLoader(LikeDataLoader):
 def split(
     positions: Sequence[int], micro_batch_size: int, *, avoid_ones: bool = False
 ) -> list[Sequence[int]]:
-    """Cuts a share into full micro-batches and one of what remains.
+    """Cut a share into full micro-batches and one of what remains.
 
     So a rank uses at most two sizes, and the full one whatever its share: what compiles or tunes
     itself for a size does so twice.

@@ -97,7 +97,7 @@ class StreamLoader(LikeDataLoader):
         return {"stream_epoch": self._epoch}
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
-        """Goes on from ``state``; with ``allow_new_data``, from the first epoch of other data.
+        """Go on from ``state``; with ``allow_new_data``, from the first epoch of other data.
 
         Raises:
             CheckpointError: It is that of a map-style data set.
@@ -112,7 +112,7 @@ class StreamLoader(LikeDataLoader):
         self._epoch = Fields(dict(state)).whole("stream_epoch")
 
     def close(self) -> None:
-        """Does nothing: worker processes end with the iterator."""
+        """Do nothing: worker processes end with the iterator."""
 
     @property
     def _finished(self) -> bool:

@@ -59,7 +59,7 @@ class AdapterModel(nn.Module):
 
 
 def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] = ()) -> nn.Module:
-    """Puts a new adapter on a base and freezes the rest, but for the head.
+    """Put a new adapter on a base and freeze the rest, but for the head.
 
     Args:
         base: A model for sequence classification.

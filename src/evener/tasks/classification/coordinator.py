@@ -158,7 +158,7 @@ class DataParallelCoordinator:
             apply_settings(replica.optimizer, self._settings)
 
     def train_batch_parallel(self, samples: Sequence[Sample]) -> BatchResult:
-        """Makes one update with a batch of samples, each seen by exactly one replica.
+        """Make one update with a batch of samples, each seen by exactly one replica.
 
         Args:
             samples: Any number. Fewer than devices leave some without work; none make no update.
@@ -192,7 +192,7 @@ class DataParallelCoordinator:
         )
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
-        """Classifies labelled texts on all devices and compares; the loss of none is ``nan``.
+        """Classify labelled texts on all devices and compare; the loss of none is ``nan``.
 
         Raises:
             DataError: A bad sample.
@@ -211,11 +211,11 @@ class DataParallelCoordinator:
         return self.primary_pipeline.name(self._judge(self.primary_pipeline.encode_texts(texts)))
 
     def save(self, folder: str | Path) -> None:
-        """Writes adapter and merged weights; see ``ClassifyPipeline.save``."""
+        """Write adapter and merged weights; see ``ClassifyPipeline.save``."""
         self.primary_pipeline.save(folder)
 
     def close(self) -> None:
-        """Ends the threads; the pipelines stay usable. Idempotent."""
+        """End the threads; the pipelines stay usable. Idempotent."""
         replicas, self._replicas = self._replicas, []
         try:
             self._on_all(_ThreadRank.close, replicas)
@@ -231,7 +231,7 @@ class DataParallelCoordinator:
         self.close()
 
     def _compute(self, parts: Sequence[Sequence[tuple[int, Encoded]]]) -> int:
-        """Computes gradients, which stay on their replicas; returns how many were classified right.
+        """Compute gradients, which stay on their replicas; return how many were classified right.
 
         All replicas are done before the first one exchanges anything: so one that fails, as
         without memory, leaves all as they were.
@@ -266,7 +266,7 @@ class DataParallelCoordinator:
         return plan, [[whole[place] for place in plan.positions(rank)] for rank in ranks]
 
     def _on_all(self, work: Callable[..., _T], *arguments: Any) -> list[_T]:
-        """Runs ``work`` on every replica's thread; raises the first error when all have ended.
+        """Run ``work`` on every replica's thread; raise the first error when all have ended.
 
         The error of a replica goes before those of others, who only miss it.
 
@@ -355,11 +355,11 @@ class _ThreadRank:
         return correct
 
     def drop(self) -> None:
-        """Forgets what was computed of a batch."""
+        """Forget what was computed of a batch."""
         self._window.drop()
 
     def update(self) -> WindowResult:
-        """Averages over replicas and steps; all replicas do it together."""
+        """Average over replicas and step; all replicas do it together."""
         try:
             result = self._window.close_window()
         except NonFiniteGradientError:
@@ -371,6 +371,6 @@ class _ThreadRank:
         return result
 
     def close(self) -> None:
-        """Leaves the team, together with all replicas; the classifier stays usable."""
+        """Leave the team, together with all replicas; the classifier stays usable."""
         self.ddp.close()
         self._pipeline.model.eval()

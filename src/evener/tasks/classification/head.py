@@ -23,7 +23,7 @@ _ITERATIONS = 300
 
 
 def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool:
-    """Trains the head alone to the end; all ranks call it together, before the first window.
+    """Train the head alone to the end; all ranks call it together, before the first window.
 
     Each rank computes a part of the features, gets those of all, and takes over rank 0's head.
 

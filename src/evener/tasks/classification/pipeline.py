@@ -114,7 +114,7 @@ class ClassifyPipeline:
         class_weights: Sequence[float] | None = None,
         quiet: bool = False,
     ) -> Self:
-        """Makes a classifier on the CPU, in ``eval()``.
+        """Make a classifier on the CPU, in ``eval()``.
 
         Args:
             model_config: The base, and perhaps an adapter to go on with: a local folder, keys such
@@ -154,7 +154,7 @@ class ClassifyPipeline:
 
     @classmethod
     def load(cls, folder: str | Path, base: str | Path | None = None) -> Self:
-        """Loads what ``save`` has written.
+        """Load what ``save`` has written.
 
         Args:
             folder: The one that was saved to.
@@ -200,7 +200,7 @@ class ClassifyPipeline:
         )
 
     def to(self, device: torch.device) -> None:
-        """Moves the model; ``Ddp.setup`` does so, too."""
+        """Move the model; ``Ddp.setup`` does so, too."""
         move(self.model, device)
 
     @property
@@ -241,7 +241,7 @@ class ClassifyPipeline:
         return float(self._class_weights[list(labels)].double().sum())
 
     def seed_dropout(self, seed: int) -> None:
-        """Draws dropout from a generator of this classifier's own, which starts at ``seed``.
+        """Draw dropout from a generator of this classifier's own, which starts at ``seed``.
 
         Before, it is torch's default one, for a classifier that has its process to itself.
         """
@@ -260,7 +260,7 @@ class ClassifyPipeline:
     # ── use ──────────────────────────────────────────────────────────────────────────────────
 
     def evaluate(self, samples: Sequence[Sample]) -> Evaluation:
-        """Classifies labelled texts and compares; the loss of none is ``nan``.
+        """Classify labelled texts and compare; the loss of none is ``nan``.
 
         Raises:
             DataError: One is bad.
@@ -315,7 +315,7 @@ class ClassifyPipeline:
         ]
 
     def save(self, folder: str | Path) -> None:
-        """Writes ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
+        """Write ``adapter/`` and ``merged/`` into a folder, and ``base/`` if it is nowhere else.
 
         ``PeftModel.from_pretrained`` loads the adapter onto the base,
         ``AutoModelForSequenceClassification.from_pretrained`` the merged weights. Both folders hold

@@ -160,7 +160,7 @@ class LabelSet:
         return index
 
     def require_all(self, indices: Iterable[int]) -> None:
-        """Refuses training data in which a class does not occur.
+        """Refuse training data in which a class does not occur.
 
         Args:
             indices: The classes of the samples.

@@ -11,7 +11,7 @@ from evener.tasks.classification.samples import Record
 def split_records(
     records: Sequence[Record], fraction: float, seed: int
 ) -> tuple[list[Record], list[Record]]:
-    """Splits samples into training and held-out ones.
+    """Split samples into training and held-out ones.
 
     Each class gives about ``fraction`` of its samples, at least one and never all. Samples of one
     group stay together: a text is never held out while one of its group is trained on. Which ones

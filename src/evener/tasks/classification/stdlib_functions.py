@@ -16,7 +16,7 @@ _LEFT_OUT = frozenset({"test", "tests", "__pycache__"})
 
 
 def stdlib_functions(root: Path | None = None) -> list[Record]:
-    """Reads every function of ``PACKAGES`` once; its group is its file.
+    """Read every function of ``PACKAGES`` once; its group is its file.
 
     Texts are unindented, further indentation is by tabs (four spaces say no more than one tab and
     cost four bytes of what a model sees). Contents differ between versions of Python.

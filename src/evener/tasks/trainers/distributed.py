@@ -140,7 +140,7 @@ class DistributedTrainer:
         return loss
 
     def train_epoch(self, batches: Sequence[LMBatch]) -> float:
-        """Trains on all batches once, each on one rank; all ranks call it together.
+        """Train on all batches once, each on one rank; all ranks call it together.
 
         Rank r takes those of ``shard_batches(len(batches), r, world_size)``; an update is made of
         one batch of each rank, and of fewer at the end. It stops where ``max_steps`` is reached.
@@ -168,7 +168,7 @@ class DistributedTrainer:
         return loss_sum / num_tokens if num_tokens else math.nan
 
     def close(self) -> None:
-        """Leaves the team, and lets the connection go; the model stays usable. Idempotent."""
+        """Leave the team, and let the connection go; the model stays usable. Idempotent."""
         torch.set_num_threads(self._torch_threads)
         self.trainer.close()
 

@@ -65,7 +65,7 @@ class DistributedComm:
 
     @classmethod
     def remote(cls, config: DistributedTrainConfig, *, timeout_s: float = _TIMEOUT_S) -> Self:
-        """Meets the other ranks over the network; all ranks call it together.
+        """Meet the other ranks over the network; all ranks call it together.
 
         A script that has called ``torch.distributed.init_process_group`` has met them already: with
         a default group of as many ranks, they meet through it, and the address is not used.
@@ -94,7 +94,7 @@ class DistributedComm:
         return cls(communicator, config)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it.
+        """Return when every rank has called it.
 
         Raises:
             PeerLostError: A rank has ended.
@@ -103,7 +103,7 @@ class DistributedComm:
         self.communicator.barrier(what="DistributedComm.barrier")
 
     def close(self) -> None:
-        """Lets the connection go; who still needs this rank gets ``PeerLostError``. Idempotent."""
+        """Let the connection go; who still needs this rank gets ``PeerLostError``. Idempotent."""
         self.communicator.close()
 
     def __enter__(self) -> Self:

@@ -112,7 +112,7 @@ class TransformerTrainer:
         policy: str = ApplyPolicy.SYNC,
         **options: Any,
     ) -> Ddp:
-        """Makes this a rank of a team, once; all its ranks call it together.
+        """Make this a rank of a team, once; all its ranks call it together.
 
         Gradients are exchanged block by block, and clipped as the optimizer's settings say.
 
@@ -187,7 +187,7 @@ class TransformerTrainer:
         return loss.detach()
 
     def forward_backward_batch(self, batch: LMBatch) -> float:
-        """Adds a batch's gradient to the next update; exchanges nothing.
+        """Add a batch's gradient to the next update; exchange nothing.
 
         Dropout does not draw from torch's own random numbers on the CPU, from which callers may
         draw the order of their batches: they go on as if it had not been called.
@@ -211,7 +211,7 @@ class TransformerTrainer:
             torch.set_rng_state(random_state)
 
     def apply_gradients(self) -> WindowResult | None:
-        """Makes the update; in a team, all ranks call it together.
+        """Make the update; in a team, all ranks call it together.
 
         A rank that has accumulated nothing takes part with nothing.
 
@@ -225,7 +225,7 @@ class TransformerTrainer:
         return self._open_window().close_window()
 
     def close(self) -> None:
-        """Leaves the team; the model stays usable. Idempotent."""
+        """Leave the team; the model stays usable. Idempotent."""
         if self._ddp is not None:
             self._ddp.close()
 
