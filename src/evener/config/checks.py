@@ -7,6 +7,7 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from numbers import Real
 from typing import Annotated, Any, Final, Literal, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
@@ -64,18 +65,19 @@ def asks_for(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _no_text(words: str) -> BeforeValidator:
+def _a_number(words: str) -> BeforeValidator:
     def refuse(value: object) -> object:
-        # YAML reads `yes` and `on` as true, which Python would take for 1.
-        if isinstance(value, bool | str):
+        # YAML reads `yes` and `on` as true, which Python would take for 1. Tensors and NumPy's
+        # truth values are no numbers of Python's either, and NumPy's numbers are.
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise ValueError(words)
         return value
 
     return BeforeValidator(refuse)
 
 
-Whole = Annotated[int, _no_text("give a whole number")]
-Number = Annotated[float, _no_text("give a number")]
+Whole = Annotated[int, _a_number("give a whole number")]
+Number = Annotated[float, _a_number("give a number")]
 AboveZero = Annotated[Number, Field(gt=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -168,8 +170,11 @@ def explain(
             text = f"{key} is {'empty' if value is None else short(value)}: {_remedy(problem)}"
         else:
             text = f"{key} is {short(value)}; {_remedy(problem)}"
+        # A key that stood in a section in earlier versions is still found by its last part.
         by_user = [
-            o for o in overridden if f"{key}.".startswith(f"{o}.") or o.startswith(f"{key}.")
+            o
+            for o in overridden
+            if f"{key}.".startswith(f"{o}.") or o.startswith(f"{key}.") or o.endswith(f".{key}")
         ]
         lines = problems.setdefault(f"--set {by_user[-1]}: " if by_user else source, [])
         lines.append(text)

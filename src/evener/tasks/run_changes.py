@@ -186,6 +186,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = _flat(config)
     if "optimizer.max_grad_norm" in flat:
         flat["max_grad_norm"] = flat.pop("optimizer.max_grad_norm")
+    if flat.get("divergence_guard", "") in (None, False):
+        flat["divergence_guard"] = "none"
     return flat | {key: value for key, value in _LEFT_OUT.items() if flat.get(key) is None}
 
 

@@ -127,6 +127,10 @@ def test_set_leaves_what_it_starts_from_alone() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "optimizer.max_grad_norm=-1",
+            "--set optimizer.max_grad_norm: max_grad_norm is -1: give more than 0",
+        ),
         ("seed", "--set 'seed' is not key=value; write e.g. optimizer.lr=3e-4"),
         ("=3", "--set '=3' is not key=value; write e.g. optimizer.lr=3e-4"),
         ("optimizer.=3", "--set 'optimizer.=3' is not key=value; write e.g. optimizer.lr=3e-4"),

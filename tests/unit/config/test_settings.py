@@ -5,7 +5,9 @@ import inspect
 import math
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from evener import ConfigError, Ddp, DdpBuilder, DdpConfig
 from evener.config.classify import ClassifyRunConfig
@@ -21,6 +23,9 @@ BAD = [
     ({"max_grad_norm": math.nan}, "max_grad_norm is nan"),
     ({"max_grad_norm": "1"}, "max_grad_norm is '1'; give a number"),
     ({"max_grad_norm": True}, "max_grad_norm is True; give a number"),
+    ({"max_grad_norm": np.True_}, "max_grad_norm is np.True_; give a number"),
+    ({"max_grad_norm": torch.tensor(1.0)}, "max_grad_norm is tensor(1.); give a number"),
+    ({"verify_every": np.True_}, "verify_every is np.True_; give a whole number"),
     ({"non_finite": "ignore"}, "non_finite is 'ignore'; choose one of 'raise', 'skip'"),
     ({"speed_hint": (1.0, 0.0)}, "speed_hint is (1.0, 0.0); give a finite number above 0 for each"),
     ({"speed_hint": ()}, "speed_hint is (); give"),
@@ -84,7 +89,8 @@ def test_options_that_do_not_fit_the_team_are_refused(options, words):
 
 def test_good_options_are_taken():
     config = DdpConfig(
-        max_grad_norm=1,
+        max_grad_norm=np.float32(1),
+        verify_every=np.int64(3),
         speed_hint=[1, 0.25],
         anchor=20,
         max_anchor=50,

@@ -18,13 +18,14 @@ def tell(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def test_what_earlier_versions_wrote_otherwise_has_not_changed():
-    now = RunConfig(max_grad_norm=0.5).model_dump(mode="json")
+    now = RunConfig(max_grad_norm=0.5, divergence_guard=False).model_dump(mode="json")
     before = now | {
         "anchor": 10,
         "overhead_target": 0.1,
         "max_anchor": 200,
         "divergence_threshold": 0.05,
         "verify_every": 0,
+        "divergence_guard": "none",
         "optimizer": {**now["optimizer"], "max_grad_norm": 0.5},
     }
     del before["max_grad_norm"], before["partition_ratios"]
