@@ -44,7 +44,7 @@ class DeviceKind:
         return torch.get_device_module(self.name)
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """A device's name for people, and its memory in bytes; 0 where torch cannot tell."""
+        """Return a device's name for people, and its memory in bytes; 0 where torch cannot tell."""
         properties = self.module.get_device_properties(device)
         return str(properties.name), int(properties.total_memory)
 
@@ -69,11 +69,11 @@ class DeviceKind:
         self.module.empty_cache()
 
     def has_float64(self, device: torch.device) -> bool:
-        """Whether a device knows this dtype."""
+        """Return whether a device knows this dtype."""
         return True
 
     def half(self, device: torch.device) -> Half:
-        """The half precision that a device computes in faster than in fp32."""
+        """Return the half precision that a device computes in faster than in fp32."""
         return "fp32"
 
 
@@ -84,7 +84,7 @@ class Cpu(DeviceKind):
     name = "cpu"
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """The processor's name and the host's memory."""
+        """Return the processor's name and the host's memory."""
         import psutil  # takes 10 ms to load
 
         return _cpu_name(), int(psutil.virtual_memory().total)
@@ -176,7 +176,7 @@ class OtherAccelerator(DeviceKind):
         self.name = name
 
     def describe(self, device: torch.device) -> tuple[str, int]:
-        """The backend's name; torch asks of no module to know more."""
+        """Return the backend's name; torch asks of no module to know more."""
         return self.name, 0
 
     def finish(self, device: torch.device) -> None:
@@ -204,7 +204,7 @@ _KNOWN: Final[dict[str, DeviceKind]] = {kind.name: kind for kind in (_CPU, *_BUI
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """The kind that a device is of."""
+    """Return the kind that a device is of."""
     return _KNOWN.get(device.type) or OtherAccelerator(device.type)
 
 
@@ -234,7 +234,7 @@ def move(module: nn.Module, device: torch.device) -> None:
 
 
 def copied(module: nn.Module, device: torch.device, memo: Mapping[int, Any] | None = None) -> Any:
-    """A copy of a module on a device, without a second one where the module lies.
+    """Return a copy of a module on a device, without a second one where the module lies.
 
     Args:
         module: It stays as it is.
@@ -257,7 +257,7 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def pins_memory() -> bool:
-    """Whether batches get faster to this host's accelerator from page-locked memory."""
+    """Return whether batches get faster to this host's accelerator from page-locked memory."""
     return any(_KNOWN[name].pins_memory for name in count_accelerators() if name in _KNOWN)
 
 

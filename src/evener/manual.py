@@ -194,7 +194,7 @@ class Replicas:
     def weighted_mean(
         self, values: Sequence[float], weights: Sequence[float] | None = None
     ) -> float:
-        """The mean of a number over all replicas, the same on every process.
+        """Return the mean of a number over all replicas, the same on every process.
 
         Args:
             values: One for each replica of this process, such as losses or returns.
@@ -218,7 +218,7 @@ class Replicas:
         return _sum([row[0] for row in rows]) / self._total("weights", [row[1] for row in rows])
 
     def all_reduce(self, values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-        """The former name of ``weighted_mean``; it goes with the next release."""
+        """Return the former name of ``weighted_mean``; it goes with the next release."""
         warn_of_former_name("all_reduce", "weighted_mean")
         return self.weighted_mean(values, weights)
 
@@ -412,7 +412,7 @@ def place(
     devices: str | torch.device | Sequence[str | int | torch.device],
     environment: DistributedTrainConfig,
 ) -> tuple[torch.device, ...]:
-    """The device of each replica of this process.
+    """Return the device of each replica of this process.
 
     Args:
         models: The replicas.
@@ -502,14 +502,14 @@ def _read_layout(
 
 
 def _in_words(layout: Sequence[Entry]) -> dict[str, str]:
-    """A layout as it travels: shapes and dtypes in words, by name."""
+    """Return a layout as it travels: shapes and dtypes in words, by name."""
     return {n: f"{list(shape)} {str(dtype).removeprefix('torch.')}" for n, shape, dtype in layout}
 
 
 def _first_difference(
     left: Mapping[str, str], right: Mapping[str, str], left_number: int, right_number: int
 ) -> str:
-    """The first difference of two layouts in words, by name; empty where there is none."""
+    """Return the first difference of two layouts in words, by name; empty where there is none."""
     for name in sorted({*left, *right}):
         mine, theirs = left.get(name), right.get(name)
         if mine == theirs:
@@ -541,7 +541,7 @@ def _gradient_problem(parameter: Tensor) -> str:
 
 
 def _refusal(notes: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong, in the same words on every process."""
+    """Return what is wrong, in the same words on every process."""
     for rank, note in enumerate(notes):
         if note["problem"]:
             return f"{note['problem']} (rank {rank})" if len(notes) > 1 else str(note["problem"])

@@ -63,11 +63,11 @@ class BufferAverager:
         return [getattr(module, key) for module, key in self._places]
 
     def committed(self) -> Sequence[torch.Tensor]:
-        """The same as the model holds it, where nothing has written to it since."""
+        """Return the same as the model holds it, where nothing has written to it since."""
         return self.agreed if self.changed() else self._buffers
 
     def changed(self) -> bool:
-        """Whether a buffer was written on this rank since the last agreement."""
+        """Return whether a buffer was written on this rank since the last agreement."""
         return any(map(_is_written, self._buffers, self._marks))
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class BufferAverager:
             self._kept_marks[number] = _mark(buffer)
 
     def _written(self) -> list[tuple[int, torch.Tensor]]:
-        """The buffers of modules that have written to one since the last mark.
+        """Return the buffers of modules that have written to one since the last mark.
 
         Those of a module go together: batch normalisation raises the version of its counter, but
         not of its statistics.
@@ -127,7 +127,7 @@ class BufferAverager:
 
     @torch.no_grad()
     def snapshot(self) -> torch.Tensor:
-        """This rank's differences from the consensus as they are now, as one float64 tensor."""
+        """Return this rank's present differences from the consensus, as one float64 tensor."""
         self._snapshots = [b.detach().clone() for b in self._buffers]
         return self._differences()
 

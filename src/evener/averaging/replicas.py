@@ -117,7 +117,7 @@ class Stage:
     views: tuple[Tensor, ...]
 
     def is_finite(self) -> bool:
-        """Whether all of it is, with the same answer on every process."""
+        """Return whether all of it is, with the same answer on every process."""
         # An inf or a NaN makes the sum not finite; a sum of large terms may overflow without one.
         return all(
             bool(torch.isfinite(buffer.sum())) or bool(torch.isfinite(buffer).all())

@@ -58,7 +58,7 @@ class ReplicaCheck:
         self._factors: dict[torch.device, Tensor] = {}
 
     def is_due(self, window: int) -> bool:
-        """Whether to compare after this window, wherever in an epoch it is."""
+        """Return whether to compare after this window, wherever in an epoch it is."""
         return self.every > 0 and (window + 1) % self.every == 0
 
     def compare(
@@ -112,7 +112,7 @@ class ReplicaCheck:
         parameters: Sequence[Tensor] | None = None,
         buffers: Sequence[Tensor] | None = None,
     ) -> list[int]:
-        """A 64-bit hash of each parameter's bits, in flat order, then of each buffer's.
+        """Return a 64-bit hash of each parameter's bits, in flat order, then of each buffer's.
 
         They are formed where the tensors lie; one transfer from each device.
 
@@ -160,7 +160,7 @@ def _hash(bits: Tensor, factors: Tensor) -> Tensor:
 
 
 def _in_order(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers, module by module; a shared one by each of its names."""
+    """Return the names of parameters and buffers, module by module; all names of a shared one."""
     return [
         f"{prefix}.{key}" if prefix else key
         for prefix, module in model.named_modules()
@@ -175,7 +175,7 @@ def _after(window: int) -> str:
 def _difference(
     name: str, values: Mapping[int, int], window: int, *, is_buffer: bool
 ) -> ReplicasDifferError:
-    """The error; ``values`` are the hashes by rank."""
+    """Return the error; ``values`` are the hashes by rank."""
     most, count = Counter(values.values()).most_common(1)[0]
     usual = most if count > 1 else next(iter(values.values()))
     rank = next(r for r, value in values.items() if value != usual)

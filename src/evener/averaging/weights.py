@@ -18,7 +18,7 @@ _LARGEST_EXPONENT = 126
 
 
 def power_of_two_near(weight: float) -> float:
-    """The power of two nearest to the weight planned for a window, as every rank computes it.
+    """Return the power of two nearest to the planned weight of a window; equal on all ranks.
 
     Args:
         weight: Planned weight of the window over all ranks. Between two powers the nearer counts,

@@ -398,7 +398,7 @@ def _flat(tensor: Tensor, what: str) -> Tensor:
 
 
 def check_timeout(timeout_s: float) -> float:
-    """The deadline, if it is one.
+    """Return the deadline, if it is one.
 
     Raises:
         ConfigError: It is no number, not above 0, or never.

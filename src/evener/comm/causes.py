@@ -73,7 +73,7 @@ def _names(error: BaseException) -> list[str]:
 
 
 def _result_of(work: Any) -> int:
-    """The state of an operation that has ended; 0 where there is none, as for Gloo's."""
+    """Return the state of an operation that has ended; 0 where there is none, as for Gloo's."""
     with suppress(RuntimeError, AttributeError):
         future = work.get_future_result()
         if future.done():

@@ -48,12 +48,12 @@ class GroupPlace(NamedTuple):
 
 
 def default_group() -> Any:
-    """The default process group, if the user has made one."""
+    """Return the default process group, if the user has made one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def numbers_in(group: Any, number: int) -> list[int]:
-    """The number that each rank of a group has elsewhere; all its ranks call it together."""
+    """Return the number that each rank of a group has elsewhere; all its ranks call it together."""
     return [int(said) for said in _gather(group, str(number).encode())]
 
 
@@ -97,7 +97,7 @@ def close_in_children(group: Any) -> None:
 
 
 def _reachable_address() -> str:
-    """This host as the others can reach it: a number where possible, as names need not be known."""
+    """Return this host's address for the others: a number where possible, as it needs no DNS."""
     name = socket.gethostname()
     # On the network on which the ranks have met, where that is known.
     address = own_address(os.environ.get("MASTER_ADDR") or name, 1)

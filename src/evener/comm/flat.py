@@ -92,11 +92,11 @@ class FlatBuffers:
         self.zero_()
 
     def groups_of(self, part: int | None) -> tuple[FlatGroup, ...]:
-        """The groups of a part; all for ``None``."""
+        """Return the groups of a part; all for ``None``."""
         return self.groups if part is None else tuple(g for g in self.groups if g.part == part)
 
     def buckets_of(self, part: int | None) -> list[tuple[FlatGroup, Bucket]]:
-        """The buckets of a part in the order of exchange, each with its group; all for ``None``."""
+        """Return a part's buckets in order of exchange, each with its group; all for ``None``."""
         return [pair for pair in self._buckets if part is None or pair[0].part == part]
 
     def zero_(self, part: int | None = None) -> None:
@@ -108,7 +108,7 @@ class FlatBuffers:
         self._nothing_held = part is None
 
     def stamps(self) -> list[int]:
-        """A number for each parameter that changes when its accumulated gradient is written."""
+        """Return for each parameter a number that changes when its gradient is written."""
         return [-1 if held is None else held._version for held in self._held]
 
     def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
@@ -222,7 +222,7 @@ class FlatBuffers:
                 self._held[i] = self.parameters[i].grad = self._views[i] if count else None
 
     def gradients(self, group: FlatGroup) -> list[Tensor]:
-        """A group's gradients, for arithmetic on all of them: after ``gather``, in any shapes."""
+        """Return a group's gradients, for arithmetic on all; after ``gather``, any shapes."""
         if self._views:
             return [group.grad_values]
         return [held for i in group.indices if (held := self._held[i]) is not None]
@@ -334,7 +334,7 @@ def _turns(
 
 
 def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:
-    """A hook that moves a fresh gradient into the buffer, while it is still in the cache.
+    """Return a hook that moves a fresh gradient into the buffer, while it is still in the cache.
 
     It knows lists, not the buffers: a parameter and its hook must not keep one another alive.
     """

@@ -154,7 +154,7 @@ def move_parameter(parameter: Parameter, buffer: Tensor, offset: int) -> None:
 
 
 def view_like(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A view of ``buffer`` with the shape of ``like`` and, where that is dense, its strides."""
+    """Return a view of ``buffer`` in the shape of ``like``, with its strides where it is dense."""
     if is_dense(like):
         return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + offset)
     return buffer[offset : offset + like.numel()].view(like.shape)

@@ -317,7 +317,7 @@ class GroupCommunicator(Communicator, NotInherited):
             raise self._end(CollectiveMismatchError(text))
 
     def _payloads(self, like: Tensor) -> list[Tensor]:
-        """What each rank's cell carries, as tensors of one kind; valid until the next swap."""
+        """Return what ranks' cells carry, as tensors of one kind; valid until the next swap."""
         return [
             torch.frombuffer(self._cells, dtype=like.dtype, count=like.numel(), offset=start)
             for start in self._starts
@@ -377,7 +377,7 @@ class GroupCommunicator(Communicator, NotInherited):
                 flat.copy_(part)
 
     def _on_host(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors, those of other devices as copies in one buffer."""
+        """Return the tensors, those of other devices as copies in one buffer."""
         sizes = [0 if flat.device.type == "cpu" else flat.nbytes for flat in flats]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
         if self._scratch.numel() < ends[-1]:
@@ -489,7 +489,7 @@ class GroupCommunicator(Communicator, NotInherited):
         return time.monotonic() - self._heard_s >= self.timeout_s
 
     def _wait(self, work: Work) -> bool:
-        """Whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
+        """Return whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
         try:
             while True:
                 left_s = self._left_s

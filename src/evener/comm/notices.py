@@ -75,7 +75,7 @@ class NoticeBoard:
         return bool(self._ask(task))
 
     def read(self) -> dict[int, Notice] | None:
-        """The notices by rank; ``None`` where the store does not answer."""
+        """Return the notices by rank; ``None`` where the store does not answer."""
 
         def task() -> dict[int, Notice]:
             if not self._store.check(["any"]):

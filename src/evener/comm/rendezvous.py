@@ -185,7 +185,7 @@ def _serve(address: str, port: int, listen_fd: int | None, timeout_s: float) -> 
 
 
 def _listen_within_reach(address: str, port: int, timeout_s: float) -> int:
-    """A socket that listens on ``port``, where ``address`` leads to this host."""
+    """Return a socket that listens on ``port``, where ``address`` leads to this host."""
     with listen(address, port) as listener:
         # A server of torch's is its own first client, and would try for minutes.
         _reach(
@@ -360,7 +360,7 @@ def _get(store: Store, key: str) -> str:
 
 
 def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ...]:
-    """The network devices on which this rank listens to its peers.
+    """Return the network devices on which this rank listens to its peers.
 
     ``GLOO_SOCKET_IFNAME`` (names, comma separated) decides where it is set. Otherwise: loopback
     where rank 0 is on a loopback address, else the address from which this host reaches rank 0.
@@ -382,7 +382,7 @@ def choose_devices(address: str, port: int) -> tuple[ProcessGroupGloo.Device, ..
 
 
 def own_address(address: str, port: int) -> str:
-    """A number under which this host is seen from ``address``; 127.0.0.1 if it has no network.
+    """Return the number of this host as seen from ``address``; 127.0.0.1 without a network.
 
     Args:
         address: Name or number of any host, this one included.
@@ -404,7 +404,7 @@ def own_address(address: str, port: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a message from torch that says what happened, without paths and stack."""
+    """Return the part of a message from torch that says what happened, without paths and stack."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].partition(". This is typically")[0]
     return re.sub(r"^\[[^]]*/[^]]*\] ", "", text).strip()

@@ -76,7 +76,7 @@ class ThreadTeam:
         self._children: list[ThreadTeam] = []
 
     def communicator(self, rank: int) -> "ThreadCommunicator":
-        """The communicator of ``rank``, to be used by that rank's thread."""
+        """Return the communicator of ``rank``, to be used by that rank's thread."""
         return ThreadCommunicator(self, rank)
 
     def fail(self, number: int) -> None:

@@ -12,7 +12,7 @@ from evener.errors import ConfigError
 
 
 def choose_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-    """The trainable parameters, each of them once.
+    """Return the trainable parameters, each of them once.
 
     Raises:
         ConfigError: One has no values yet.
@@ -49,13 +49,13 @@ def refuse_overlap(chosen: Sequence[tuple[str, Parameter]]) -> None:
 
 
 def _memory_of(tensor: Tensor) -> tuple[str, int]:
-    """What its ``data_ptr()`` is a place in: a device's memory, or its own storage."""
+    """Return what its ``data_ptr()`` is a place in: a device's memory, or its own storage."""
     whole = kind_of(tensor.device).has_addresses
     return str(tensor.device), 0 if whole else tensor.untyped_storage().data_ptr()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill ``numel`` places of memory, each once, in whatever order."""
+    """Return whether its elements fill ``numel`` places of memory, each once, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

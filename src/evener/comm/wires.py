@@ -107,7 +107,7 @@ def _ends(descriptor: int) -> list[str]:
 
 
 def _is_torchs(descriptor: int) -> bool:
-    """Whether it is a TCP socket such as torch opens: one that listens, or one without delay."""
+    """Return whether it is a TCP socket as torch opens them: listening, or without delay."""
     with suppress(OSError), _tcp(descriptor) as end:
         return bool(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -117,7 +117,7 @@ def _is_torchs(descriptor: int) -> bool:
 
 
 def _tcp(descriptor: int) -> socket.socket:
-    """A copy of a TCP socket; raises ``OSError`` for any other."""
+    """Return a copy of a TCP socket; raises ``OSError`` for any other."""
     end = socket.socket(fileno=os.dup(descriptor))
     if end.family not in (socket.AF_INET, socket.AF_INET6):
         end.close()

@@ -169,7 +169,7 @@ class RangeSet:
         return sum(stop - start for start, stop in self._ranges)
 
     def gaps(self, limit: int) -> Iterator[range]:
-        """The ranges of ``[0, limit)`` that are not in the set, from the lowest."""
+        """Yield the ranges of ``[0, limit)`` that are not in the set, from the lowest."""
         reached = 0
         for start, stop in self._ranges:
             if reached >= limit:
@@ -228,7 +228,7 @@ class Cursor:
         return tuple(self._leases)
 
     def is_committed(self, epoch: int) -> bool:
-        """Whether nothing of ``epoch`` is left to do."""
+        """Return whether nothing of ``epoch`` is left to do."""
         return epoch < self.epoch
 
     def begin(self, epoch: int, *, abandon: bool = False) -> bool:
@@ -315,7 +315,7 @@ class Cursor:
                 yield len(gap)
 
     def state_dict(self) -> dict[str, Any]:
-        """Committed progress as plain JSON types; leases are not part of it."""
+        """Return committed progress as plain JSON types; leases are not part of it."""
         return {
             "num_samples": self.num_samples,
             "seed": self.seed,
@@ -324,7 +324,7 @@ class Cursor:
         }
 
     def is_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether ``state`` is of a data set of this size, with this seed."""
+        """Return whether ``state`` is of a data set of this size, with this seed."""
         return state.get("num_samples") == self.num_samples and state.get("seed") == self.seed
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

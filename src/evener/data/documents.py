@@ -75,7 +75,7 @@ class Rejects:
 
 
 def rejected(what: str) -> DataError:
-    """The error about a record that holds no document."""
+    """Return the error about a record that holds no document."""
     return DataError(f"{what}. {_REMEDY}")
 
 
@@ -107,7 +107,7 @@ class DocumentSource(ABC):
 
 
 def text_of(record: object, text_key: str) -> str:
-    """The text of a record.
+    """Return the text of a record.
 
     Args:
         record: A text, or a mapping that holds one.

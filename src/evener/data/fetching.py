@@ -110,7 +110,7 @@ class Recipe:
 
 
 def describe(error: Exception) -> str:
-    """An exception in one line, with the place: user errors are shown without a traceback."""
+    """Return an exception in one line, with its place: user errors come without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -47,7 +47,7 @@ class LeaseBook:
         return free
 
     def queue(self, rank: int) -> tuple[Slice, ...]:
-        """The batches of a rank, in the order in which it does them."""
+        """Return the batches of a rank, in the order in which it does them."""
         return tuple(self._queues[rank])
 
     def retire(self, rank: int, num_batches: int, num_samples: int) -> list[Slice]:
@@ -95,7 +95,7 @@ class LeaseBook:
         return self.cursor.take(self.batch_size + one_over)
 
     def _neediest(self, sizes: Sequence[int], *, full: bool) -> int | None:
-        """The rank whose queue is emptiest for its size; with ``full``, also if all are filled."""
+        """Return the rank with the emptiest queue for its size; with ``full``, of full ones too."""
         ranks = [r for r, size in enumerate(sizes) if len(self._queues[r]) < size]
         if not ranks and full:
             ranks = list(range(len(sizes)))

@@ -90,7 +90,7 @@ class PackedDocuments(Dataset[dict[str, torch.Tensor]]):
         return self._num_positions - self.num_documents
 
     def __len__(self) -> int:
-        """Samples of one epoch; each has at least one target."""
+        """Return the number of samples of an epoch; each has at least one target."""
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ class DrawWatch:
         self._torch_state = torch.default_generator.get_state()
 
     def look(self) -> bool:
-        """Whether anything was drawn or seeded since ``start``."""
+        """Return whether anything was drawn or seeded since ``start``."""
         drawn = self._python_moved()
         drawn |= self._numpy_moved()
         drawn |= not torch.equal(torch.default_generator.get_state(), self._torch_state)

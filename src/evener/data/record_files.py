@@ -17,7 +17,7 @@ _ROWS_AT_ONCE: Final = 1024
 
 
 def holds_records(file: SourceFile) -> bool:
-    """Whether a file holds a document per line or row; its name says so."""
+    """Return whether a file holds a document per line or row; its name says so."""
     return file.path.name.lower().endswith(RECORD_SUFFIXES)
 
 

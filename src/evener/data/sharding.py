@@ -16,7 +16,7 @@ _File = TypeVar("_File", str, Path)
 
 
 def shard_batches(num_batches: int, rank: int, world_size: int) -> list[int]:
-    """The batches of one rank: every ``world_size``-th, beginning with its own number.
+    """Return the batches of one rank: every ``world_size``-th, beginning with its own number.
 
     The ranks' lists are disjoint and together hold every batch once. Their lengths differ by 1 at
     most; ``DistributedTrainer.train_epoch`` lets a rank that has one fewer go along.
@@ -39,7 +39,7 @@ def shard_batches(num_batches: int, rank: int, world_size: int) -> list[int]:
 
 
 def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_File]:
-    """The files of one rank: in order of their names, every ``world_size``-th.
+    """Return the files of one rank: in order of their names, every ``world_size``-th.
 
     The ranks' lists are disjoint and together hold every file once, whatever order the files are
     given in: folders are listed in another order on other machines.
@@ -75,7 +75,7 @@ def shard_files(files: Sequence[_File], rank: int, world_size: int) -> list[_Fil
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether something is a whole number, such as an ``int`` or one of NumPy's; no truth value."""
+    """Return whether it is a whole number, such as an ``int`` or one of NumPy's; not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -52,7 +52,7 @@ def hidden_script() -> Iterator[None]:
 
 
 def is_by_value(parts: Sequence[object]) -> bool:
-    """Whether a worker can be given these without the user's script."""
+    """Return whether a worker can be given these without the user's script."""
     return all(isinstance(part, ByValue) for part in parts)
 
 
@@ -119,7 +119,7 @@ def _spawning_fails(parts: Sequence[object], num_workers: int) -> ConfigError | 
 
 
 def _unguarded_line(main: dict[str, Any], path: Path) -> int | None:
-    """The line of the main script that is running now, unless a main guard keeps it from imports.
+    """Return the running line of the main script, unless a main guard keeps it from imports.
 
     A spawned process imports the main script to find its classes. A script without a guard would
     there join the team a second time as the same rank, before multiprocessing could object.

@@ -358,7 +358,7 @@ def _sweep_up_after(pid: int | None) -> None:
 
 
 def _parts_of(recipe: Recipe) -> list[object]:
-    """What of the user's a worker is given."""
+    """Return what of the user's a worker is given."""
     parts: list[object] = [recipe.dataset]
     return parts if recipe.collate_fn is default_collate else [*parts, recipe.collate_fn]
 

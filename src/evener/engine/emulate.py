@@ -65,7 +65,7 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
 def emulation_of_launcher(
     environ: Mapping[str, str], world_size: int
 ) -> tuple[dict[int, float], list[int]]:
-    """What ``evener launch --emulate-slow`` asks of a script's ranks.
+    """Return what ``evener launch --emulate-slow`` asks of a script's ranks.
 
     Args:
         environ: The process's environment.
@@ -82,7 +82,7 @@ def emulation_of_launcher(
 
 
 def compute_clock(device: str) -> Callable[[], float]:
-    """The clock that measures compute on a torch device, such as ``cpu`` or ``cuda:0``."""
+    """Return the clock that measures compute on a torch device, such as ``cpu`` or ``cuda:0``."""
     return time.thread_time if device.startswith("cpu") else time.perf_counter
 
 

@@ -173,11 +173,11 @@ class Engine(ABC):
         self._wants_stop = True
 
     def wants_stop(self) -> bool:
-        """Whether this rank was told to stop, by ``stop`` or by a signal."""
+        """Return whether this rank was told to stop, by ``stop`` or by a signal."""
         return self._wants_stop or self._is_interrupted()
 
     def _is_interrupted(self) -> bool:
-        """Whether a signal, or who else is asked, wants this rank to stop without delay."""
+        """Return whether a signal, or who else is asked, wants this rank to stop without delay."""
         return self._stop_requested is not None and self._stop_requested()
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
@@ -278,7 +278,7 @@ class Engine(ABC):
 
     @abstractmethod
     def work(self) -> Iterator[Work]:
-        """What this rank is to compute in the epoch that was begun; all ranks go through it.
+        """Yield what this rank is to compute in the epoch that was begun; all ranks go through it.
 
         Between two pieces it takes part in what the others exchange.
         """
@@ -365,7 +365,7 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_states(self) -> list[OptimizerState]:
-        """The state of each optimizer as a checkpoint holds it; on rank 0."""
+        """Return the state of each optimizer as a checkpoint holds it; on rank 0."""
 
     def set_micro_batch_size(self, size: int) -> None:
         """Tell the planner the largest micro-batch, where memory sets no other limit."""
@@ -373,7 +373,7 @@ class Engine(ABC):
         self.policy.set_micro_batch_sizes(self.limits.sizes)
 
     def state_dict(self, members: Sequence[str]) -> dict[str, Any]:
-        """How far the team has got and what it has learnt, in JSON: without model and optimizers.
+        """Return the team's progress and what it has learnt, in JSON; no model, no optimizers.
 
         Args:
             members: The ranks' names, which stay the same when ranks are numbered anew.
@@ -513,7 +513,7 @@ class Engine(ABC):
             self._tell_committed(self._completed(applied.result, rows))
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
-        """The result with what ranks tell of it in the round after: waits, exchange times."""
+        """Return the result with what ranks tell of it a round later: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
             told = row.report
@@ -536,12 +536,12 @@ class Engine(ABC):
             self.committing = False
 
     def _data(self) -> tuple[float, ...]:
-        """What must be the same on every rank: samples, ``batch_size`` and seed."""
+        """Return what must be the same on every rank: samples, ``batch_size`` and seed."""
         cursor = self.cursor
         return (float(cursor.num_samples), float(self.batch_size), float(cursor.seed % 2**53))
 
     def _told(self) -> Mapping[str, Any]:
-        """What this rank has to say of the window before, in its report of this one."""
+        """Return what this rank has to say of the window before, in its report of this one."""
         return {} if self._applied is None else self._applied.told
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────
@@ -578,13 +578,13 @@ class Engine(ABC):
         return [rows[r].report if r in rows else NOTHING for r in range(self.world_size)]
 
     def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:
-        """What each rank did, in the terms of ``WindowResult``; times of waiting come later."""
+        """Return what each rank did, as in ``WindowResult``; times of waiting come later."""
         later: dict[str, Any] = {"wait_s": 0.0, "sync_s": 0.0, "divergence": 0.0, "stale_steps": 0}
         return tuple(report._replace(**later) for report in self._reports(rows))
 
 
 def needs_plans() -> UsageError:
-    """The error of a window without a plan, where the policy needs one."""
+    """Return the error of a window without a plan, where the policy needs one."""
     return UsageError(
         "windows of local steps need ddp.loader over a map-style data set, whose samples can "
         "be queued for each rank; use one, or policy 'sync'"

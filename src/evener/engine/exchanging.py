@@ -24,7 +24,7 @@ class Exchanger(Generic[T]):
         return True
 
     def wait(self) -> T:
-        """The result of the job; raises what the job has raised."""
+        """Return the result of the job; raises what the job has raised."""
         return self._jobs.pop()()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from evener.planning.report import LOSS, PARAMETERS
 def non_finite_on(
     rank: int, code: int, plan: WindowPlan | LocalPlan, names: Sequence[str], step: int
 ) -> NonFiniteGradientError:
-    """The error for a rank that reports a non-finite number.
+    """Return the error for a rank that reports a non-finite number.
 
     Args:
         rank: The rank.
@@ -28,7 +28,7 @@ def non_finite_on(
 
 
 def overflow(plan: WindowPlan | LocalPlan, step: int) -> NonFiniteGradientError:
-    """The error for finite gradients whose sum over ranks is not."""
+    """Return the error for finite gradients whose sum over ranks is not."""
     what = "the sum of the ranks' gradients, each of them finite, overflowed"
     return _error(what, 0, None, plan, step)
 

@@ -190,7 +190,7 @@ class LocalEngine(Engine):
         self.settle()
 
     def _is_unsettled(self) -> bool:
-        """Whether a window must be exchanged before all are at one consensus."""
+        """Return whether a window must be exchanged before all are at one consensus."""
         flies = self.state.flight is not None
         if self.has_left:
             return flies or bool(self.state.plans)
@@ -238,7 +238,7 @@ class LocalEngine(Engine):
         self._steps.resume_clock()
 
     def _may_go_on(self) -> bool:
-        """Whether this rank may start a local step now."""
+        """Return whether this rank may start a local step now."""
         state = self.state
         if not self._own or state.winding or state.stopping or self.wants_stop():
             return False
@@ -318,7 +318,7 @@ class LocalEngine(Engine):
     def _plan_next(
         self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
     ) -> tuple[float, ...]:
-        """The planner plans with what it has just heard, and all follow.
+        """Return the planner plans with what it has just heard, and all follow.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.

@@ -52,14 +52,14 @@ class ParkingEngine(Engine):
 
     @abstractmethod
     def _counters(self) -> dict[str, Any]:
-        """What a rank that comes back needs beside what the team trains with, in JSON."""
+        """Return what a rank that comes back needs beside what the team trains with, in JSON."""
 
     @abstractmethod
     def _take_over(self, counters: Mapping[str, Any]) -> None:
         """Take the ``_counters`` of a rank that was present for this rank's own."""
 
     def _wanted_change(self) -> int:
-        """What the planner wishes to change about the team after this window."""
+        """Return what the planner wishes to change about the team after this window."""
         misfit = self.policy.rank_to_park(self.batch_size)
         if misfit == BOOKKEEPER:
             if not self._warned_of_rank_0:

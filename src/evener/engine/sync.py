@@ -255,7 +255,7 @@ class SyncEngine(ParkingEngine):
         return self._result
 
     def _report(self, part: int | None) -> Report:
-        """What this rank did; in an optimizer's turn, as far as its own losses go."""
+        """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
         index = None if closes_turns else averager.gather(part)
@@ -323,7 +323,7 @@ class SyncEngine(ParkingEngine):
         self._applied = Applied(self._result, leases, told)
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
-        """The plan that a window without one has followed."""
+        """Return the plan that a window without one has followed."""
         epoch, start = self._stream
         shares = tuple(report.samples for report in reports)
         plan = WindowPlan(self.window, epoch, start, sum(shares), shares)
@@ -331,7 +331,7 @@ class SyncEngine(ParkingEngine):
         return plan
 
     def _exchange_s(self, found: Round) -> float:
-        """What the exchange of the window before cost: the last one's wait, and moving bytes."""
+        """Return what the exchange of the window before cost: waiting, and moving bytes."""
         if Do.COMMIT not in found.verdict.do:
             return math.nan
         reports = [row.report for row in found.rows.values()]
@@ -374,7 +374,7 @@ class SyncEngine(ParkingEngine):
         )
 
     def _end_turns(self, found: Round) -> WindowResult:
-        """What optimizers have done in their turns, as one window."""
+        """Return what optimizers have done in their turns, as one window."""
         turns, self._turns, self._sync_s = self._turns, [], 0.0
         weight, last = turns[0].weight, turns[-1]
         self._average_buffers(found, weight, f"window {last.window}")
@@ -524,5 +524,5 @@ class SyncEngine(ParkingEngine):
         self.buffers.reset()
 
     def optimizer_states(self) -> list[OptimizerState]:
-        """This rank's optimizer states, which are every rank's."""
+        """Return this rank's optimizer states, which are every rank's."""
         return self.training.own_states()

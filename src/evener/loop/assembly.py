@@ -151,7 +151,7 @@ class Assembly:
         return [member.member for member in self.members]
 
     def part_of(self, optimizer: Optimizer) -> int:
-        """Number of one of the optimizers.
+        """Return the number of one of the optimizers.
 
         Raises:
             UsageError: It is none of them.
@@ -220,7 +220,7 @@ class Assembly:
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
     def _make_engine(self) -> Engine:
-        """The engine of a policy; all ranks call it together."""
+        """Return the engine of a policy; all ranks call it together."""
         team, options = self.team, self._make_options()
         speeds = self._config.hinted_speeds(team.world_size)
         engine: Engine
@@ -280,7 +280,7 @@ class Assembly:
 
 
 def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
-    """The options with the ranks that the launcher's command line slows."""
+    """Return the options with the ranks that the launcher's command line slows."""
     factors, absent = emulation_of_launcher(os.environ, comm.world_size)
     if absent and comm.rank == 0:
         there = "rank 0 only" if comm.world_size == 1 else f"ranks 0 to {comm.world_size - 1}"

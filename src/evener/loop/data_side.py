@@ -80,7 +80,7 @@ class DataSide:
         prefetch: Prefetch = "auto",
         max_steps: int | None = None,
     ) -> TeamLoader | StreamLoader:
-        """A loader for training, of which each rank gets its part.
+        """Return a loader for training, of which each rank gets its part.
 
         Over a map-style data set every sample is trained on exactly once an epoch, in windows of
         ``batch_size`` samples that are split by speed. A ``DataLoader`` keeps its data set,
@@ -161,7 +161,7 @@ class DataSide:
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
     ) -> EvaluationLoader:
-        """A loader for evaluation: each sample on one rank, once, in the data set's order.
+        """Return a loader for evaluation: each sample on one rank, once, in the data set's order.
 
         All ranks iterate over it together: after an epoch, or in ``on_commit``, where those that
         are not parked share the whole data set. In the loop, ``gather`` gives every rank the rows

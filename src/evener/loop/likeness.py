@@ -54,7 +54,7 @@ _COUNTED: Final = ("tensor", "held")
 
 
 def describe_versions() -> list[list[Any]]:
-    """What this rank runs, for ``check_alike``."""
+    """Return what this rank runs, for ``check_alike``."""
     versions = own_versions()
     return [["version", versions[what], what] for what in ("evener", "torch")]
 
@@ -66,7 +66,7 @@ def describe_training(
     policy: ApplyPolicy,
     config: DdpConfig,
 ) -> list[list[Any]]:
-    """This rank's model, options, optimizers and schedulers, and its versions, for ``check_alike``.
+    """Return what ``check_alike`` compares: model, options, optimizers, schedulers, versions.
 
     Returns:
         Facts in plain JSON types, in the order in which they are compared: kind, value, place.
@@ -127,12 +127,12 @@ def check_alike(ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
 
 
 def _name(scheduler: object) -> str:
-    """A scheduler's kind; of a function, its name."""
+    """Return a scheduler's kind; of a function, its name."""
     return getattr(scheduler, "__qualname__", type(scheduler).__name__)
 
 
 def _plain(value: object) -> Any:
-    """A value in types that survive JSON, so that equal values stay equal."""
+    """Return a value in types that survive JSON, so that equal values stay equal."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Real):

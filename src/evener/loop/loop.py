@@ -259,7 +259,7 @@ class Loop(DataSide):
         return share
 
     def weighted_mean(self, value: float | Tensor, weight: float = 1.0) -> float:
-        """The mean of a number over ranks, weighted; all ranks call it together.
+        """Return the mean of a number over ranks, weighted; all ranks call it together.
 
         Args:
             value: This rank's mean; ignored when ``weight`` is 0.
@@ -280,7 +280,7 @@ class Loop(DataSide):
         return numerator / denominator if denominator else float("nan")
 
     def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
-        """The former name of ``weighted_mean``; it goes with the next release."""
+        """Return the former name of ``weighted_mean``; it goes with the next release."""
         warn_of_former_name("all_reduce", "weighted_mean")
         return self.weighted_mean(value, weight)
 
@@ -300,7 +300,7 @@ class Loop(DataSide):
         self._engine.stop()
 
     def wants_stop(self) -> bool:
-        """Whether this rank was told to stop; the team agrees at its next exchange."""
+        """Return whether this rank was told to stop; the team agrees at its next exchange."""
         return self._engine.wants_stop()
 
     @contextmanager
@@ -393,7 +393,7 @@ class Loop(DataSide):
 
 
 def _find_place(devices: Devices, process_group: Any, *, quiet: bool) -> DistributedTrainConfig:
-    """This rank's place: in a process group, else in the environment; may start further ranks."""
+    """Return this rank's place, in a process group or the environment; may start more ranks."""
     if process_group is not None:
         return place_in(process_group)
     place = DistributedTrainConfig.from_env()

@@ -117,7 +117,7 @@ def combine_models(models: Models) -> tuple[nn.Module, tuple[nn.Module, ...]]:
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
-    """The module behind ``torch.compile(model)``, whose names lack ``_orig_mod.``."""
+    """Return the module behind ``torch.compile(model)``, whose names lack ``_orig_mod.``."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 

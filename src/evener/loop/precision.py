@@ -55,7 +55,7 @@ class AutocastForward:
         model.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, under autocast."""
+        """Return the model's forward, under autocast."""
         with torch.autocast(device_type=self._device_type, dtype=self._dtype):
             output = self._forward(*args, **kwargs)
         return tree_map_only(Tensor, _to_float32, output)

@@ -52,7 +52,7 @@ class EpochMetrics:
     devices: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """The metrics as plain JSON types."""
+        """Return the metrics as plain JSON types."""
         return asdict(self)
 
     @classmethod

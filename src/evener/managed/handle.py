@@ -177,7 +177,7 @@ class DdpHandle:
             yield metrics
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """The epochs that have landed since the last call, without waiting.
+        """Return the epochs that have landed since the last call, without waiting.
 
         With one device, where nothing happens in the background, it trains one epoch.
         """

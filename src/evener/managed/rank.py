@@ -126,7 +126,7 @@ class ManagedRank(EpochLoop):
         self._figures.drop(self._share.micro_batches)
 
     def state(self) -> TrainedState:
-        """The model as the team last agreed on it, on the CPU."""
+        """Return the model as the team last agreed on it, on the CPU."""
         with self._engine.consensus():
             return capture_trained(self.model, self.ddp.progress)
 

@@ -52,7 +52,7 @@ def capture_trained(model: nn.Module, progress: Progress) -> TrainedState:
 
 
 def pack_trained(state: TrainedState) -> tuple[dict[str, Any], list[memoryview]]:
-    """The state as JSON and bytes, for ``Channel.send``."""
+    """Return the state as JSON and bytes, for ``Channel.send``."""
     tensors = {**state.params, **state.buffers}
     aliases = alias_table(tensors)  # tied weights travel once
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}

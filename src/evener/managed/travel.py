@@ -87,7 +87,7 @@ class CarriedDataset(Carried):
     """A map-style data set that pickles by value."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.value)
 
     def __getitem__(self, index: int) -> Any:
@@ -132,7 +132,7 @@ def _refusal(value: Any) -> str:
 
 
 def _inside(option: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value captures, with words for where; functions that it calls are looked into."""
+    """Yield what a value captures, and where in words; functions that it calls are searched."""
     seen: set[int] = set()
     queue = [(option, value)]
     while queue:

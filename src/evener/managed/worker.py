@@ -73,7 +73,7 @@ class ManagedProcess:
         self._channel.tell({"place": DONE})
 
     def _is_stopped(self) -> bool:
-        """Whether the process that started this one has said so; nothing else is said before."""
+        """Return whether the process that started this one has asked to stop, its only message."""
         self._stopped = self._stopped or bool(self._channel.receive())
         if self._channel.has_ended:
             os._exit(1)  # whoever would have used the result has gone

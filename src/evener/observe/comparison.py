@@ -74,7 +74,7 @@ class Trial:
 
 
 def read_trial(events: Sequence[Mapping[str, Any]], policy: str, backend: str) -> Trial | None:
-    """A trial from the events of its run; ``None`` where no window was committed."""
+    """Return a trial from the events of its run; ``None`` where no window was committed."""
     started = next((e for e in events if e["type"] == "run_started"), None)
     elapsed_s, units, losses = [], [], []
     done = paused_s = 0.0
@@ -187,7 +187,7 @@ def compare(trials: Sequence[Trial], skipped: Mapping[str, str]) -> Comparison:
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison for people."""
+    """Return the comparison for people."""
     rows = [
         [
             "policy/backend",

@@ -264,7 +264,7 @@ def _contribution(summary: RunSummary, rank: int) -> str:
 
 
 def _is_equal(summary: RunSummary, rank: int) -> bool:
-    """Whether a rank alone is about as fast as the fastest other: neither is the useless one."""
+    """Return whether a rank alone is about as fast as the fastest other: both are useful."""
     active = [r for r in range(summary.world_size) if r not in summary.parked]
     others = [_solo(summary, other) or 0.0 for other in active if other != rank]
     best, own = max(others, default=0.0), _solo(summary, rank) or 0.0

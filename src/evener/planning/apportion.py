@@ -7,7 +7,7 @@ from evener.errors import ConfigError
 
 
 def apportion(total: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Shares of ``total`` as near to ``ratios`` as whole numbers can be.
+    """Return shares of ``total`` as near to ``ratios`` as whole numbers can be.
 
     The method of largest remainders; ties go to the lower rank. Exact arithmetic, hence the same on
     every machine.

@@ -61,7 +61,7 @@ class CadencePolicy(Planner):
         self._samples_per_step = [0.0] * len(members)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
-        """Samples per second of each rank alone, as timed; see ``Planner``."""
+        """Return samples per second of each rank alone, as timed; see ``Planner``."""
         return tuple(
             1000.0 * samples / ms if ms > 0 else 0.0
             for samples, ms in zip(self._samples_per_step, self.elche.ms_per_batch, strict=True)
@@ -141,7 +141,7 @@ class CadencePolicy(Planner):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, as plain JSON types."""
+        """Return what was learnt, as plain JSON types."""
         return {
             "policy": (ApplyPolicy.ASYNC if self._in_background else ApplyPolicy.CADENCE).value,
             "members": list(self.members),
@@ -171,7 +171,7 @@ class CadencePolicy(Planner):
         self.elche.load_state_dict({**cadence, **by_rank})
 
     def _part_of_a_window(self, busy_ms: Sequence[float], steps: Sequence[int]) -> float:
-        """How much of a window in which the slowest rank makes its anchor this one was.
+        """Return how much of a window in which the slowest rank makes its anchor this one was.
 
         Averaging takes as long after a short window, such as the last of an epoch, as after a full
         one; and its time is known only when the window after it is reported. What the anchor can
@@ -220,6 +220,6 @@ class CadencePolicy(Planner):
         return tuple(least + min(e, self._max_batch_diff) for e in extra)
 
     def _split(self, total: int) -> tuple[int, ...]:
-        """Steps by rank that sum to ``total``, with the earliest finish."""
+        """Return steps by rank that sum to ``total``, with the earliest finish."""
         costs = [CostModel(0.0, ms) for ms in self._ms()]
         return fastest_shares(total, costs, [None] * len(costs))

@@ -46,7 +46,7 @@ class WindowClock:
         self._step_s = 0.5 * known + 0.5 * elapsed_s
 
     def wants_another(self, now_s: float) -> bool:
-        """Whether to start another step now; the first one always, where one is allowed."""
+        """Return whether to start another step now; the first one always, where one is allowed."""
         if self.num_steps >= self._most:
             return False
         if self.num_steps < max(1, self._least):

@@ -231,7 +231,7 @@ class ElChe:
         return tuple(self._ms)
 
     def clamp_total(self, n: int) -> tuple[int, ...]:
-        """The counts scaled to sum to ``n``, as for the last window of an epoch; changes nothing.
+        """Return the counts scaled to sum to ``n``, as for an epoch's last window; changes nothing.
 
         Each rank keeps its proportion, rounded down but to 1 at least; what is left goes to the low
         ranks, and what is too much comes off the largest counts.
@@ -348,7 +348,7 @@ class ElChe:
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, as plain JSON types."""
+        """Return what was learnt, as plain JSON types."""
         return {
             "anchor": self.anchor,
             "counts": list(self._counts),

@@ -56,7 +56,7 @@ class NoGuard(DivergenceGuard):
     """Never worries."""
 
     def report(self, divergence: float) -> Verdict:
-        """Always ``STABLE``."""
+        """Return ``STABLE``."""
         return Verdict.STABLE
 
 
@@ -96,7 +96,7 @@ class LevelGuard(DivergenceGuard):
 def make_guard(
     guard: str | bool | DivergenceGuard | None, threshold: float | None = None
 ) -> DivergenceGuard:
-    """The guard of a configuration.
+    """Return the guard of a configuration.
 
     Args:
         guard: ``"level"``; ``"none"``, ``None`` or ``False`` for no guard; or one of the user's.

@@ -69,7 +69,7 @@ class Planner(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, by member id, as plain JSON types."""
+        """Return what was learnt, by member id, as plain JSON types."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Policy(Planner):
         return
 
     def rank_to_park(self, batch_size: int) -> int | None:
-        """The rank without which a window is predicted to be shorter, asked once a window.
+        """Return the rank without which a window is predicted to be shorter, asked once a window.
 
         Rank 0 is named only where no other one is: it keeps the team's books.
         """

@@ -67,7 +67,7 @@ def better_alone(
     micro_batch_sizes: Sequence[int | None],
     together_s: float,
 ) -> int | None:
-    """The rank that would finish the window by itself clearly before all do together, if any.
+    """Return the rank that alone would finish the window clearly before all together, if any.
 
     No other choice of ranks can be better than all: the exchange takes as long with fewer of them,
     and the best shares of fewer ranks never finish earlier.
@@ -140,7 +140,7 @@ def without_ones(
 
 
 def _has_one(share: int, micro_batch_size: int | None) -> bool:
-    """Whether a share leaves a micro-batch of one sample, where larger ones are allowed."""
+    """Return whether a share leaves a micro-batch of one sample, where larger ones are allowed."""
     if micro_batch_size is None:
         return share == 1
     return micro_batch_size > 1 and share % micro_batch_size == 1
@@ -157,7 +157,7 @@ def _seconds(
 
 
 def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
-    """Shares by two deadlines: one that is too early for ``total``, and one that is late enough.
+    """Return shares by two deadlines: one too early for ``total``, and one late enough.
 
     By the later one ranks do at most a sample each too many. It lies between 0 and when one rank
     could do it all, and is guessed from how many samples ranks can do by the two: nearly always the
@@ -190,7 +190,7 @@ def _nearly(total: int, ranks: _Ranks) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
-    """Samples that each rank finishes by the deadline, but its least share."""
+    """Return samples that each rank finishes by the deadline, but its least share."""
     return [
         max(
             least,

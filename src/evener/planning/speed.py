@@ -73,7 +73,7 @@ class CostModel(NamedTuple):
         return samples / self.seconds(samples, micro_batch_size)
 
     def scaled(self, factor: float) -> "CostModel":
-        """The cost of a rank that takes ``factor`` times as long."""
+        """Return the cost of a rank that takes ``factor`` times as long."""
         return CostModel(self.fixed_s * factor, self.per_sample_s * factor)
 
 
@@ -167,7 +167,7 @@ class SpeedModel:
         self._cost = _fitted(self._recent)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured, as plain JSON types; a hint is not part of it."""
+        """Return what was measured, as plain JSON types; a hint is not part of it."""
         return {"recent": [list(one) for one in self._recent], "surprises": self._surprises}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,7 +219,7 @@ class SpeedModel:
 
 
 def _fitted(windows: Sequence[_Observation]) -> CostModel:
-    """The cost that explains the windows best, of which there is one at least."""
+    """Return the cost that explains the windows best, of which there is one at least."""
     points = [(batches / samples, seconds / samples) for samples, batches, seconds in windows]
     # The lower median: where two values share the middle, the disturbed one is the larger.
     usual_s = median_low([y for _, y in points])
@@ -232,7 +232,7 @@ def _fitted(windows: Sequence[_Observation]) -> CostModel:
 
 
 def _fixed_s(points: Sequence[tuple[float, float]]) -> float:
-    """The fixed cost of a micro-batch, as far as windows of unlike sizes show it; points in order.
+    """Return the fixed cost of a micro-batch, as windows of unlike sizes show it; points in order.
 
     A sample took ``y = fixed_s * x + per_sample_s`` seconds, with ``x`` micro-batches
     per sample. The slope is the median over all pairs (Theil and Sen), each with the weight of
@@ -258,7 +258,7 @@ def _fixed_s(points: Sequence[tuple[float, float]]) -> float:
 
 
 def _weighted_median(values: Sequence[tuple[float, float]]) -> float:
-    """The lower median of ``(value, weight)`` pairs, at least one, of positive weights."""
+    """Return the lower median of ``(value, weight)`` pairs, at least one, of positive weights."""
     ordered = sorted(values)
     reached = list(accumulate(weight for _, weight in ordered))
     return ordered[bisect_left(reached, 0.5 * reached[-1])][0]

@@ -188,7 +188,7 @@ class SyncPolicy(Policy):
         self._best = {}
 
     def rank_to_park(self, batch_size: int) -> int | None:
-        """The rank without which a window would be shorter; see ``Policy``.
+        """Return the rank without which a window would be shorter; see ``Policy``.
 
         It is named only after several windows in a row, so that a noisy one parks nobody. A rank
         that is hardly measured counts while it has no work: it brings nothing then, and each
@@ -226,7 +226,7 @@ class SyncPolicy(Policy):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learnt, by member id, as plain JSON types."""
+        """Return what was learnt, by member id, as plain JSON types."""
         return {
             "policy": ApplyPolicy.SYNC.value,
             "members": {
@@ -266,7 +266,7 @@ class SyncPolicy(Policy):
         self._best = {}
 
     def _best_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[tuple[int, ...], float]:
-        """The shares with the earliest finish, and that."""
+        """Return the shares with the earliest finish, and that."""
         if size not in self._best:
             shares = self._fastest(size, costs, {})
             self._best[size] = shares, finish_s(shares, costs, self.micro_batch_sizes)
@@ -275,7 +275,7 @@ class SyncPolicy(Policy):
     def _fastest(
         self, size: int, costs: Sequence[CostModel], least: Mapping[int, int]
     ) -> tuple[int, ...]:
-        """The shares with the earliest finish, and no less than ``least`` by rank."""
+        """Return the shares with the earliest finish, and no less than ``least`` by rank."""
         best = fastest_shares(
             size,
             [costs[r] for r in self._present],
@@ -288,7 +288,7 @@ class SyncPolicy(Policy):
         return tuple(shares)
 
     def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
-        """The best shares, or those in use where the best are hardly better."""
+        """Return the best shares, or those in use where the best are hardly better."""
         best, best_s = self._best_shares(size, costs)
         retried = self._rank_to_retry(best, best_s, costs)
         if retried is not None:
@@ -306,7 +306,7 @@ class SyncPolicy(Policy):
     def _with_work_for_all(
         self, shares: tuple[int, ...], costs: Sequence[CostModel], affordable: float
     ) -> tuple[tuple[int, ...], int]:
-        """Shares of which nobody who is present has none, if these cost little; and the least."""
+        """Return shares with work for each present rank, if they cost little; and the least."""
         least = 2 if self._avoid_ones else 1
         if least * len(self._present) > sum(shares):
             return shares, 0
@@ -321,7 +321,7 @@ class SyncPolicy(Policy):
     def _rank_to_retry(
         self, best: Sequence[int], best_s: float, costs: Sequence[CostModel]
     ) -> int | None:
-        """The rank, if any, that has been idle long enough to be worth a window with one sample."""
+        """Return a rank that was idle for so long that it is worth one sample, if any."""
         idle = [r for r in self._present if best[r] == 0]
         if not idle:
             return None

@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 def without(state: State, rank: int) -> State:
-    """The next generation, in which ``rank`` is parked; it begins with new plans."""
+    """Return the next generation, in which ``rank`` is parked; it begins with new plans."""
     members = tuple(member for member in state.members if member != rank)
     phase = Phase.AWAY if rank == state.me else state.phase
     return state._replace(generation=state.generation + 1, members=members, phase=phase, plans=())

@@ -135,7 +135,7 @@ def room_of(world_size: int) -> int:
 
 
 def encode(row: Row, world_size: int) -> list[float]:
-    """The row as numbers, as many for each purpose; the last one is a checksum.
+    """Return the row as numbers, as many for each purpose; the last one is a checksum.
 
     Raises:
         ProtocolError: The body is too long.
@@ -174,7 +174,7 @@ def decode(numbers: Sequence[float]) -> Row:
 
 
 def pack(value: Any) -> list[float]:
-    """The fields of a row, report or plan as float64: single numbers first, then tuples.
+    """Return the fields of a row, report or plan as float64: single numbers first, then tuples.
 
     Raises:
         ProtocolError: A whole number is too large to travel exactly.
@@ -267,7 +267,7 @@ def checksum(numbers: Sequence[float]) -> float:
 
 
 def unpack_plan(numbers: Sequence[float], world_size: int) -> WindowPlan:
-    """The plan that a row of SYNC carries.
+    """Return the plan that a row of SYNC carries.
 
     Raises:
         ProtocolError: It does not add up, or is for another number of ranks.

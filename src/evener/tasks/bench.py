@@ -196,7 +196,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _claim(parent: Path, name: str) -> Path:
-    """A folder of that name, with a number behind it where it is taken."""
+    """Return a folder of that name, with a number behind it where it is taken."""
     for number in count(1):
         folder = parent.absolute() / (name if number == 1 else f"{name}-{number}")
         try:

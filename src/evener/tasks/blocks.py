@@ -7,7 +7,7 @@ LM_HEAD, FINAL_NORM, EMBEDDING = "LM head", "final norm", "embedding"
 
 
 def gradient_buckets(model: nn.Module) -> list[tuple[str, list[str]]] | None:
-    """A bucket for each block, from the last to the first, then LM head, final norm, embedding.
+    """Return a bucket for each block, the last one first; then LM head, final norm, embedding.
 
     Backward is done with blocks in that order. The blocks are the ``ModuleList`` that holds most of
     the parameters; without one, the ``Sequential`` of modules of one class that does. An LM head

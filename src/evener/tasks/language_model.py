@@ -155,12 +155,12 @@ def write_text(
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes: a model may write any, terminals obey some."""
+    """Return the text with control characters escaped: models may write any, terminals obey some."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def config_json(model: nn.Module) -> bytes:
-    """The model's ``config.json``, so that a checkpoint loads with ``from_pretrained``."""
+    """Return the model's ``config.json``, so that a checkpoint loads with ``from_pretrained``."""
     document = model.config.to_dict()  # type: ignore[operator, union-attr]
     document["architectures"] = [type(model).__name__]
     document["dtype"] = "float32"
@@ -234,7 +234,7 @@ def check_type(name: str, known: Mapping[str, Any], lacks: str) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """The message on one line; libraries explain themselves in paragraphs."""
+    """Return the message on one line; libraries explain themselves in paragraphs."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 

@@ -192,7 +192,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested document as ``section.key`` -> value."""
+    """Return a nested document as ``section.key`` -> value."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping):

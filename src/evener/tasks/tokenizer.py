@@ -131,7 +131,7 @@ def _byte_level_files() -> dict[str, Mapping[str, Any]]:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Names of the bytes in byte-level BPE: printable Latin-1 as it is, others from U+0100 on."""
+    """Return the bytes' names in byte-level BPE: printable Latin-1 as is, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {

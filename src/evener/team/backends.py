@@ -46,17 +46,17 @@ class ExchangeFacts:
 
 
 def check_backend(backend: str) -> AverageBackend:
-    """The backend of that name; raises ConfigError if there is none."""
+    """Return the backend of that name; raises ConfigError if there is none."""
     return choose("backend", backend, AverageBackend)
 
 
 def check_policy(policy: str) -> ApplyPolicy:
-    """The policy of that name; raises ConfigError if there is none."""
+    """Return the policy of that name; raises ConfigError if there is none."""
     return choose("policy", policy, ApplyPolicy)
 
 
 def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
-    """How the team exchanges tensors that lie on devices.
+    """Return how the team exchanges tensors that lie on devices.
 
     Args:
         team: What each rank says, in rank order.

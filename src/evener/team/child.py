@@ -27,7 +27,7 @@ _supervisors: list[Channel] = []
 
 
 def _is_supervised() -> bool:
-    """Whether somebody listens to this process: not to children of a rank."""
+    """Return whether somebody listens to this process: not to children of a rank."""
     return any(not channel.has_ended for channel in _supervisors)
 
 
@@ -115,7 +115,7 @@ def apply_threads(config: DistributedTrainConfig) -> int:
 
 
 def prepare_rank() -> Channel | None:
-    """What a rank's process does first: die with its parent, show crashes, write lines at once.
+    """Let this rank's process die with its parent, show crashes and write lines at once.
 
     Returns:
         The connection to the supervisor, where this process has been given one.

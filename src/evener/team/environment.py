@@ -175,7 +175,7 @@ class DistributedTrainConfig:
             )
 
     def _shown(self, name: str) -> str:
-        """What a number is called where the user can change it."""
+        """Return what a number is called where the user can change it."""
         return name.upper() if self.launched_by in ("evener", "torchrun") else name
 
     @classmethod
@@ -239,7 +239,7 @@ class DistributedTrainConfig:
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, **changes: Any) -> "DistributedTrainConfig":
-        """The place of a rank in a team on one host; ``changes`` are further fields."""
+        """Return the place of a rank in a team on one host; ``changes`` are further fields."""
         place = {"local_rank": rank, "local_world_size": world_size, "role": _role(rank), **changes}
         return cls(world_size, rank, **place)
 
@@ -325,7 +325,7 @@ def _master_addr(environ: Mapping[str, str], *, may_bind: bool) -> str:
 
 
 def read_place(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a YAML file, with ``changes`` put over them, as arguments of the config.
+    """Return the keys of a YAML file, with ``changes`` put over them, as arguments of the config.
 
     Raises:
         ConfigError: Names the file, the key, its value and what is allowed.

@@ -106,7 +106,7 @@ def _without_runner(start: TracebackType | None) -> TracebackType | None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What a process ends with for this exception: 2 for a bad option, else 1."""
+    """Return what a process ends with for this exception: 2 for a bad option, else 1."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 2 if isinstance(error, ConfigError) else 1
@@ -244,7 +244,7 @@ class RankRecord:
 
 
 def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
-    """The failure that the others followed from; ``None`` if no rank failed.
+    """Return the failure that the others followed from; ``None`` if no rank failed.
 
     Not simply the earliest: a rank that lost its peer may say so before the launcher has seen the
     peer's end. So errors that speak of other ranks come last, whenever they came; before them those
@@ -262,7 +262,7 @@ def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
 
 
 def judge(records: Sequence[RankRecord], stop_signal: int | None) -> tuple[int, str]:
-    """What the launcher should exit with and say.
+    """Return what the launcher should exit with and say.
 
     Args:
         records: All ranks, which have ended.

@@ -84,7 +84,7 @@ class Node:
 
 
 def choose_node(options: NodeOptions, port: int | None, timeout_s: float) -> Node | None:
-    """This machine's place among several; ``None`` where the run is on this one alone.
+    """Return this machine's place among several; ``None`` where the run is on this one alone.
 
     Args:
         options: What the user said about machines.
@@ -237,7 +237,7 @@ def _printable(text: str) -> str:
 
 
 def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
-    """What is wrong with a launcher that has come; empty if nothing is.
+    """Return what is wrong with a launcher that has come; empty if nothing is.
 
     Args:
         node: Node 0.
@@ -413,7 +413,7 @@ class _Host:
             stranger.close()
 
     def _admits(self, stranger: Channel, hello: Message) -> bool:
-        """Whether a launcher fits; one that does not is told why."""
+        """Return whether a launcher fits; one that does not is told why."""
         # One that went and comes again may be heard before the end of its first connection is.
         self._drop_those_that_went()
         try:
@@ -520,7 +520,7 @@ def _is_no_answer(node: Node, what: str) -> str:
 
 
 def _first_answer(node: Node, channel: Channel, deadline: float) -> Message | None:
-    """The first answer, which node 0 sends at once; prints whom it waits for if it does not."""
+    """Return node 0's first answer; if it does not come at once, print what is waited for."""
     try:
         return channel.next(min(deadline, time.monotonic() + _SILENCE_S))
     except TimeoutError:

@@ -55,7 +55,7 @@ def describe_self(
     emulated: float = 1.0,
     precision: str = "fp32",
 ) -> Member:
-    """This rank's own entry in the team."""
+    """Return this rank's own entry in the team."""
     host = socket.gethostname()
     name, memory = kind_of(device).describe(device)
     return Member(
@@ -83,7 +83,7 @@ def own_versions() -> dict[str, str]:
 
 
 def hardware_summary(members: Sequence[Member]) -> str:
-    """The devices of a team, such as ``2 GPUs (unequal) | NAME 16.0 GB | NAME 6.0 GB``.
+    """Return the devices of a team, such as ``2 GPUs (unequal) | NAME 16.0 GB | NAME 6.0 GB``.
 
     Like devices are told once, with their number. GB are of 2**30 bytes, as cards are sold.
 
@@ -103,7 +103,7 @@ def hardware_summary(members: Sequence[Member]) -> str:
 
 
 def team_lines(members: Sequence[Member]) -> list[str]:
-    """The team: its devices, and a line for each rank."""
+    """Return the team: its devices, and a line for each rank."""
     lines = [f"team of {len(members)}: {hardware_summary(members)}"]
     for m in members:
         slow = f", emulated {m.emulated:g}x slower" if m.emulated != 1 else ""
@@ -126,7 +126,7 @@ def _device(member: Member) -> str:
 
 
 def _memory(member: Member, *, before: str) -> str:
-    """A device's memory, after some separator; empty where it is not known."""
+    """Return a device's memory, after some separator; empty where it is not known."""
     return f"{before}{member.memory_bytes / 2**30:.1f} GB" if member.memory_bytes else ""
 
 

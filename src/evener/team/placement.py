@@ -26,7 +26,7 @@ _ACCELERATORS = tuple(
 
 
 def devices_of_host(devices: Devices, counts: Mapping[str, int]) -> tuple[str, ...]:
-    """The devices that are asked for on this host, one for each rank.
+    """Return the devices that are asked for on this host, one for each rank.
 
     Args:
         devices: ``"auto"`` (every device of the host's accelerator, else one CPU rank), ``"cpu"``,
@@ -75,7 +75,7 @@ def _found_here(counts: Mapping[str, int]) -> str:
 
 
 def _checked(device: object, counts: Mapping[str, int], devices: object) -> str:
-    """The name of one device, if that is here; in a list it may be a number: 1 is ``"cuda:1"``."""
+    """Return a device's name, if it is here; in a list it may be a number: 1 is ``"cuda:1"``."""
     if isinstance(device, int):
         return _by_number(device, counts, devices)
     name = str(device)
@@ -114,7 +114,7 @@ def _by_number(number: int, counts: Mapping[str, int], devices: object) -> str:
 
 
 def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torch.device:
-    """This rank's device.
+    """Return this rank's device.
 
     Raises:
         ConfigError: The name is unknown, or asks for a device that is not there.
@@ -140,7 +140,7 @@ def choose_device(devices: Devices, environment: DistributedTrainConfig) -> torc
 def device_by_number(
     wanted: str, number: int, environment: DistributedTrainConfig, counts: Mapping[str, int]
 ) -> str:
-    """The device for one of those that compute on a host.
+    """Return the device for one of those that compute on a host.
 
     Args:
         wanted: ``DistributedBackend`` by name, or the name of another kind of accelerator.
@@ -169,7 +169,7 @@ def device_by_number(
 
 
 def place_in(group: Any) -> DistributedTrainConfig:
-    """This rank's place in a group of ``torch.distributed``; all its ranks call it together.
+    """Return this rank's place in a group of ``torch.distributed``; all its ranks call it together.
 
     Raises:
         ConfigError: This process is not in it.

@@ -19,7 +19,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process as a task.
+    """Return whether ``srun`` started this process as a task.
 
     False in a batch script and in the shell of ``salloc``: those have a job but start no ranks.
     """
@@ -30,7 +30,7 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
-    """This process's place in its step, over all components of a heterogeneous job.
+    """Return this process's place in its step, over all components of a heterogeneous job.
 
     Returns:
         Fields of ``DistributedTrainConfig``: ``rank``, ``world_size``, ``local_rank``,
@@ -61,7 +61,7 @@ def read_place(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def choose_port(environ: Mapping[str, str]) -> int:
-    """A port derived from job and step, so that every task comes to the same one."""
+    """Return a port derived from job and step, so that every task comes to the same one."""
     job, step = _integer(environ, "SLURM_JOB_ID"), int(_step_text(environ))
     # Steps of one job may run at once: a prime stride keeps them and neighbouring jobs apart.
     return PORTS[(job + 1009 * step) % len(PORTS)]
@@ -127,7 +127,7 @@ def _host_of_task_0(environ: Mapping[str, str], rank: int) -> str:
 
 
 def _first_of_components(environ: Mapping[str, str], own: str) -> str | None:
-    """The step's first host in the order of the job's components; ``None`` for a plain job."""
+    """Return the step's first host, in the order of a job's components; ``None`` without any."""
     # Older releases call a heterogeneous job a pack.
     components = environ.get("SLURM_HET_SIZE") or environ.get("SLURM_PACK_SIZE") or "1"
     if not components.isdecimal() or int(components) < 2:

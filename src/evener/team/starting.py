@@ -65,7 +65,7 @@ def start_all_ranks(devices: Sequence[str], *, optional: bool, quiet: bool) -> N
 
 
 def how_started() -> tuple[list[str], str]:
-    """The command that this process was started with.
+    """Return the command that this process was started with.
 
     Returns:
         Script and arguments, or ``-m``, module and arguments; and the current folder of that
@@ -105,7 +105,7 @@ def how_started() -> tuple[list[str], str]:
 
 
 def _runner(files: Sequence[str]) -> str | None:
-    """The installed program that runs a script of the user's, such as a debugger or test runner.
+    """Return the installed program that runs the user's script, such as a debugger, if any.
 
     What was started is then not the script. An installed program that runs its own code, and a
     console command of a package under development, can be started again.
@@ -161,7 +161,7 @@ def program_of(words: Sequence[str]) -> list[str]:
 
 
 def starting_folder(program: Sequence[str], now: str, main_file: str | None) -> str:
-    """The current folder at the start, which a script may have left since.
+    """Return the current folder at the start, which a script may have left since.
 
     Python makes the script's path absolute when it starts, so a relative one tells the folder.
 

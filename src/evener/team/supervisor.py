@@ -84,7 +84,7 @@ def check_nproc(nproc: int) -> None:
 
 
 def rank_environment(base: Mapping[str, str], ranks: LocalRanks, local_rank: int) -> dict[str, str]:
-    """The environment of one rank: torchrun's variables, and evener's own.
+    """Return the environment of one rank: torchrun's variables, and evener's own.
 
     Args:
         base: Environment of the launcher.

@@ -53,7 +53,7 @@ class EvaluationLoader(LikeDataLoader):
         return iter(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches of at most ``batch_size`` samples; all ranks call it together.
+        """Yield this rank's batches of at most ``batch_size`` samples; all ranks call it together.
 
         Raises:
             CollectiveMismatchError: Some ranks do something else: evaluate in ``ddp.on_commit`` or

@@ -24,7 +24,7 @@ class LikeDataLoader:
         self.pin_memory = given.pin_memory
 
     def _received(self, pending: Pending) -> Any:
-        """A batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
+        """Return a batch, in page-locked memory where the user's ``DataLoader`` asked for it."""
         batch = pending.result()
         return tree_map_only(Tensor, Tensor.pin_memory, batch) if self.pin_memory else batch
 

@@ -84,7 +84,7 @@ class Drawn(Order):
         return indices
 
     def fingerprint(self, indices: Indices) -> int:
-        """A hash of the indices, formed of their 8 bytes each as they lie in memory."""
+        """Return a hash of the indices, formed of their 8 bytes each as they lie in memory."""
         assert isinstance(indices, array)
         return int.from_bytes(hashlib.blake2b(indices, digest_size=6).digest())
 

@@ -70,11 +70,11 @@ class TeamLoader(LikeDataLoader):
         return min(self._most_samples, limits.own or self._most_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        """The epoch after the one that was iterated over last, from 0; see ``epoch``."""
+        """Yield the epoch after the one that was iterated over last, from 0; see ``epoch``."""
         return self.epoch(self._next)
 
     def epoch(self, epoch: int) -> Generator[Any, None, None]:
-        """This rank's micro-batches of an epoch; all ranks call it with the same number.
+        """Yield this rank's micro-batches of an epoch; all ranks call it with the same number.
 
         A committed epoch yields nothing, a partly committed one goes on where the team is. In the
         first window every rank has work, unless that is predicted to lengthen the epoch by more
@@ -126,7 +126,7 @@ class TeamLoader(LikeDataLoader):
                 self._fetched.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The data position; no rank count."""
+        """Return the data position; no rank count."""
         return self.cursor.state_dict()
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:

@@ -56,11 +56,11 @@ class StreamLoader(LikeDataLoader):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch; see ``epoch``."""
+        """Yield the next epoch; see ``epoch``."""
         return self.epoch(self._next)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """This rank's batches of an epoch; all ranks call it with the same number.
+        """Yield this rank's batches of an epoch; all ranks call it with the same number.
 
         An epoch that was finished before a restart yields nothing.
 
@@ -93,7 +93,7 @@ class StreamLoader(LikeDataLoader):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """How many epochs are finished."""
+        """Return how many epochs are finished."""
         return {"stream_epoch": self._epoch}
 
     def restore(self, state: Mapping[str, Any], *, allow_new_data: bool = False) -> None:
@@ -145,7 +145,7 @@ def stream_of(
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int | None,
 ) -> DataLoader[Any]:
-    """The batches that one rank reads.
+    """Return the batches that one rank reads.
 
     A ``batch_size`` is that of the whole team: each rank reads an equal part. Of a ``DataLoader``
     with batches of its own, each rank takes every ``world_size``-th.
@@ -198,16 +198,16 @@ class EveryNth(Sampler[list[int]]):
         self._batches, self._rank, self._world_size = batches, rank, world_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rank's batches."""
+        """Yield the rank's batches."""
         yield from islice(self._batches, self._rank, None, self._world_size)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(range(self._rank, len(self._batches), self._world_size))
 
 
 def count_samples(batch: Any) -> int:
-    """Samples of a batch: the first dimension of its first tensor that has one, else 1."""
+    """Return a batch's samples: the first dimension of its first tensor that has one, or 1."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])

@@ -47,12 +47,12 @@ class AdapterModel(nn.Module):
         self.network = network
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of texts; both arguments are ``(B, T)``, int64."""
+        """Return logits ``(B, num_classes)`` of texts; both arguments are ``(B, T)``, int64."""
         logits: Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
         return logits
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The trainable parameters by name."""
+        """Return the trainable parameters by name."""
         trained = {name for name, p in self.named_parameters() if p.requires_grad}
         whole = super().state_dict(*args, **kwargs)
         return {name: value for name, value in whole.items() if name in trained}
@@ -264,7 +264,7 @@ def _config_of(network: nn.Module) -> Any:
 
 
 def _adapted(network: nn.Module) -> list[str]:
-    """The names of the layers that the adapter sits on."""
+    """Return the names of the layers that the adapter sits on."""
     mark = ".lora_A"
     return [n.removesuffix(mark) for n, _ in network.named_modules() if n.endswith(mark)]
 

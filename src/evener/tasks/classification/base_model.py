@@ -148,7 +148,7 @@ def _longest_text(model: nn.Module) -> float:
 
 
 def _modules_of(names: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Names of the modules that hold parameters: of those beside the backbone, the outermost."""
+    """Return the modules that hold parameters, by name; beside the backbone, the outermost."""
     return tuple(
         sorted(
             {n.rpartition(".")[0] if n.startswith(prefix) else n.partition(".")[0] for n in names}
@@ -188,7 +188,7 @@ def _fingerprint(model: nn.Module, new: frozenset[str]) -> str:
 
 
 def _load(path: str, names: Mapping[str, Any]) -> tuple[nn.Module, frozenset[str]]:
-    """The model of a folder, and its parameters of which the folder holds no weights."""
+    """Return the model of a folder, and its parameters of which the folder holds no weights."""
     from transformers import AutoModelForSequenceClassification
 
     folder = model_folder(path)

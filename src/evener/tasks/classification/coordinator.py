@@ -202,7 +202,7 @@ class DataParallelCoordinator:
         return self.primary_pipeline.compare(encoded, self._judge(encoded))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
-        """The classes of texts, in their order, on all devices.
+        """Return the classes of texts, in their order, on all devices.
 
         Raises:
             DataError: A text is empty.
@@ -255,12 +255,12 @@ class DataParallelCoordinator:
             raise
 
     def _judge(self, encoded: Sequence[Encoded]) -> Tensor:
-        """Logits of encoded texts, in their order."""
+        """Return logits of encoded texts, in their order."""
         _, parts = self._deal(encoded)
         return torch.cat(self._on_all(ClassifyPipeline.judge, self.pipelines, parts))
 
     def _deal(self, whole: Sequence[_T]) -> tuple[WindowPlan, list[list[_T]]]:
-        """A plan, and a part of a list for each replica, in order, in proportion to speed."""
+        """Return a plan, and a part of a list for each replica, in order and by its speed."""
         plan = self._policy.plan(self.num_batches, 0, 0, len(whole))
         ranks = range(len(self.devices))
         return plan, [[whole[place] for place in plan.positions(rank)] for rank in ranks]

@@ -152,7 +152,7 @@ def _with_ends(
     before: Sequence[tuple[str, int]],
     after: Sequence[tuple[str, int]],
 ) -> Any:
-    """A post-processor that puts tokens around a text, in the place of ``old``."""
+    """Return a post-processor that puts tokens around a text, in the place of ``old``."""
     steps = [] if old is None else list(old.get("processors") or [old])
     if any(step["type"] not in _KNOWN for step in steps):
         return old  # it ends texts in a way of its own

@@ -59,7 +59,7 @@ def fit_head(ddp: Ddp, pipeline: ClassifyPipeline, data: EncodedSamples) -> bool
 
 
 def find_head(model: nn.Module) -> nn.Linear | None:
-    """The trainable head, if it is one linear layer; a new pooler before it is none of it."""
+    """Return the trainable head, if it is one linear layer; a new pooler is not part of it."""
     heads = [
         module
         for name, module in model.named_modules()
@@ -71,7 +71,7 @@ def find_head(model: nn.Module) -> nn.Linear | None:
 
 @torch.no_grad()
 def features_of(pipeline: ClassifyPipeline, head: nn.Linear, samples: Sequence[Encoded]) -> Tensor:
-    """What the head is given for each sample, ``(B, in_features)`` on the CPU, in ``eval()``."""
+    """Return the head's input for each sample, ``(B, in_features)`` on the CPU, in ``eval()``."""
     batch = pipeline.encoder.collate(samples)
     given: list[Tensor] = []
 

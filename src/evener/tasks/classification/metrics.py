@@ -57,7 +57,7 @@ class Evaluation:
         return max(map(sum, self.confusion)) / self.total if self.total else float("nan")
 
     def score(self, metric: str) -> float:
-        """The number that decides which of two is better: the higher one."""
+        """Return the number that decides which of two is better: the higher one."""
         if metric == "loss":
             return -self.loss
         return self.accuracy if metric == "accuracy" else self.macro_f1

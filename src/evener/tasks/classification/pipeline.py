@@ -184,7 +184,7 @@ class ClassifyPipeline:
         )
 
     def replica(self, device: torch.device) -> Self:
-        """A classifier of its own on ``device``, with the same values.
+        """Return a classifier of its own on ``device``, with the same values.
 
         What is frozen is shared with this one where both live on the same device.
         """
@@ -237,7 +237,7 @@ class ClassifyPipeline:
         return encoded
 
     def weight_of(self, labels: Sequence[int]) -> float:
-        """What samples of these classes weigh together."""
+        """Return what samples of these classes weigh together."""
         return float(self._class_weights[list(labels)].double().sum())
 
     def seed_dropout(self, seed: int) -> None:
@@ -251,7 +251,7 @@ class ClassifyPipeline:
                 layer.draw_from(generator)
 
     def loss(self, batch: Batch) -> BatchLoss:
-        """The loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
+        """Return the loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
         logits, labels = self.logits(batch), batch.labels.to(self.device)
         loss = F.cross_entropy(logits, labels, weight=self._class_weights.to(self.device))
         weight = self.weight_of(batch.labels.tolist())
@@ -269,7 +269,7 @@ class ClassifyPipeline:
         return self.compare(encoded, self.judge(encoded))
 
     def predict(self, texts: Sequence[str]) -> list[Prediction]:
-        """The classes of texts, in their order.
+        """Return the classes of texts, in their order.
 
         Raises:
             DataError: A text is empty.
@@ -287,7 +287,7 @@ class ClassifyPipeline:
         return self.encode([Sample(text, 0) for text in texts], "text")
 
     def judge(self, encoded: Sequence[Encoded]) -> Tensor:
-        """Float32 logits ``(N, num_classes)`` of encoded texts in ``eval()``, on the CPU."""
+        """Return float32 logits ``(N, num_classes)`` of encoded texts in ``eval()``, on the CPU."""
         found = [torch.zeros(0, len(self.labels))]
         with in_evaluation(self.model):
             for start in range(0, len(encoded), _EVAL_BATCH):
@@ -296,7 +296,7 @@ class ClassifyPipeline:
         return torch.cat(found)
 
     def compare(self, encoded: Sequence[Encoded], logits: Tensor) -> Evaluation:
-        """How well encoded samples were classified, by the logits that ``judge`` gave for them."""
+        """Return how well samples were classified, by the logits that ``judge`` gave for them."""
         true = torch.tensor([label for _, label in encoded], dtype=torch.long)
         losses = F.cross_entropy(logits, true, self._class_weights, reduction="none").double()
         weights = self._class_weights.double()[true]
@@ -307,7 +307,7 @@ class ClassifyPipeline:
         )
 
     def name(self, logits: Tensor) -> list[Prediction]:
-        """The classes that logits of ``judge`` stand for."""
+        """Return the classes that logits of ``judge`` stand for."""
         rows = torch.softmax(logits, -1).tolist()
         return [
             Prediction(label=self.labels.names[index], index=index, probabilities=tuple(row))
@@ -352,7 +352,7 @@ class ClassifyPipeline:
             ) from error
 
     def logits(self, batch: Batch) -> Tensor:
-        """Float32 logits ``(B, num_classes)`` on the device."""
+        """Return float32 logits ``(B, num_classes)`` on the device."""
         found: Tensor = self.model(
             batch.input_ids.to(self.device), batch.attention_mask.to(self.device)
         )

@@ -107,12 +107,12 @@ class LabelSet:
         self._index = {name: i for i, name in enumerate(names)}
 
     def __len__(self) -> int:
-        """Number of classes."""
+        """Return the number of classes."""
         return len(self.names)
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> "LabelSet":
-        """The classes that occur: sorted names, or as many as the highest index says.
+        """Return the classes that occur: sorted names, or as many as the highest index says.
 
         Raises:
             DataError: Fewer than two, names beside indices, or an index that is no class's.
@@ -135,7 +135,7 @@ class LabelSet:
         return cls(names)
 
     def index(self, label: str | SupportsIndex, where: str) -> int:
-        """The index of a class.
+        """Return the index of a class.
 
         Args:
             label: Its name, or its index; a name goes before.
@@ -181,7 +181,7 @@ class LabelSet:
         chosen: Literal["balanced"] | Sequence[float] | Mapping[str, float] | None,
         indices: Sequence[int],
     ) -> tuple[float, ...] | None:
-        """A weight for each class; ``None`` for 1 each.
+        """Return a weight for each class; ``None`` for 1 each.
 
         Args:
             chosen: See ``ClassifyConfig.class_weights``. With ``"balanced"``, class c weighs
@@ -226,7 +226,7 @@ def _as_index(label: str | int) -> int | None:
 
 
 def _indices(records: Sequence[Record]) -> list[str]:
-    """The classes from 0 to the highest index, as names.
+    """Return the classes from 0 to the highest index, as names.
 
     Raises:
         DataError: There are more of them than samples, so that most have none.

@@ -46,7 +46,7 @@ def split_records(
 
 
 def _choose(groups: Counter[str], fraction: float, seed: int, held: set[str]) -> list[str]:
-    """Groups of about ``fraction`` of a class, in an order that the seed decides."""
+    """Return groups of about ``fraction`` of a class, in an order that the seed decides."""
     order = sorted(
         groups, key=lambda g: hashlib.blake2b(f"{seed} {g}".encode(), digest_size=8).digest()
     )

@@ -181,7 +181,7 @@ class DistributedTrainer:
 
 
 def _as_started(config: DistributedTrainConfig, comm: DistributedComm) -> DistributedTrainConfig:
-    """A place that says who has shared out the cores of a host among its ranks."""
+    """Return a place that says who has shared out the cores of a host among its ranks."""
     if comm.shares_process:
         return replace(config, launched_by="alone")  # nobody: DistributedTrainer does
     by_hand = config.launched_by == "alone" and config.world_size > 1

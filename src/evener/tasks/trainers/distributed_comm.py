@@ -124,7 +124,7 @@ def share_cores(num_ranks: int) -> None:
 
 
 def _meeting_place(config: DistributedTrainConfig) -> DistributedTrainConfig:
-    """The same rank, with an address at which the others can be met."""
+    """Return the same rank, with an address at which the others can be met."""
     group = default_group()
     if group is not None and config.world_size > 1 and group.size() == config.world_size:
         for rank, number in enumerate(numbers_in(group, config.rank)):
