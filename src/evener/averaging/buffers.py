@@ -123,7 +123,7 @@ class BufferAverager:
             self.exchange(packed, self.comm, weight, total_weight, what=what)
             self.agree(packed, moved_on=False)
 
-    # ── in three steps, so that a rank can go on meanwhile ───────────────────────────────────────
+    # ── in three steps, so that a rank can continue meanwhile ────────────────────────────────────
 
     @torch.no_grad()
     def snapshot(self) -> torch.Tensor:

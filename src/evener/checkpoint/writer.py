@@ -212,7 +212,7 @@ class CheckpointWriter:
         """Take no more snapshots and wait for those handed over; may be called again.
 
         Returns:
-            ``False`` when the time is up before all was written (the thread goes on).
+            ``False`` when the time is up before all was written (the thread continues).
         """
         with self._changed:
             self._closed = True
@@ -248,7 +248,7 @@ class CheckpointWriter:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             manifest = self._write(job)
-        except Exception as error:  # whatever it was, training goes on
+        except Exception as error:  # whatever it was, training continues
             return self._failure(job.snapshot, error)
         num_bytes = sum(record.num_bytes for record in manifest.files.values())
         path = self._folder / step_name(step)

@@ -401,7 +401,7 @@ def check_timeout(timeout_s: float) -> float:
     """Return the deadline, if it is one.
 
     Raises:
-        ConfigError: It is no number, not above 0, or never.
+        ConfigError: It is not a number, not above 0, or not finite.
     """
     given: object = timeout_s
     if isinstance(given, int | float) and 0 < timeout_s < float("inf"):

@@ -1,1 +1,1 @@
-"""What people may say in YAML and on the command line: keys, defaults, limits. No torch here."""
+"""The options of training, YAML and the command line: keys, defaults, limits. No torch here."""

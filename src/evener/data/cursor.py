@@ -3,7 +3,7 @@
 An epoch is one seeded permutation of the sample indices, evaluated point by point, so that it costs
 no memory. Positions of the permutation are leased to windows and committed when their window is;
 the state is ``(seed, epoch, committed ranges)`` and holds no rank count and no batch size, so a run
-can go on with other numbers of both. Pure: no torch, no clock, no I/O.
+can resume with other numbers of both. Pure: no torch, no clock, no I/O.
 """
 
 import hashlib
@@ -141,7 +141,7 @@ class RangeSet:
         """Add ``[start, stop)``.
 
         Raises:
-            UsageError: It is no range of whole numbers, or overlaps what is already there.
+            UsageError: It is not a range of whole numbers, or overlaps what is already there.
         """
         if not (type(start) is type(stop) is int and 0 <= start < stop):
             raise UsageError(f"[{start}, {stop}) is no range of positions: give 0 <= start < stop")
@@ -300,7 +300,7 @@ class Cursor:
             self._committed, self._busy = RangeSet(), RangeSet()
 
     def release(self) -> None:
-        """Drop every outstanding lease, so that ``take`` goes on from the first gap."""
+        """Drop every outstanding lease, so that ``take`` continues from the first gap."""
         self._leases = []
         self._busy = self._committed.copy()
 

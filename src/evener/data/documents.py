@@ -46,7 +46,7 @@ class Rejects:
     """Records that hold no document, such as broken lines: an error, or counted.
 
     Args:
-        on_error: ``"stop"`` raises at the first one, ``"skip"`` goes on.
+        on_error: ``"stop"`` raises at the first one, ``"skip"`` continues.
 
     Attributes:
         count: How many there were.

@@ -65,7 +65,7 @@ def find_files(
     """List the files of a corpus in the order of their labels.
 
     Folders are walked in depth. Left out are names that begin with a dot, linked folders, broken
-    links, whatever is no regular file, and a file that was met before under another name (same
+    links, whatever is not a regular file, and a file that was met before under another name (same
     inode). A file that is itself a source is taken whatever its name.
 
     Args:

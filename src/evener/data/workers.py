@@ -142,7 +142,7 @@ def _reset_signals() -> None:
 def _read_tasks(connection: Connection, tasks: "queue.SimpleQueue[tuple[int, list[int]]]") -> None:
     """Drain tasks, so that the parent's send never waits for a sample; end with the parent.
 
-    End-of-file means that the parent is gone, however it went: no orphan goes on reading data.
+    End-of-file means that the parent is gone, however it went: no orphan continues to read data.
     """
     while True:
         try:

@@ -35,7 +35,7 @@ class Replica:
 
     An average goes through three steps. ``snapshot`` takes this rank's difference from the
     consensus into a scratch buffer; ``exchange`` sums ``weight / Σ weight`` of the differences over
-    ranks, and may run in another thread while this rank goes on; ``agree`` applies the sum to the
+    ranks, and may run in another thread while this rank continues; ``agree`` applies the sum to the
     consensus and brings the working copy up to date. The working copy then is the consensus plus
     the steps made since the snapshot, so no step is ever lost.
 

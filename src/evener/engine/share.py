@@ -182,7 +182,7 @@ class Share:
             raise
 
     def not_ended(self) -> UsageError:
-        """Return the error of a loop that goes on without ``ddp.step()``."""
+        """Return the error of a loop that continues without ``ddp.step()``."""
         return UsageError(
             "the loop asked for the next batch without ddp.step() on this one; call "
             "ddp.backward(loss) and ddp.step() once for every batch of the loader. To evaluate, "
@@ -210,11 +210,11 @@ class Share:
         self.turns += 1
 
     def pause(self) -> None:
-        """Stop the clock while ranks exchange in mid-batch; ``resume`` lets it go on."""
+        """Stop the clock while ranks exchange in mid-batch; ``resume`` restarts it."""
         self.compute_s += self._watch.stop()
 
     def resume(self) -> None:
-        """Let the clock go on after ``pause``."""
+        """Restart the clock after ``pause``."""
         self._watch = Stopwatch(self._slowdown)
 
     def end_micro_batch(self) -> bool:

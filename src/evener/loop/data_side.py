@@ -274,7 +274,7 @@ class DataSide:
 
         Args:
             path: The checkpoint, or a folder of which the newest complete one is taken.
-            allow: ``"data"`` goes on with a data set of another size, or another seed, from its
+            allow: ``"data"`` continues with a data set of another size, or another seed, from its
                 first epoch on; model, optimizer and progress are kept.
 
         Raises:

@@ -43,7 +43,7 @@ class AutocastForward:
 
     The user's loop stays as it is: losses are computed on float32 outputs, outside autocast. It
     takes the place of the instance's ``forward`` rather than hooking it: a block around the call is
-    what ``torch.compile`` can trace, and it goes along with ``copy.deepcopy`` and ``pickle``.
+    what ``torch.compile`` can trace, and ``copy.deepcopy`` and ``pickle`` can copy it.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

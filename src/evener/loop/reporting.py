@@ -25,7 +25,7 @@ class RunFacts(TypedDict, total=False):
     """What is known of a run when its start is told, as ``run_started``.
 
     ``t`` and ``window`` are those of the start, ``resumed_from`` is the checkpoint that was loaded,
-    and ``new_data`` says whether the run goes on with other data.
+    and ``new_data`` says whether the run continues with other data.
     """
 
     t: float

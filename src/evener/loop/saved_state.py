@@ -70,7 +70,7 @@ def capture(
     documents: Mapping[str, Any] | None = None,
     into: Snapshot | None = None,
 ) -> Snapshot:
-    """Copy the team's state to CPU memory; training may go on afterwards.
+    """Copy the team's state to CPU memory; training may continue afterwards.
 
     Call it at a commit or between epochs, where all ranks hold the same state; one rank suffices.
 

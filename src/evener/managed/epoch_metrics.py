@@ -1,4 +1,4 @@
-"""What an epoch came to: the team's totals, and scalars that ``train_fn`` records."""
+"""The results of an epoch: the team's totals, and scalars that ``train_fn`` records."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from evener.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochMetrics:
-    """What an epoch of a managed run came to; committed windows only, the same on every rank.
+    """The results of an epoch of a managed run; committed windows only, the same on every rank.
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -77,7 +77,7 @@ def record_scalar(name: str, value: float | Tensor) -> None:
         value: A number, or a tensor with one element.
 
     Raises:
-        UsageError: Outside ``train_fn``, or a value that is no single number.
+        UsageError: Outside ``train_fn``, or a value that is not a single number.
     """
     figures = _figures.get()
     if figures is None:

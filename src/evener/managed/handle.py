@@ -49,7 +49,7 @@ class Run(ABC):
 
     @abstractmethod
     def abandon(self) -> bool:
-        """End the run at once, its result unheard; return whether it was still going on."""
+        """End the run at once, without its result; return whether it was still running."""
 
     @property
     @abstractmethod
@@ -144,7 +144,7 @@ class InlineRun(Run):
 class DdpHandle:
     """A managed run that has been started by ``DdpBuilder.run``.
 
-    With several devices it goes on in worker processes, whatever this process does. With one
+    With several devices it continues in worker processes, whatever this process does. With one
     device nothing happens by itself: ``join``, ``metrics`` and ``poll_metrics`` train, in the
     thread that calls them. As a context manager, it stops and joins at the end of the block.
 
@@ -195,7 +195,7 @@ class DdpHandle:
         Raises:
             WorkerError: A worker failed; its cause shows where. What is left of the model is its
                 ``state``.
-            TimeoutError: The run has not ended in time; it goes on.
+            TimeoutError: The run has not ended in time; it continues.
         """
         try:
             ended = self._run.finish(timeout_s)

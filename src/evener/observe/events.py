@@ -40,10 +40,10 @@ FIELDS: Final = {
     "worker_joined": "rank member window generation",
     # A member took the live state of member ``donor``, as it was before ``window``.
     "healed": "rank member window donor num_bytes elapsed_s",
-    # The run goes on with ``window`` from the checkpoint ``path``; earlier events of it and of
-    # later windows are void. With ``new_data`` it goes on with other data, from its epoch 0 on.
+    # The run resumes with ``window`` from the checkpoint ``path``; earlier events of it and of
+    # later windows are void. With ``new_data`` it continues with other data, from its epoch 0.
     "run_resumed": "window path new_data",
-    # The team formed anew and goes on with ``window``; earlier events from there on are void.
+    # The team formed anew and continues with ``window``; earlier events from there on are void.
     "reformed": "window generation members",
     # A rank needed ``compute_s`` for a share for which ``expected_s`` were planned.
     "straggler": "rank member window compute_s expected_s",

@@ -34,7 +34,7 @@ class CadencePolicy(Planner):
         guard: Judges the divergence of ranks.
         max_batch_diff: Most local steps by which a rank may be ahead of another in a window; 0 is
             lockstep, ``None`` no limit.
-        in_background: Averages are formed while ranks go on.
+        in_background: Averages are formed while ranks continue.
 
     Raises:
         ConfigError: The cadence is for another number of ranks.

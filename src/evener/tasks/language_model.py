@@ -155,7 +155,7 @@ def write_text(
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped: models may write any, terminals obey some."""
+    """Return the text with control characters escaped: a model may write any of them."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

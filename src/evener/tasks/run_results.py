@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """What a run has come to; the same on every rank.
+    """The result of a run; the same on every rank.
 
     Attributes:
         run_folder: Events, summary, checkpoints.

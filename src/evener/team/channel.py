@@ -85,7 +85,7 @@ class Channel:
                 self._end.sendall(part)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have come and are whole; what is no JSON object is an empty one.
+        """Return the messages that have come and are whole; one that is not a JSON object is empty.
 
         It does not wait. ``has_ended`` is true from the last message on.
         """

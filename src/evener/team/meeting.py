@@ -189,7 +189,7 @@ def meet(
     Args:
         node: This machine.
         nproc: Ranks that it will start.
-        store_waits: Whether the socket shall go on listening; see ``launch``.
+        store_waits: Whether the socket shall keep listening; see ``launch``.
 
     Returns:
         The ranks of this node; on node 0 the socket on which rank 0 opens the store; and the

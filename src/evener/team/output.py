@@ -24,7 +24,7 @@ class OutputPump:
     """Copies pipes to descriptors, line by line, on a thread of its own.
 
     A thread, because a terminal that has been stopped (Ctrl-S) blocks the writer, and the launcher
-    has to go on hearing signals. Bytes are not decoded. When a target is closed (``| head``), the
+    has to keep receiving signals. Bytes are not decoded. When a target is closed (``| head``), the
     pipe is still read, so that no rank blocks on it.
     """
 

@@ -76,7 +76,7 @@ class TeamLoader(LikeDataLoader):
     def epoch(self, epoch: int) -> Generator[Any, None, None]:
         """Yield this rank's micro-batches of an epoch; all ranks call it with the same number.
 
-        A committed epoch yields nothing, a partly committed one goes on where the team is. In the
+        A committed epoch yields nothing, a partly committed one continues where the team is. In the
         first window every rank has work, unless that is predicted to lengthen the epoch by more
         than 1 %.
 

@@ -105,7 +105,7 @@ def add_adapter(base: nn.Module, config: LoraConfig, new_modules: Sequence[str] 
 def load_adapter(
     model: nn.Module, folder: Path, wanted: LoraConfig, base: Base, labels: LabelSet
 ) -> tuple[nn.Module, str | None]:
-    """Put a saved adapter and its head on a base, to go on training it.
+    """Put a saved adapter and its head on a base, to continue its training.
 
     Args:
         model: A base for sequence classification.

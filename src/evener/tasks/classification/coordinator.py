@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """What a batch came to, over all replicas.
+    """The results of a batch, over all replicas.
 
     Attributes:
         avg_loss: Mean loss by class weight, before the update, in nats; ``nan`` for an empty batch.
@@ -268,7 +268,7 @@ class DataParallelCoordinator:
     def _on_all(self, work: Callable[..., _T], *arguments: Any) -> list[_T]:
         """Run ``work`` on every replica's thread; raise the first error when all have ended.
 
-        The error of a replica goes before those of others, who only miss it.
+        The error of a replica takes precedence over those of others that only lost it.
 
         Args:
             work: What to call.

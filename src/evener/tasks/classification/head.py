@@ -1,4 +1,4 @@
-"""Fits the head on what the frozen base says of the texts, before the adapter is trained.
+"""Fits the head on the outputs of the frozen base, before the adapter is trained.
 
 With a random head the adapter first learns what suits random numbers, and the base's features are
 bent for it. A head that already makes the best of them gives it a direction from the first step on

@@ -117,7 +117,7 @@ class ClassifyPipeline:
         """Make a classifier on the CPU, in ``eval()``.
 
         Args:
-            model_config: The base, and perhaps an adapter to go on with: a local folder, keys such
+            model_config: The base, and perhaps an adapter to continue: a local folder, keys such
                 as ``{"type": "bert", "config": {...}}``, or a ``ModelConfig``.
             config: What is trained, and how; or its keys.
             labels: The classes; those of ``config`` by default.

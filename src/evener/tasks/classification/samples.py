@@ -138,7 +138,7 @@ class LabelSet:
         """Return the index of a class.
 
         Args:
-            label: Its name, or its index; a name goes before.
+            label: Its name, or its index; a name takes precedence.
             where: What it belongs to, for the error.
 
         Raises:

@@ -310,7 +310,7 @@ class TextClassifier(Task):
         return {name: value for name, value in words.items() if value is not None}
 
     def result(self, ended: TaskResult) -> ClassifyResult:
-        """Return what a run has come to."""
+        """Return the result of a run."""
         best, folder = self._history.best, ended.run_folder
         return ClassifyResult(
             run_folder=folder,

@@ -123,7 +123,7 @@ class DistributedTrainer:
         """One update with the batches of all ranks; all ranks call it together.
 
         Args:
-            batch: This rank's; ``None`` on one that has nothing left, which goes along.
+            batch: This rank's; ``None`` on one that has nothing left, which still joins in.
 
         Returns:
             The mean loss per counted token of this rank's batch, in nats, before the update;

@@ -190,7 +190,7 @@ class TransformerTrainer:
         """Add a batch's gradient to the next update; exchange nothing.
 
         Dropout does not draw from torch's own random numbers on the CPU, from which callers may
-        draw the order of their batches: they go on as if it had not been called.
+        draw the order of their batches: they continue as if it had not been called.
 
         Returns:
             The mean loss per counted token, in nats; ``nan`` where none counts.
