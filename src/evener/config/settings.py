@@ -23,8 +23,6 @@ from evener.planning.elche import ANCHOR, LEAST_OVERHEAD, MAX_ANCHOR, MOST_OVERH
 from evener.planning.guard import DivergenceGuard, make_guard
 from evener.planning.policies import ApplyPolicy
 
-_Speeds = Sequence[AboveZero] | Mapping[NotNegative, AboveZero]
-
 
 def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
     if not any(shares):
