@@ -27,7 +27,7 @@ _USUAL_WIDTH: Final = 1024
 
 
 @torch.no_grad()
-def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown | None) -> float:
+def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) -> float:
     """Return this rank's floating-point operations per second; all ranks call it at the same time.
 
     Takes less than 0.1 s, memory for three small matrices, and no random numbers.

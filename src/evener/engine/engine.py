@@ -94,8 +94,9 @@ class Engine(ABC):
         self._cursor: Cursor | None = None
         self._max_steps: int | None = None
         self.limits = MicroBatchLimits(team.world_size)
-        self.share = Share(0, scale=1.0, slowdown=options.slowdown)
+        self.slowdown = options.slowdown
         self.known_sizes: set[int] = set()
+        self.share = self._open(0, 1.0)
         self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
@@ -109,7 +110,6 @@ class Engine(ABC):
         )
         self._scale = options.loss_scale
         self._schedule = training.schedule
-        self.slowdown = options.slowdown
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 

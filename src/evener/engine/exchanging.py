@@ -3,9 +3,12 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, NoReturn, TypeVar, final
+from typing import Final, Generic, NoReturn, TypeVar, final
 
 T = TypeVar("T")
+
+#: Longest that ``close`` waits for a job.
+_LIMIT_S: Final = 10.0
 
 
 class Exchanger(Generic[T]):
@@ -40,13 +43,11 @@ class BackgroundExchanger(Exchanger[T]):
 
     Args:
         name: Name of the threads.
-        limit_s: Longest that ``close`` waits for a job.
     """
 
-    def __init__(self, name: str, *, limit_s: float = 10.0) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._limit_s = limit_s
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
 
@@ -73,7 +74,7 @@ class BackgroundExchanger(Exchanger[T]):
     def close(self) -> None:
         """Wait for a job that is under way, and forget what came of it."""
         if self._thread is not None:
-            self._thread.join(self._limit_s)
+            self._thread.join(_LIMIT_S)
             self._thread = None
         self._jobs.clear()
 

@@ -2,11 +2,12 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
+from evener.averaging.gradients import GradientAverager
 from evener.engine.engine import Engine, EngineOptions
-from evener.engine.results import Round
+from evener.engine.results import Progress, Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.policies import ApplyPolicy, Policy
@@ -30,6 +31,9 @@ class ParkingEngine(Engine):
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options, ApplyPolicy.SYNC)
+        self._averager = GradientAverager(self.flat, team.comm)
+        #: Weight of the last applied window, the guess for the next; 0 for none.
+        self._expected_weight = 0.0
         self._recall_at = 0
         self._warned_of_rank_0 = False
 
@@ -45,18 +49,6 @@ class ParkingEngine(Engine):
     @abstractmethod
     def _exchange_plans(self, *work_for_all: float) -> None:
         """Agree on the plans of the next windows; all ranks that are present call it together."""
-
-    @abstractmethod
-    def _use_team(self) -> None:
-        """Use the ranks that are present from now on, in the policy and in exchanges."""
-
-    @abstractmethod
-    def _counters(self) -> dict[str, Any]:
-        """Return what a rank that comes back needs beside what the team trains with, in JSON."""
-
-    @abstractmethod
-    def _take_over(self, counters: Mapping[str, Any]) -> None:
-        """Take the ``_counters`` of a rank that was present for this rank's own."""
 
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
@@ -141,9 +133,26 @@ class ParkingEngine(Engine):
         if found.said is Said.STAY:
             return
         self.team.rejoin()
-        counters = self.training.send(self.comm, self._counters(), receives, found.source)
+        counters: dict[str, Any] = {
+            "progress": asdict(self.progress),
+            "expected_weight": self._expected_weight,
+            "cursor": self.cursor.state_dict(),
+            "loss_scale": self._scale.state_dict(),
+        }
+        counters = self.training.send(self.comm, counters, receives, found.source)
         if receives:
-            self._take_over(counters)
+            self._set_progress(Progress(**counters["progress"]))
+            self._expected_weight = counters["expected_weight"]
+            self.cursor.load_state_dict(counters["cursor"])
+            self._scale.load_state_dict(counters["loss_scale"])
+            self.flat.zero_()
+            self.buffers.reset()
         self._use_team()
         if found.said is Said.GO_ON:
             self._exchange_plans(math.inf, math.inf)
+
+    def _use_team(self) -> None:
+        """Use the ranks that are present from now on, in the policy and in exchanges."""
+        self.policy.set_parked(self.team.parked)
+        self._averager.use(self.comm)
+        self.buffers.use(self.comm)

@@ -21,9 +21,8 @@ class Stopwatch:
         slowdown: Stretches compute on a rank that is emulated slower.
     """
 
-    def __init__(self, slowdown: Slowdown | None) -> None:
-        is_slow = slowdown is not None and slowdown.factor > 1
-        self._slow = (slowdown, slowdown.start()) if slowdown is not None and is_slow else None
+    def __init__(self, slowdown: Slowdown) -> None:
+        self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
         self._started_s = time.perf_counter()
 
     def stop(self) -> float:
@@ -71,8 +70,8 @@ class Share:
         planned: int,
         *,
         scale: float | None,
-        slowdown: Slowdown | None,
-        known_sizes: set[int] | None = None,
+        slowdown: Slowdown,
+        known_sizes: set[int],
     ) -> None:
         self.samples = self.micro_batches = self.turns = self.open_samples = 0
         self.warmup_samples = self.warmup_micro_batches = 0
@@ -81,13 +80,13 @@ class Share:
         self._planned = planned
         self._scale = scale
         self._slowdown = slowdown
-        self._known_sizes = set() if known_sizes is None else known_sizes
+        self._known_sizes = known_sizes
         self._weights: dict[int | None, float] = {}
         self._losses: list[tuple[int | None, float, Tensor]] = []
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
         self._spent_before_s = 0.0
-        self._watch = Stopwatch(None)
+        self._watch = Stopwatch(slowdown)
 
     @property
     def micro_batch_weight(self) -> float:

@@ -4,10 +4,9 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
-from typing import Any, Final, NoReturn, final
+from dataclasses import replace
+from typing import Final, NoReturn, final
 
-from evener.averaging.gradients import GradientAverager
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
@@ -15,7 +14,7 @@ from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
 from evener.engine.parking import ParkingEngine
-from evener.engine.results import Applied, Progress, Round, WindowResult, Work
+from evener.engine.results import Applied, Round, WindowResult, Work
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -53,7 +52,6 @@ class SyncEngine(ParkingEngine):
     ) -> None:
         super().__init__(team, training, options)
         self._policy = policy
-        self._averager = GradientAverager(self.flat, team.comm)
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
         #: What this rank wants to say of the window after the next: a plan, where it plans.
@@ -61,8 +59,6 @@ class SyncEngine(ParkingEngine):
         self._wish = 0
         #: Windows that the policy has not learnt from.
         self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
-        #: Weight of the last applied window, the guess for the next; 0 for none.
-        self._expected_weight = 0.0
         self._update_s = self._sync_s = 0.0
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
@@ -485,29 +481,6 @@ class SyncEngine(ParkingEngine):
         self._draft = None
         if self._cursor is not None:
             self._cursor.release()
-
-    # ── a team that changes ──────────────────────────────────────────────────────────────────────
-
-    def _use_team(self) -> None:
-        self.policy.set_parked(self.team.parked)
-        self._averager.use(self.comm)
-        self.buffers.use(self.comm)
-
-    def _counters(self) -> dict[str, Any]:
-        return {
-            "progress": asdict(self.progress),
-            "expected_weight": self._expected_weight,
-            "cursor": self.cursor.state_dict(),
-            "loss_scale": self._scale.state_dict(),
-        }
-
-    def _take_over(self, counters: Mapping[str, Any]) -> None:
-        self._set_progress(Progress(**counters["progress"]))
-        self._expected_weight = counters["expected_weight"]
-        self.cursor.load_state_dict(counters["cursor"])
-        self._scale.load_state_dict(counters["loss_scale"])
-        self.flat.zero_()
-        self.buffers.reset()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
