@@ -5,13 +5,15 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, Self, final
+from itertools import chain
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from evener.averaging.replicas import Entry, ReplicaAverager
+from evener.closing import Closing
 from evener.comm.base import Communicator
 from evener.devices import count_accelerators, move
 from evener.engine.former_names import warn_of_former_name
@@ -92,7 +94,7 @@ _lines: Final[dict[DistributedTrainConfig, _Line]] = {}
 
 
 @final
-class Replicas:
+class Replicas(Closing):
     """Replicas of one model: some in this process, perhaps more in other processes.
 
     Made by ``Ddp.wrap``. The loop, the optimizers and the order of things stay the user's; this
@@ -134,6 +136,7 @@ class Replicas:
         self._non_finite = non_finite
         self._averager = ReplicaAverager(line.comm, self.devices[0])
         self._num_averages = 0
+        self._agree(self._tensors(), "Ddp.wrap")
 
     @property
     def is_main_process(self) -> bool:
@@ -149,8 +152,7 @@ class Replicas:
         Raises:
             ConfigError: Replicas differ in names, shapes or dtypes.
         """
-        named = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
-        self._copy(named, "sync_params")
+        self._copy(self._tensors(), "sync_params")
 
     def sync_buffers(self) -> None:
         """Copy the buffers of replica 0 (BatchNorm's statistics, ...) over those of all others.
@@ -228,15 +230,17 @@ class Replicas:
         if line is not None:
             line.release()
 
-    def __enter__(self) -> Self:
-        return self
+    def _tensors(self) -> list[_Named]:
+        return [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _copy(self, replicas: Sequence[_Named], what: str) -> None:
+    def _agree(self, replicas: Sequence[_Named], what: str) -> tuple[Entry, ...]:
+        """Refuses replicas of which one differs; returns what all hold."""
         layout, problem = _read_layout(replicas, self.first)
         self._meet(what, problem, layout, [])
+        return layout
+
+    def _copy(self, replicas: Sequence[_Named], what: str) -> None:
+        layout = self._agree(replicas, what)
         self._averager.copy_from_first(replicas, layout, what=what)
 
     def _average(self, what: str, counts: Sequence[float]) -> None:
@@ -373,7 +377,10 @@ def wrap(
     try:
         for model, device in zip(chosen, where, strict=True):
             move(model, device)
-        members, first = _introduce(line.comm, chosen, where, environment)
+        members, first = _introduce(line.comm, where, environment)
+        replicas = Replicas(
+            chosen, where, line, non_finite=non_finite, members=members, first=first
+        )
     except BaseException:
         line.release()
         raise
@@ -382,7 +389,7 @@ def wrap(
             f"replicas of a model: {hardware_summary(members)}\n"
             f"  backend {line.comm.backend}: {line.reason}"
         )
-    return Replicas(chosen, where, line, non_finite=non_finite, members=members, first=first)
+    return replicas
 
 
 def _check_models(models: Sequence[nn.Module]) -> None:
@@ -446,30 +453,16 @@ def place(
 
 
 def _introduce(
-    comm: Communicator,
-    models: Sequence[nn.Module],
-    devices: Sequence[torch.device],
-    environment: DistributedTrainConfig,
+    comm: Communicator, devices: Sequence[torch.device], environment: DistributedTrainConfig
 ) -> tuple[tuple[Member, ...], int]:
-    """Refuse what differs; return all replicas, and the number of the first one here."""
+    """Return all replicas, and the number of the first one here."""
     own = [asdict(describe_self(i, environment.local_rank, d)) for i, d in enumerate(devices)]
-    parameters, problem = _read_layout([dict(m.named_parameters()) for m in models], 0)
-    buffers, buffer_problem = _read_layout([dict(m.named_buffers()) for m in models], 0)
-    note = {
-        "problem": problem or buffer_problem,
-        "layout": _in_words((*parameters, *buffers)),
-        "members": own,
-        "versions": describe_versions(),
-    }
-    notes = comm.all_gather_json(note, what="greetings of replicas")
-    check_alike([n["versions"] for n in notes])
-    members: list[Member] = []
-    for n in notes:
-        n["first"] = len(members)
-        members += [Member(**{**m, "rank": len(members) + i}) for i, m in enumerate(n["members"])]
-    if any(n["problem"] or n["layout"] != notes[0]["layout"] for n in notes):
-        raise ConfigError(f"Ddp.wrap: {_refusal(notes)}")
-    return tuple(members), notes[comm.rank]["first"]
+    notes = comm.all_gather_json([describe_versions(), own], what="greetings of replicas")
+    check_alike([versions for versions, _ in notes])
+    counts = [len(members) for _, members in notes]
+    numbered = enumerate(chain.from_iterable(members for _, members in notes))
+    members = tuple(Member(**{**member, "rank": number}) for number, member in numbered)
+    return members, sum(counts[: comm.rank])
 
 
 def _read_layout(

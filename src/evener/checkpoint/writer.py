@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +26,7 @@ from evener.checkpoint.manifest import (
     step_name,
 )
 from evener.checkpoint.step_folders import remove_old, tidy, unfinished_folder
+from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError, UsageError
 from evener.files import flush, hash_file, publish_folder
 
@@ -98,7 +99,7 @@ class _Write(NamedTuple):
     small_files: Mapping[str, bytes]  # documents and assets
 
 
-class CheckpointWriter:
+class CheckpointWriter(Closing):
     """Writes snapshots one after another in the background; one per folder and team.
 
     A write that fails leaves the previous checkpoint in use and never raises into training: ask
@@ -217,12 +218,6 @@ class CheckpointWriter:
         with self._changed:
             self._closed = True
         return self.wait(timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ── in the background thread ─────────────────────────────────────────────────────────────────
 

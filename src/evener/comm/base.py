@@ -2,14 +2,15 @@
 
 import json
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from evener.closing import Closing
 from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -33,7 +34,7 @@ class Call(NamedTuple):
     label: str
 
 
-class Communicator(ABC):
+class Communicator(Closing):
     """A fixed set of ranks that exchange data.
 
     Every method that takes ``what`` is a *collective*: all ranks call the same methods in the same
@@ -295,12 +296,6 @@ class Communicator(ABC):
             self._closed = True
             self._forget()
         self._end(CollectiveError(f"rank {self.number} has closed this communicator"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # ── for leaves ───────────────────────────────────────────────────────────────────────────────
 

@@ -10,12 +10,13 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from evener.closing import Closing
 from evener.data.cursor import derive_seed
 from evener.data.randomness import (
     DrawWatch,
@@ -169,7 +170,7 @@ class Pending(ABC):
         )
 
 
-class Fetcher(ABC):
+class Fetcher(Closing):
     """Loads micro-batches ahead of need, in the order in which they are submitted.
 
     Each submitted batch stays in memory until its ``Pending`` is dropped: the *caller* bounds the
@@ -213,14 +214,6 @@ class Fetcher(ABC):
     @abstractmethod
     def _submit(self, epoch: int, indices: list[int]) -> Pending:
         """Start a load."""
-
-    def __enter__(self) -> Self:
-        """Return the fetcher; leaving the block closes it."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close the fetcher."""
-        self.close()
 
 
 def name_samples(epoch: int, indices: Sequence[int]) -> str:

@@ -4,12 +4,13 @@ Every event has ``t`` (unix seconds, handed in: nothing here reads a clock) and 
 it has them ``rank`` and ``member``. New fields may be added; none changes its meaning.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypedDict, final
 
+from evener.closing import Closing
 from evener.parsing import Fields, short, whole
 
 Event = Mapping[str, Any]
@@ -52,7 +53,7 @@ FIELDS: Final = {
 }
 
 
-class Sink(ABC):
+class Sink(Closing):
     """Takes events and shows or stores them.
 
     A sink runs on the training thread: it is quick, and it never raises into training.
@@ -65,12 +66,6 @@ class Sink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write out what is held back and let go of the output; may be called again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Self, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from evener.closing import Closing
 from evener.config.classify import ClassifyConfig
 from evener.config.settings import DdpConfig
 from evener.data.cursor import derive_seed
@@ -54,7 +55,7 @@ class BatchResult:
 
 
 @final
-class DataParallelCoordinator:
+class DataParallelCoordinator(Closing):
     """Trains one LoRA classifier on several devices of this process, each at its own speed.
 
     There is a replica for each device: a rank of a team whose ranks are threads. A batch is shared
@@ -223,12 +224,6 @@ class DataParallelCoordinator:
             for thread in self._threads:
                 thread.shutdown()
             torch.set_num_threads(self._torch_threads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _compute(self, parts: Sequence[Sequence[tuple[int, Encoded]]]) -> int:
         """Compute gradients, which stay on their replicas; return how many were classified right.

@@ -6,6 +6,7 @@ from typing import Self, final
 
 import torch
 
+from evener.closing import Closing
 from evener.comm.base import Communicator, SingleCommunicator, check_timeout
 from evener.comm.existing import default_group, numbers_in
 from evener.comm.threads import ThreadTeam
@@ -21,7 +22,7 @@ _TIMEOUT_S = 600.0
 
 
 @final
-class DistributedComm:
+class DistributedComm(Closing):
     """One rank's end of a connection to the others.
 
     Attributes:
@@ -105,12 +106,6 @@ class DistributedComm:
     def close(self) -> None:
         """Let the connection go; who still needs this rank gets ``PeerLostError``. Idempotent."""
         self.communicator.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def share_cores(num_ranks: int) -> None:
