@@ -234,7 +234,7 @@ class Replicas(Closing):
         return [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in self.models]
 
     def _agree(self, replicas: Sequence[_Named], what: str) -> tuple[Entry, ...]:
-        """Refuses replicas of which one differs; returns what all hold."""
+        """Refuse replicas of which one differs; return what all hold."""
         layout, problem = _read_layout(replicas, self.first)
         self._meet(what, problem, layout, [])
         return layout
