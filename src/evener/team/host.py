@@ -17,7 +17,7 @@ _ASK_TORCH: Final = "import torch; print(torch.accelerator.device_count())"
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Threads that each of so many ranks on a host should compute with, of the cores it may use."""
+    """Return the threads that each of a host's ranks should use, of the cores it may run on."""
     return max(1, available_cores() // local_world_size)
 
 
