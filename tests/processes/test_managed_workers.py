@@ -1,9 +1,11 @@
 """Managed runs on several devices: real worker processes, their failures and their ends."""
 
 import atexit
+import errno
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evener.errors import UsageError, WorkerError
+from evener.errors import LaunchError, UsageError, WorkerError
 from evener.managed.epoch_metrics import EpochMetrics
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
@@ -214,6 +216,23 @@ def test_a_worker_that_crashes_on_its_way_out_has_done_its_work():
 
     state = describe_job(**TWO, model_fn=model).run().join()
     assert_same(state.state_dict(), train_plainly(6)[0])
+
+
+def test_nothing_stays_open_when_a_worker_cannot_be_started(monkeypatch):
+    class Failing(subprocess.Popen):
+        def __init__(self, command, **options):
+            if options.get("env", {}).get("RANK") == "1":
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            super().__init__(command, **options)
+
+    def start() -> tuple[LaunchError, int]:
+        with pytest.raises(LaunchError, match="rank 1 could not be started") as caught:
+            describe_job(**TWO).run()
+        return caught.value, len(list(Path("/proc/self/fd").iterdir()))
+
+    monkeypatch.setattr(subprocess, "Popen", Failing)
+    first, second = start(), start()  # errors are kept, and with them the teams
+    assert first[1] == second[1]
 
 
 # ── scripts, as users write them ─────────────────────────────────────────────────────────────────

@@ -150,6 +150,7 @@ class WorkerTeam(Supervisor, Run):
         except BaseException as error:
             self.error = error  # raised where the run is joined
         finally:
+            self._job.close()
             self._sink.close()
             self._started.set()
             self._metrics.put(None)
