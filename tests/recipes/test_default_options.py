@@ -17,8 +17,10 @@ from helpers.recipes import RECIPES, output_of_ranks
 from helpers.source import ROOT, tracked_files
 
 WORLD_SIZES = (1, 2, 3)
-LAUNCHED = ["gan_manual", "local_sgd", "log_to_your_tracker", "own_dataloader", "quickstart"]
-LAUNCHED += ["reinforce_manual", "uneven_devices"]
+LAUNCHED = ["gan_manual", "image_classification", "local_sgd", "log_to_your_tracker"]
+LAUNCHED += ["own_dataloader", "quickstart", "reinforce_manual", "uneven_devices"]
+#: Recipe -> what it writes, where that would be the user's own folder.
+OUTPUTS = {"image_classification": "runs", "log_to_your_tracker": "log.jsonl"}
 
 
 def examples() -> list[tuple[str, Block]]:
@@ -71,7 +73,7 @@ def test_an_example_of_a_managed_run(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_a_recipe(name: str, world_size: int, tmp_path: Path) -> None:
-    arguments = ["--out", str(tmp_path / "log.jsonl")] if name == "log_to_your_tracker" else []
+    arguments = ["--out", str(tmp_path / OUTPUTS[name])] if name in OUTPUTS else []
     texts = output_of_ranks(RECIPES / f"{name}.py", *arguments, world_size=world_size)
     assert texts[0]
     assert texts[1:] == [""] * (world_size - 1)
