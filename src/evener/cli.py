@@ -269,7 +269,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         # For Ddp.setup in the script's ranks.
         os.environ[EMULATE_SLOW] = ",".join(options.emulate_slow)
     if not options.script.is_file():
-        raise ConfigError(f"{options.script} is no file; give the path of a Python script")
+        raise ConfigError(f"{options.script} is not a file; give the path of a Python script")
     command = [*_PYTHON, "evener.team.script", str(options.script), *options.arguments]
     place = DistributedTrainConfig.from_env()
     if place.launched_by in ("torchrun", "slurm"):

@@ -188,7 +188,7 @@ def test_under_torchrun_the_team_is_settled(monkeypatch, capsys, arguments, opti
     [
         (["launch", "--nproc", "0", "train.py"], "--nproc is 0"),
         (["launch", "--nproc", "9999", "train.py"], "--nproc is 9999"),
-        (["launch", "missing.py"], "missing.py is no file"),
+        (["launch", "missing.py"], "missing.py is not a file"),
         (["launch", "--port", "70000", "train.py"], "--port is 70000"),
         (["launch", "--node-rank", "0", "train.py"], "--nnodes is missing"),
         (["pretrain", "--nnodes", "2", "--node-rank", "0"], "--master-addr is missing"),

@@ -140,7 +140,7 @@ def unflatten_optimizer(tensors: Mapping[str, torch.Tensor], document: Any) -> d
     """Undo :func:`flatten_optimizer`; the result goes to ``optimizer.load_state_dict``.
 
     Raises:
-        CheckpointError: The document is no optimizer state, or names a tensor that is missing.
+        CheckpointError: The document is not an optimizer state, or names a tensor that is missing.
     """
     if not isinstance(document, dict) or not {"state", "param_groups"} <= document.keys():
         raise CheckpointError(

@@ -68,7 +68,7 @@ def asks_for(words: str) -> WrapValidator:
 def _a_number(words: str) -> BeforeValidator:
     def refuse(value: object) -> object:
         # YAML reads `yes` and `on` as true, which Python would take for 1. Tensors and NumPy's
-        # truth values are no numbers of Python's either, and NumPy's numbers are.
+        # truth values are not numbers in Python either, and NumPy's numbers are.
         if isinstance(value, bool) or not isinstance(value, Real):
             raise ValueError(words)
         return value

@@ -92,7 +92,7 @@ def find_files(
             else:
                 file = _source_file(prefix[:-1] or source.name, source, source.stat(), named=True)
                 if not source.is_file():
-                    raise DataError(f"{source} is no regular file: copy its text into a file")
+                    raise DataError(f"{source} is not a regular file: copy its text into a file")
                 found.append(file)
         except FileNotFoundError as error:
             raise DataError(

@@ -167,8 +167,8 @@ def _integer(environ: Mapping[str, str], *names: str) -> int:
             continue
         if not text.isdecimal():
             raise ConfigError(
-                f"{name} is {text!r}, which is no number; srun sets it, so start with srun and do "
-                "not change it"
+                f"{name} is {text!r}, which is not a number; srun sets it, so start with srun and "
+                "do not change it"
             )
         return int(text)
     raise ConfigError(

@@ -95,7 +95,7 @@ def how_started() -> tuple[list[str], str]:
         program, str(Path.cwd()), getattr(sys.modules["__main__"], "__file__", "")
     )
     if program[0] != "-m" and not Path(folder, program[0]).is_file():
-        raise ConfigError(f"{program[0]} is no Python file; to use all devices {remedy}")
+        raise ConfigError(f"{program[0]} is not a Python file; to use all devices {remedy}")
     if (runner := _runner([frame.filename for frame in traceback.extract_stack()])) is not None:
         raise ConfigError(
             f"the script is run by {runner}, which would do everything else again, too; to use all "

@@ -149,7 +149,7 @@ def test_what_is_missing_says_so(tmp_path):
     with pytest.raises(DataError, match="name at least one"):
         find_files([], None, ())
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         find_files([tmp_path / "pipe"], None, ())
     root = write(tmp_path / "r", {"a.jpg": "1", "b.jpg": "2", "c": "3"})
     with pytest.raises(DataError, match=r"only others \(2 x \.jpg, 1 x no suffix\)"):

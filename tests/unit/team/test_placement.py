@@ -199,5 +199,5 @@ def test_a_notebook_is_not_started_again(monkeypatch):
 
 def test_what_is_no_file_is_not_started_again(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.orig_argv", ["python", str(Path(tmp_path))])
-    with pytest.raises(ConfigError, match="is no Python file"):
+    with pytest.raises(ConfigError, match="is not a Python file"):
         how_started()

@@ -232,9 +232,9 @@ def _check_foreign(adapter: Path, base: Base) -> str | None:
         raise _other_base(adapter, base, repr(named))
     elif folder is None or folder.name != Path(base.path).name:
         return (
-            f"the adapter in {adapter} was trained on {named!r}, which is no folder here: whether "
-            f"{base.path!r} holds the same weights cannot be told, and on others it is of no use. "
-            "Make sure that it does"
+            f"the adapter in {adapter} was trained on {named!r}, which is not a folder here: "
+            f"whether {base.path!r} holds the same weights cannot be told, and on others it is of "
+            "no use. Make sure that it does"
         )
     return None
 

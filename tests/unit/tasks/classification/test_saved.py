@@ -216,7 +216,7 @@ def test_a_base_that_is_not_here_is_doubted(
     build(base, adapter)
     said = capsys.readouterr().err
     assert "warning: the adapter in" in said
-    assert "'somebody/large', which is no folder here" in said
+    assert "'somebody/large', which is not a folder here" in said
     model = ClassifyModelConfig(path=str(base), adapter=str(adapter))
     ClassifyPipeline.build(model, config(), LabelSet(LABELS), quiet=True)
     assert not capsys.readouterr().err
