@@ -1,6 +1,8 @@
 """A tokenizer trained on a corpus: exact, deterministic, cached, what AutoTokenizer loads."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evener.data.corpus_cache import UNUSED_DAYS
 from evener.data.documents import IterableSource
 from evener.data.file_source import FileSource
 from evener.errors import DataError
@@ -85,6 +88,20 @@ def test_it_is_trained_once_for_each_text_and_size(
     (first / "tokenizer.json").unlink()
     assert train(270) == first
     assert load_tokenizer(first).vocab_size == 270
+
+
+def test_what_is_used_stays_in_the_cache(tmp_path: Path) -> None:
+    def train(size: int) -> Path:
+        return trained_tokenizer(IterableSource(TEXTS, "text"), size, tmp_path, on_error="stop")
+
+    used, unused = train(270), train(271)
+    long_ago_s = time.time() - (UNUSED_DAYS + 1) * 86_400
+    for path in (used, *used.iterdir(), unused, *unused.iterdir()):
+        os.utime(path, (long_ago_s, long_ago_s))
+    assert train(270) == used
+    train(272)  # makes room
+    assert used.exists()
+    assert not unused.exists()
 
 
 def test_of_a_large_corpus_a_part_is_read_that_is_the_same_every_time(

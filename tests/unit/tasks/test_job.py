@@ -104,6 +104,31 @@ def test_a_share_that_does_not_fit_is_done_again_in_smaller_parts(tmp_path: Path
     assert run.summary["solo_source"] == "measured"
 
 
+class Remembering(Line):
+    """A line with running statistics and with averages in its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+
+
+def test_measuring_leaves_model_and_optimizer_as_they_were_trained(tmp_path: Path) -> None:
+    """What the task writes then, such as a sample of text, is of the model that was trained."""
+
+    def trained(*, measure: bool) -> list[Any]:
+        task = Remembering()
+        keys = {"name": str(measure), "max_steps": 3, "batch_size": 8, "micro_batch_size": 8}
+        run_task(task, {**keys, "devices": "cpu", "measure": measure}, out=tmp_path, quiet=True)
+        moments = [task.optimizer.state[p] for p in task.model.parameters()]
+        return [*task.model.state_dict().values(), *(v for m in moments for v in m.values())]
+
+    plain, measured = trained(measure=False), trained(measure=True)
+    assert RunFolder(tmp_path / "True").summary["solo_source"] == "measured"
+    assert len(plain) > 20
+    assert all(torch.equal(*pair) for pair in zip(plain, measured, strict=True))
+
+
 def test_a_run_ends_where_the_task_is_done(tmp_path: Path, capfd: Any) -> None:
     results = train(2, tmp_path, patience=2, epochs=9, eval={"every": 2})
     for result, task in results:
