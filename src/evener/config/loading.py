@@ -21,6 +21,8 @@ def load_config(
     schema: type[_Schema],
     given: Keys,
     overrides: Iterable[str] = (),
+    *,
+    owner: str = "the configuration",
 ) -> _Schema:
     """Read and check a configuration.
 
@@ -29,6 +31,7 @@ def load_config(
         given: Its keys, or a YAML file that holds them; ``None`` takes all defaults.
         overrides: ``key=value`` with dots for sections, values in YAML, such as
             ``optimizer.lr=3e-4``.
+        owner: What the keys belong to, for messages about keys that are not from a file.
 
     Raises:
         ConfigError: Names the file or key, the value, and what is allowed.
@@ -36,7 +39,7 @@ def load_config(
     if isinstance(given, str | Path):
         document, source = read_yaml(Path(given)), str(given)
     else:
-        document, source = copy.deepcopy(dict(given or {})), "the configuration"
+        document, source = copy.deepcopy(dict(given or {})), owner
     overridden = [_override(document, override) for override in overrides]
     try:
         return schema.model_validate(document)

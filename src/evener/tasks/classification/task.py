@@ -1,7 +1,7 @@
 """Text classification as a task of the driver: what is a LoRA classifier's own."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -313,10 +313,7 @@ class TextClassifier(Task):
         """Return the result of a run."""
         best, folder = self._history.best, ended.run_folder
         return ClassifyResult(
-            run_folder=folder,
-            checkpoint=ended.checkpoint,
-            heldout_loss=ended.heldout_loss,
-            stopped=ended.stopped,
+            **asdict(ended),
             adapter=folder / "adapter" if best else None,
             merged=folder / "merged" if best else None,
             labels=self._data.labels.names,

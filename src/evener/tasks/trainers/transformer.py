@@ -95,7 +95,7 @@ class TransformerTrainer:
         given = {"max_steps": max_steps, "total_tokens": total_tokens, "optimizer": optimizer or {}}
         if max_grad_norm != 1.0:  # the default, and then ``optimizer`` may hold it
             given["max_grad_norm"] = max_grad_norm
-        chosen = load_config(_Options, given)
+        chosen = load_config(_Options, given, owner="TransformerTrainer")
         self.settings, self._max_grad_norm = chosen.optimizer, chosen.max_grad_norm
         self.optimizer: AdamW = make_optimizer(model, self.settings)
         self.schedule = schedule or _schedule(self.settings, max_steps, total_tokens)

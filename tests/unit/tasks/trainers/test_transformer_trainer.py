@@ -21,7 +21,7 @@ from helpers.language import llama, lm_batch, relative_error, train_plainly, vec
         ({"max_steps": "4"}, ["max_steps is '4'", "a whole number"]),
         ({"max_steps": 2.5}, ["max_steps is 2.5"]),
         ({"total_tokens": "x"}, ["total_tokens is 'x'"]),
-        ({"total_tokens": 0}, ["total_tokens is 0"]),
+        ({"total_tokens": 0}, ["TransformerTrainer: total_tokens is 0: ", "more than 0"]),
         ({"total_tokens": float("inf")}, ["total_tokens is inf"]),
         ({"optimizer": torch.optim.SGD([torch.ones(1)])}, ["optimizer is a SGD", "settings"]),
         ({"schedule": 0.5}, ["schedule is a float", "a function of Progress"]),
