@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from evener.data.corpus_cache import digest, mark_used
 from evener.data.documents import Document, DocumentSource, Note, Progress, Rejects, ignore
 from evener.data.record_files import holds_records, read_records
-from evener.data.sources import SourceFile, content_hash, find_files, require_unchanged
+from evener.data.sources import SourceFile, content_hash, find_files
 from evener.data.text_files import read_text
 from evener.files import read_json, write_file
 from evener.parsing import Fields, short
@@ -77,13 +77,12 @@ class FileSource(DocumentSource):
                 continue
             seen.add(hashed)
             has_text, before, others = False, done, (len(binary), rejects.count)
-            for document in self._read(file, rejects, binary if self._skips_binary else None):
+            for document in self._read(file, hashed, rejects, binary):
                 if document.text and not document.text.isspace():
                     has_text = True
                     yield document
                 done += document.read_bytes
                 progress(done, self.num_bytes)
-            require_unchanged(file, hashed)
             if not has_text and others == (len(binary), rejects.count):
                 empty.append(file)
             done = before + file.size
@@ -95,11 +94,12 @@ class FileSource(DocumentSource):
                 note(f"left out because {what}: {len(files)} files, {labels}")
 
     def _read(
-        self, file: SourceFile, rejects: Rejects, binary: list[SourceFile] | None
+        self, file: SourceFile, hashed: str, rejects: Rejects, binary: list[SourceFile]
     ) -> Iterator[Document]:
         if holds_records(file):
-            return read_records(file, text_key=self._text_key, rejects=rejects)
-        return read_text(file, alone=len(self._files) == 1, binary=binary)
+            return read_records(file, hashed, text_key=self._text_key, rejects=rejects)
+        skipped = binary if self._skips_binary else None
+        return read_text(file, hashed, alone=len(self._files) == 1, binary=skipped)
 
 
 def _stamp(row: Any) -> list[Any]:

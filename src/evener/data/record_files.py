@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from evener.data.documents import Document, Rejects, text_of
-from evener.data.sources import RECORD_SUFFIXES, SourceFile, reading
+from evener.data.sources import RECORD_SUFFIXES, SourceFile, reading_unchanged
 from evener.data.text_files import BOM
 from evener.errors import ConfigError, DataError
 from evener.parsing import parse_json
@@ -21,7 +21,9 @@ def holds_records(file: SourceFile) -> bool:
     return file.path.name.lower().endswith(RECORD_SUFFIXES)
 
 
-def read_records(file: SourceFile, *, text_key: str, rejects: Rejects) -> Iterator[Document]:
+def read_records(
+    file: SourceFile, expected_hash: str, *, text_key: str, rejects: Rejects
+) -> Iterator[Document]:
     """Read a file's documents in order; memory holds a buffer of them.
 
     A line of JSON holds an object with the text under ``text_key``, or the text itself; empty lines
@@ -30,15 +32,17 @@ def read_records(file: SourceFile, *, text_key: str, rejects: Rejects) -> Iterat
 
     Args:
         file: What to read; see ``holds_records``.
+        expected_hash: ``content_hash`` of the file.
         text_key: Key or column of the text.
         rejects: Told of lines and rows that hold no text.
 
     Raises:
-        DataError: The file cannot be read, is damaged, or has no such column.
+        DataError: The file cannot be read, is damaged, has no such column, or has changed since it
+            was hashed.
         ConfigError: It is parquet, and pyarrow is not installed.
     """
     is_table, done = file.path.name.lower().endswith(".parquet"), 0
-    with reading(file) as stream:
+    with reading_unchanged(file, expected_hash) as stream:
         # Asking for the position costs a system call.
         lines = (
             (number, line, done if number % 64 else stream.tell())

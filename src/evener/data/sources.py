@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final, final
 
 from evener.errors import DataError
 from evener.files import blake2b, open_for_reading
@@ -25,6 +25,8 @@ _PROGRAMS: Final = (
 )
 DEFAULT_SUFFIXES: Final = (*_PROSE.split(), *_PROGRAMS.split(), *RECORD_SUFFIXES)
 """File endings that are taken from folders: prose, program sources, records."""
+
+_BUFFER_BYTES: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,16 +175,53 @@ def content_hash(file: SourceFile) -> str:
         return hashlib.file_digest(stream, blake2b).hexdigest()
 
 
-def require_unchanged(file: SourceFile, expected_hash: str) -> None:
-    """Check that a file which has been read is still the one that was hashed.
+@final
+class _Hashing(RawIOBase):
+    """What is read of a file, hashed on the way."""
+
+    def __init__(self, stream: BufferedReader) -> None:
+        self._stream = stream
+        self._hasher = blake2b()
+        self.is_at_end = False
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._stream.readinto(buffer)
+        self.is_at_end = not count
+        self._hasher.update(memoryview(buffer)[:count])
+        return count
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+
+@contextmanager
+def reading_unchanged(file: SourceFile, expected_hash: str) -> Iterator[BinaryIO]:
+    """Open a file that was hashed, and check at the end of the block that it is still the same.
+
+    What was read to its end has its hash compared. Of other files, such as those that a library
+    opens itself, size and times are compared, and the hash only where these differ.
 
     Raises:
         DataError: It cannot be read, or has other content.
     """
     with reading(file) as stream:
-        stat = os.fstat(stream.fileno())
-    is_touched = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) != (file.size, *file.stamp)
-    if is_touched and content_hash(file) != expected_hash:
+        hashing = _Hashing(stream)
+        with BufferedReader(hashing, _BUFFER_BYTES) as buffered:
+            yield buffered
+        if hashing.is_at_end:
+            is_same = hashing.hexdigest() == expected_hash
+        else:
+            stat = file.path.stat()
+            times = (stat.st_mtime_ns, stat.st_ctime_ns)
+            is_same = (stat.st_size, times) == (file.size, file.stamp)
+            is_same = is_same or content_hash(file) == expected_hash
+    if not is_same:
         raise DataError(
             f"{file.path} has changed while it was read: start again when nothing writes to it"
         )

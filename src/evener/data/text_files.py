@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Final
 
 from evener.data.documents import Document
-from evener.data.sources import SourceFile, reading
+from evener.data.sources import SourceFile, reading_unchanged
 from evener.errors import DataError
 
 LARGE_FILE_BYTES: Final = 4 * 1024 * 1024
@@ -29,21 +29,23 @@ _BLANK_LINES: Final = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
 
 def read_text(
-    file: SourceFile, *, alone: bool, binary: list[SourceFile] | None
+    file: SourceFile, expected_hash: str, *, alone: bool, binary: list[SourceFile] | None
 ) -> Iterator[Document]:
     """Read a file's documents in order; text is UTF-8, a byte order mark is dropped.
 
     Args:
         file: What to read.
+        expected_hash: ``content_hash`` of the file.
         alone: The corpus has no other file, so that this one is cut into documents.
         binary: Receives a file with a NUL byte near its start, which then has no documents;
             None, or a file that was named itself, makes that an error.
 
     Raises:
-        DataError: The file cannot be read, is not UTF-8 (named with the offset), or is binary.
+        DataError: The file cannot be read, is not UTF-8 (named with the offset), is binary, or
+            has changed since it was hashed.
     """
     is_cut = alone or file.size > LARGE_FILE_BYTES
-    with reading(file) as stream:
+    with reading_unchanged(file, expected_hash) as stream:
         pieces = cut_pieces(stream, _piece_bytes(file.size)) if is_cut else [(0, stream.read())]
         for number, (offset, piece) in enumerate(pieces):
             if offset == 0 and (nul := piece.find(b"\0", 0, _BINARY_PROBE_BYTES)) >= 0:

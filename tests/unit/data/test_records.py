@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,27 @@ def test_a_file_that_changes_while_it_is_read_is_named(
 ) -> None:
     source = FileSource([write_any(tmp_path, kind, TEXTS)], cache)
     write_any(tmp_path, kind, ["something", "else"])
+    with pytest.raises(DataError, match="has changed while it was read"):
+        texts_of(source)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
+def test_a_change_that_leaves_size_and_times_alone_is_noticed(
+    tmp_path: Path, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(texts: list[str]) -> None:
+        content = lines_of(texts)
+        path.write_bytes(gzip.compress(content, 0) if kind.endswith(".gz") else content)
+
+    path = tmp_path / f"data.{kind}"
+    write(["one", "two", "end"])
+    source = FileSource([path], cache)
+    write(["one", "2nd", "end"])
+    assert path.stat().st_size == source.num_bytes
+    # As in the same tick of the file system's clock.
+    stat = path.stat()
+    times = (stat.st_mtime_ns, stat.st_ctime_ns)
+    monkeypatch.setattr(source, "_files", [replace(source._files[0], stamp=times)])
     with pytest.raises(DataError, match="has changed while it was read"):
         texts_of(source)
 
