@@ -92,4 +92,7 @@ class BackgroundExchanger(Exchanger[T]):
 
 
 def _raise(error: BaseException) -> NoReturn:
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # or its traceback would hold this frame, and this frame the error
