@@ -49,7 +49,7 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy
 from evener.planning.report import Report
 from evener.protocol import wording
-from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, unpack, unpack_plan
+from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, unpack_local_plan, unpack_plan
 
 
 class Phase(Enum):
@@ -337,7 +337,7 @@ def _accept(state: State, numbers: tuple[float, ...]) -> State:
         if state.is_sync:
             plans = (*plans, unpack_plan(numbers, state.world_size))
         else:
-            plan = unpack(LocalPlan, numbers)
+            plan = unpack_local_plan(numbers)
             plans = (plan,) if any(plan.most) else ()
     if state.phase is Phase.REST:
         return state._replace(plans=plans)

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple, Self, TypeVar, get_args, get_type_hints
 
 from evener.errors import ProtocolError
+from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.report import NOTHING, Report
 
@@ -283,4 +284,16 @@ def unpack_plan(numbers: Sequence[float], world_size: int) -> WindowPlan:
             f"plan of window {plan.window} has shares {plan.shares}, which sum to {total} "
             f"samples, but the window has {plan.size}"
         )
+    return plan
+
+
+def unpack_local_plan(numbers: Sequence[float]) -> LocalPlan:
+    """Return the plan that a row of CADENCE or ASYNC carries.
+
+    Raises:
+        ProtocolError: A number is out of range.
+    """
+    plan = unpack(LocalPlan, numbers)
+    if plan.window_s == 0:
+        raise ProtocolError(f"{plan} holds a number that is out of range: window_s must be above 0")
     return plan

@@ -24,6 +24,7 @@ from evener.protocol.row import (
     pack,
     room_of,
     unpack,
+    unpack_local_plan,
     unpack_plan,
 )
 
@@ -197,7 +198,7 @@ def test_a_plan_of_sync_survives_the_journey(shares, window, epoch, start):
 @pytest.mark.parametrize("changes", [{}, {"window_s": math.inf}, {"blocking": False}])
 def test_a_plan_of_local_steps_survives_the_journey(changes):
     sent = local_plan(**changes)
-    received = unpack(LocalPlan, pack(sent))
+    received = unpack_local_plan(pack(sent))
     assert received == sent
     assert type(received.blocking) is bool
     assert type(received.verdict) is Verdict
@@ -219,6 +220,12 @@ def test_damage_is_named(place, value, message):
     numbers[place] = value
     with pytest.raises(ProtocolError, match=message):
         unpack_plan(numbers, 2)
+
+
+@pytest.mark.parametrize("window_s", [0.0, -0.0, -1.0, math.nan])
+def test_a_window_that_takes_no_time_is_refused(window_s):
+    with pytest.raises(ProtocolError, match=r"out of range: window_s must|is no duration"):
+        unpack_local_plan(pack(local_plan(window_s=window_s)))
 
 
 def test_a_plan_of_another_length_is_refused():
