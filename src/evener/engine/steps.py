@@ -121,6 +121,7 @@ class LocalSteps:
             loss_sum=loss_sum if made else 0.0,
             skipped=not made,
             overflows=overflowed,
+            non_finite=code - self._work.non_finite,  # the last step's code counts, not the sum
             compute_s=compute_s,
             busy_s=busy_s,
             warmup_steps=warms_up,
@@ -128,7 +129,7 @@ class LocalSteps:
             warmup_s=compute_s * warms_up,
             warmup_busy_s=busy_s * warms_up,
         )
-        self._work = Report(*map(add, self._work, step))._replace(non_finite=code)
+        self._work = Report(*map(add, self._work, step))
         return made
 
     def _average(self, share: Share, loss_sum: float) -> int:
