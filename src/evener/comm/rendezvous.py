@@ -261,7 +261,7 @@ def _reach(address: str, port: int, patience: _Patience, failed: str) -> str:
                 ) from None
             detail = getattr(error, "strerror", None) or "no answer"
         if not patience.pause():
-            raise LaunchError(failed.format(detail))
+            raise LaunchError(failed.replace("{}", detail))  # an address may hold braces
 
 
 def call_roll(

@@ -318,7 +318,7 @@ class LocalEngine(Engine):
     def _plan_next(
         self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
     ) -> tuple[float, ...]:
-        """Return the planner plans with what it has just heard, and all follow.
+        """Let the planner plan with what it has just heard; return the plan as numbers.
 
         A round of its own: a window of local steps is long, and a fresh plan is worth the
         millisecond.

@@ -280,7 +280,7 @@ class Loop(DataSide):
         return numerator / denominator if denominator else float("nan")
 
     def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:
-        """Return the former name of ``weighted_mean``; it goes with the next release."""
+        """Return what ``weighted_mean`` returns; this former name goes with the next release."""
         warn_of_former_name("all_reduce", "weighted_mean")
         return self.weighted_mean(value, weight)
 
