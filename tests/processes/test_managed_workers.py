@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.managed.epoch_metrics import EpochMetrics
+from evener.managed.processes import SURVIVORS_S
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 from helpers.managed import (
@@ -206,6 +208,19 @@ def test_a_worker_that_leaves_is_named_and_not_those_that_lost_it(leave, said):
     with pytest.raises(WorkerError, match=said) as caught:
         describe_job(**TWO, train_fn=train).run().join()
     assert caught.value.rank == 1
+
+
+def test_a_worker_that_becomes_another_program_while_the_run_fails_is_not_waited_for():
+    def train(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if os.environ["RANK"] == "0":
+            raise ValueError("bad sample")
+        time.sleep(1.0)  # the failure is known by then
+        os.execvp("sleep", ["sleep", "3600"])
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 0 .* failed: ValueError: bad sample"):
+        describe_job(**TWO, train_fn=train).run().join()
+    assert time.monotonic() - start < SURVIVORS_S
 
 
 def test_a_worker_that_crashes_on_its_way_out_has_done_its_work():

@@ -188,6 +188,7 @@ class WorkerTeam(Supervisor, Run):
                 child.desert("ended with exit code 0; its output above may say why")
             elif child in at_work and child.is_another_program:
                 child.desert(ANOTHER_PROGRAM)
+                child.kill()  # it does no more of the run, and hears of no end
         if self._must_end.is_set():
             if not self._killed:
                 self._kill("ended on request")
@@ -219,7 +220,7 @@ class WorkerTeam(Supervisor, Run):
         self._set_deadline(SURVIVORS_S, "did not notice that another rank had failed")
         for child in self._at_work:
             # One that waits for the others to appear has nothing to lose.
-            if child.desertion or child.place in ("", JOINING, JOINED):
+            if child.place in ("", JOINING, JOINED):
                 child.kill()
             else:
                 self._order("stop", [child])
