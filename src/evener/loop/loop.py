@@ -37,15 +37,11 @@ CLOSING_S = 60.0
 
 
 class Loop(DataSide):
-    """A rank's place in the team; made by ``setup``. Users know it as ``Ddp``.
+    """A rank's place in the team; made by ``setup``.
+
+    Users know it as ``Ddp``, which documents the public attributes.
 
     Attributes:
-        rank: Number of this rank, from 0.
-        world_size: Ranks in the team.
-        device: This rank's torch device.
-        devices: Every rank's device, such as ``("cuda:0", "cpu")``.
-        members: The team, in rank order.
-        precision: ``fp32``, ``bf16`` or ``fp16``, as resolved for this device.
         assembly: The parts that this rank is made of; not part of the public interface.
     """
 
