@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from numbers import Real
-from typing import Annotated, Any, Final, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Final, Literal, TypeGuard, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic.dataclasses import dataclass
@@ -65,29 +65,39 @@ def asks_for(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _a_number(words: str) -> BeforeValidator:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether it is a number, such as a ``float`` or one of NumPy's; not a bool."""
+    # YAML reads `yes` and `on` as true, which Python would take for 1. Tensors and NumPy's truth
+    # values are not numbers in Python either, and NumPy's numbers are.
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _only(fits: Callable[[object], bool], words: str) -> BeforeValidator:
     def refuse(value: object) -> object:
-        # YAML reads `yes` and `on` as true, which Python would take for 1. Tensors and NumPy's
-        # truth values are not numbers in Python either, and NumPy's numbers are.
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if not fits(value):
             raise ValueError(words)
         return value
 
     return BeforeValidator(refuse)
 
 
-Whole = Annotated[int, _a_number("give a whole number")]
-Number = Annotated[float, _a_number("give a number")]
+#: An argument of Python, where ``32.0`` is a float.
+Int = Annotated[int, _only(is_whole, "give a whole number")]
+#: A key of YAML, where ``1e3`` is a whole number, too.
+Whole = Annotated[int, _only(is_number, "give a whole number")]
+Number = Annotated[float, _only(is_number, "give a number")]
 AboveZero = Annotated[Number, Field(gt=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 NotBelowZero = Annotated[Number, Field(ge=0)]
 Part = Annotated[Number, Field(gt=0, lt=1)]
+PositiveInt = Annotated[Int, Field(ge=1)]
+NotNegativeInt = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
 NotNegative = Annotated[Whole, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
 MicroBatchSize = Annotated[
-    Positive | Literal["auto"], asks_for("give a whole number of samples from 1, or 'auto'")
+    PositiveInt | Literal["auto"], asks_for("give a whole number of samples from 1, or 'auto'")
 ]
 
 

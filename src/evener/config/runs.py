@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from evener.config.checks import (
     AboveZero,
@@ -151,6 +151,12 @@ class JobConfig(TaskConfig, TrainingOptions):
         list[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]],
         asks_for("give a list of import paths, such as [my_package.tracking:make_sink]"),
     ] = Field(default_factory=list)
+
+    @field_validator("anchor", "max_anchor", "max_batch_diff", "verify_every", mode="before")
+    @classmethod
+    def _whole_with_exponent(cls, value: object) -> object:
+        # YAML reads `1e2` as a float.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @property
     def idle_options(self) -> list[str]:

@@ -3,19 +3,19 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, replace
-from numbers import Real
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StrictStr, model_validator
 
 from evener.config.checks import (
     AboveZero,
     NotBelowZero,
-    NotNegative,
+    NotNegativeInt,
     Number,
-    Positive,
+    PositiveInt,
     asks_for,
     checked,
+    is_number,
 )
 from evener.data.sharding import is_whole
 from evener.errors import ConfigError
@@ -50,10 +50,10 @@ class LocalOptions:
             leaves it as it is.
     """
 
-    anchor: Positive | None = None
+    anchor: PositiveInt | None = None
     overhead_target: Annotated[Number, Field(ge=LEAST_OVERHEAD, le=MOST_OVERHEAD)] | None = None
-    max_anchor: NotNegative | None = None
-    max_batch_diff: NotNegative | None = None
+    max_anchor: NotNegativeInt | None = None
+    max_batch_diff: NotNegativeInt | None = None
     divergence_guard: Annotated[
         str | bool | DivergenceGuard | None,
         BeforeValidator(lambda guard: make_guard(guard) and guard),
@@ -117,7 +117,7 @@ class TrainingOptions(LocalOptions):
     max_grad_norm: AboveZero | None = None
     non_finite: Literal["raise", "skip"] = "raise"
     speed_hint: Annotated[
-        Annotated[Sequence[AboveZero] | Mapping[NotNegative, AboveZero], Field(min_length=1)]
+        Annotated[Sequence[AboveZero] | Mapping[NotNegativeInt, AboveZero], Field(min_length=1)]
         | None,
         asks_for(
             "give a finite number above 0 for each rank, relative to one another, such as "
@@ -131,7 +131,7 @@ class TrainingOptions(LocalOptions):
             "such as [1, 0.33]"
         ),
     ] = None
-    verify_every: NotNegative | None = None
+    verify_every: NotNegativeInt | None = None
     timeout_s: AboveZero = 600.0
 
     @model_validator(mode="after")
@@ -166,14 +166,14 @@ class DdpConfig(TrainingOptions):
     """
 
     gradient_buckets: Annotated[
-        Sequence[tuple[str, Sequence[str]]] | None,
+        Sequence[tuple[StrictStr, Sequence[StrictStr]]] | None,
         asks_for(
             "give pairs of a label and a list of parameter names, such as "
             "[('head', ['head.weight', 'head.bias'])]"
         ),
     ] = None
     emulate_slow: Annotated[
-        Mapping[NotNegative, Annotated[Number, Field(ge=1)]],
+        Mapping[NotNegativeInt, Annotated[Number, Field(ge=1)]],
         asks_for(
             "give a factor for each rank to be slowed, finite and 1 or more, such as {1: 3.0}"
         ),
@@ -195,8 +195,7 @@ class DdpConfig(TrainingOptions):
         """
         if not is_whole(slow_rank) or slow_rank < 0:
             raise ConfigError(f"slow_rank is {slow_rank!r}; give the number of a rank, from 0")
-        given: object = ratio
-        if not isinstance(given, Real) or not 1 <= ratio < math.inf:
+        if not is_number(ratio) or not 1 <= ratio < math.inf:
             raise ConfigError(
                 f"ratio is {ratio!r}: it is how many times as fast the other ranks are as rank "
                 f"{slow_rank}; give a finite number of 1 or more, or name another rank"

@@ -62,7 +62,7 @@ def _check_function(value: object, option: ValidationInfo) -> object:
 _Value = TypeVar("_Value")
 _Function = Annotated[_Value, BeforeValidator(_check_function)]
 _Folder = Annotated[
-    str | Path,
+    InstanceOf[str] | InstanceOf[Path],
     AfterValidator(lambda folder: Path(folder).expanduser().absolute()),
     asks_for("give the path of a folder"),
 ]
@@ -88,9 +88,9 @@ class ManagedRun(DdpConfig):
     num_epochs: _Count | None = None
     num_steps: _Count | None = None
     devices: _AsGiven[Devices] = "auto"
-    policy: str | ApplyPolicy = ApplyPolicy.SYNC
-    backend: str | AverageBackend = AverageBackend.AUTO
-    precision: str = "auto"
+    policy: _AsGiven[str | ApplyPolicy] = ApplyPolicy.SYNC
+    backend: _AsGiven[str | AverageBackend] = AverageBackend.AUTO
+    precision: _AsGiven[str] = "auto"
     collate_fn: _Function[Callable[[list[Any]], Any]] | None = None
     num_workers: _Index = 0
     scheduler: _Function[SchedulerFn] | None = None

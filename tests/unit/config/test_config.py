@@ -75,6 +75,7 @@ def test_numbers_may_have_an_exponent(text: str, value: float) -> None:
 
 def test_a_whole_number_may_have_one_too() -> None:
     assert read("max_steps: 1e3").max_steps == 1000
+    assert read("{policy: cadence, anchor: 1e2}").anchor == 100
 
 
 def test_text_that_looks_like_a_number_stays_text_in_quotes() -> None:

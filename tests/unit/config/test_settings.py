@@ -42,6 +42,10 @@ BAD = [
     ),
     ({"anchor": 0}, "anchor is 0; give 1 or more"),
     ({"anchor": 2.5}, "anchor is 2.5; give a whole number"),
+    ({"anchor": 3.0}, "anchor is 3.0; give a whole number"),
+    ({"verify_every": np.float32(3)}, "verify_every is np.float32(3.0); give a whole number"),
+    ({"speed_hint": {1.0: 0.3}}, "speed_hint is {1.0: 0.3}; give"),
+    ({"gradient_buckets": [("head", [b"weight"])]}, "give pairs of a label and a list"),
     ({"anchor": 300}, "anchor is 300, above max_anchor (200); lower it, or raise max_anchor"),
     ({"max_anchor": 3, "anchor": 4}, "anchor is 4, above max_anchor (3)"),
     ({"max_anchor": -1}, "max_anchor is -1; give 0 or more"),
@@ -85,6 +89,12 @@ def test_options_that_do_not_fit_the_team_are_refused(options, words):
     with pytest.raises(ConfigError) as caught:
         config.check_team(2)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("ratio", [True, np.True_, "2", 0.5, math.inf])
+def test_a_ratio_that_slows_no_rank_is_refused(ratio):
+    with pytest.raises(ConfigError, match="give a finite number of 1 or more, or name another"):
+        DdpConfig().with_speed_hint(1, ratio)
 
 
 def test_good_options_are_taken():
