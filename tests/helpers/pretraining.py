@@ -20,8 +20,10 @@ from typing import Any
 import yaml
 
 from evener.data.cursor import Permutation
+from evener.observe.events import FIELDS
 from evener.observe.jsonl import read_events
 from evener.observe.lineage import effective_events
+from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
 from helpers.launched import Ended, Running, Sandbox, wait_until_gone
 from helpers.ranks import Rank, RankTeam
@@ -83,8 +85,12 @@ class RunFolder:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All its events."""
-        return read_events(self.path / "events.jsonl")
+        """All its events, which have the fields of their types, each of its kind."""
+        events = read_events(self.path / "events.jsonl")
+        for event in events:
+            assert set(event) >= {"t", *FIELDS[event["type"]].split()}, event
+            check_kinds(event)
+        return events
 
     def of_type(self, kind: str) -> list[dict[str, Any]]:
         """Its events of one type."""

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from evener.observe.events import FIELDS, Totals, make_event, mean_loss
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import KINDS, check_kinds, committed_window, started
 
 
 @pytest.mark.parametrize("kind", FIELDS)
@@ -16,6 +16,22 @@ def test_event_has_the_fields_of_its_type_and_further_ones(kind: str) -> None:
         rest = {other: value for other, value in fields.items() if other != name}
         with pytest.raises(ValueError, match=f"the event {kind} lacks {name}$"):
             make_event(kind, t=5.0, **rest)
+
+
+def test_every_field_has_a_kind() -> None:
+    fields = {name for names in FIELDS.values() for name in names.split()}
+    assert fields <= set(KINDS)
+    check_kinds(started(total_windows=None))
+    check_kinds(committed_window(0))
+    for wrong in (
+        started(total_windows=2.5),
+        started(run=None),
+        started(members=[1, 2]),
+        committed_window(0, committed=[(0.5, 4)]),
+        {**committed_window(0), "ranks": [{**committed_window(0)["ranks"][0], "weight": "4"}]},
+    ):
+        with pytest.raises(AssertionError):
+            check_kinds(wrong)
 
 
 def test_window_event_lists_each_rank() -> None:

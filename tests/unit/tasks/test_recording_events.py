@@ -12,6 +12,7 @@ from evener.loop.reporting import StragglerWatch
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
 from evener.tasks.recording import RunTally, record
+from helpers.event_cases import check_kinds
 from helpers.teams import run_team, setup
 
 
@@ -87,6 +88,8 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             events.end(failed=False, error=None)
             if comm.rank == 0:
                 assert sink.events == read_events(tmp_path / "events.jsonl")
+                for event in sink.events:
+                    check_kinds(event)
             return tally.sums.total.weight, len(sink.events) * sink.closed
 
     # The other rank keeps silent.
