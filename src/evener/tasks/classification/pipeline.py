@@ -101,6 +101,8 @@ class ClassifyPipeline:
         self.config = config
         self._base = base
         self._class_weights = torch.tensor(class_weights or [1.0] * len(labels))
+        #: The same where the model computed last: a copy for every micro-batch would wait for it.
+        self._weights_on_device = self._class_weights
         self._dropouts = own_dropout(model)
 
     @classmethod
@@ -253,7 +255,9 @@ class ClassifyPipeline:
     def loss(self, batch: Batch) -> BatchLoss:
         """Return the loss of a batch, ready for ``ddp.backward(loss.loss, loss.weight)``."""
         logits, labels = self.logits(batch), batch.labels.to(self.device)
-        loss = F.cross_entropy(logits, labels, weight=self._class_weights.to(self.device))
+        if self._weights_on_device.device != logits.device:
+            self._weights_on_device = self._class_weights.to(logits.device)
+        loss = F.cross_entropy(logits, labels, weight=self._weights_on_device)
         weight = self.weight_of(batch.labels.tolist())
         return BatchLoss(loss, weight, (logits.argmax(-1) == labels).sum())
 
