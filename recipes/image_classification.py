@@ -10,6 +10,7 @@ second rank computes three times as slowly, and is given less.
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,8 +106,10 @@ def main() -> None:
     more = {"eval": {"every": 40}, "checkpoint": {"every": 80}}
     task = Pictures(1500 if args.smoke else 6000)
     result = run_task(task, {**keys, **more}, out=args.out, resume=args.resume)
-    if task.is_main:
-        print(f"{task.accuracy:.1%} of the held-out pictures named right: {result.run_folder}")
+    if task.is_main and not result.stopped:
+        summary = json.loads((result.run_folder / "summary.json").read_text())
+        words = "of the held-out pictures named right"
+        print(f"{summary['accuracy']:.1%} {words}: {result.run_folder}")
 
 
 if __name__ == "__main__":

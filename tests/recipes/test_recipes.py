@@ -146,6 +146,8 @@ def test_image_classification_runs_on_the_driver_on_unequal_ranks(tmp_path: Path
     assert [event["window"] for event in run.of_type("eval")] == [40, 80, 96]
     assert [path.name for path in run.checkpoints] == ["step-80", "step-96"]
     assert f"accuracy: {run.summary['accuracy']:.1%}" in done.stderr
+    again = ["--smoke", "--resume", "--out", str(tmp_path)]  # it is complete: nothing to do
+    assert output_of_ranks(script, *again, world_size=1) == [done.stdout]
 
 
 # ── the ruler ────────────────────────────────────────────────────────────────────────────────────
