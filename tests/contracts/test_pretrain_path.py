@@ -82,6 +82,7 @@ def traced(rank: Rank, folder: str, command: list[str]) -> tuple[dict[Hop, int],
 
 def check_order(hops: list[Hop], calls: dict[Hop, int]) -> None:
     """Every hop is called, each after the one before it."""
+    assert hops, "the document names no way below this heading"
     missing = [hop for hop in hops if hop not in calls]
     assert not missing, f"the document names what is not called: {missing}"
     assert hops == sorted(hops, key=calls.__getitem__), "the document names another order"
