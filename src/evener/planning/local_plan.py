@@ -13,7 +13,7 @@ class LocalPlan:
         window: Global number of the window.
         epoch: Epoch whose samples it takes.
         window_s: Seconds from the last average until ranks should stop; ``inf`` when counts alone
-            close the window.
+            close the window. It is above 0, which is checked where a plan is received.
         blocking: Whether ranks wait for the average of this window at its end, also in ASYNC.
         steps: Local steps expected of each rank.
         most: Local steps that a rank does at most; with ``blocking`` off, also how many it may do
