@@ -44,6 +44,19 @@ class Texts(Dataset[Any]):
         return {"text": chr(97 + index % 26) * self.size, "index": index}
 
 
+class Unreadable:
+    """Can be sent, but not received."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def unreadable_collate(samples: list[torch.Tensor]) -> Any:
+    """The first number of each sample; the batch of the sample 9 cannot be received."""
+    numbers = [int(sample[0]) for sample in samples]
+    return Unreadable() if 9 in numbers else numbers
+
+
 class Threads(Dataset[Any]):
     """How the worker is set up: its torch threads and its process id."""
 

@@ -27,6 +27,7 @@ from helpers.fetch_cases import (
     WithGradient,
     keep_list,
     masking_collate,
+    unreadable_collate,
 )
 from helpers.limits import PATIENCE_S
 
@@ -84,6 +85,15 @@ def test_errors_of_one_batch_leave_the_others_alone(context):
         assert "in __getitem__" in str(e.value.__cause__)
         assert pending[0].result(PATIENCE_S)[:, 0].tolist() == [16, 25]
         assert pending[2].result(PATIENCE_S)[:, 0].tolist() == [64, 81]
+
+
+def test_a_batch_that_does_not_unpickle_leaves_the_others_alone():
+    with ProcessFetcher(Squares(), unreadable_collate) as fetcher:
+        pending = [fetcher.submit(0, [index]) for index in (2, 3, 4)]
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"cannot be unpickled: ValueError.*num_workers=0"):
+                pending[1].result(PATIENCE_S)
+        assert [pending[place].result(PATIENCE_S) for place in (2, 0)] == [[16], [4]]
 
 
 def test_a_batch_that_does_not_pickle_is_an_error_of_that_batch():

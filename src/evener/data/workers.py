@@ -240,13 +240,19 @@ class _Worker(NotInherited):
         if not wait([self._connection], max(0.0, deadline - time.monotonic())):
             return False
         try:
+            message = self._connection.recv_bytes()
+            # Before it is unpickled: answers are told apart by their order alone.
+            self._unread.popleft()
+            pending = self._asked.popleft()()
             # Unpickling fetches tensors from the worker, so its death shows here as well.
-            error, payload = loads(self._connection.recv_bytes())  # noqa: S301  from our own child
+            error, payload = loads(message)  # noqa: S301  from our own child process
         except (EOFError, OSError) as broken:
             self._end = self._obituary()
             raise self._end from broken
-        self._unread.popleft()
-        if (pending := self._asked.popleft()()) is not None:
+        except Exception as broken:
+            error, payload = f"a batch of {self.name} cannot be unpickled: {describe(broken)}", ""
+            error += ". Return plain data and tensors, or use num_workers=0"
+        if pending is not None:
             failure = None if error is None else DataError(error)
             if failure is not None:
                 failure.__cause__ = RemoteTraceback(payload)
