@@ -49,7 +49,8 @@ class DdpBuilder:
 
     Every option is a method, and a keyword of ``Ddp.builder`` with the same name; the last word
     counts. ``dataset``, ``batch_size`` and one of ``num_epochs`` and ``num_steps`` must be given.
-    All options of ``DdpConfig`` are among them, and mean the same.
+    All options of ``DdpConfig`` are among them, and mean the same; ``gradient_buckets``,
+    ``emulate_slow`` and ``stop_when`` are keywords alone.
 
     With several devices, functions and data travel by value into a process for each device: there
     they work on copies, so what they change outside of the model stays there. Numbers come back
