@@ -236,7 +236,7 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
     nproc = _count_ranks(options.nproc, DEMO_NPROC if options.config is None else 1)
     config = resolve_classify(options, holds_runs=not options.node_rank)
     if needs_demo_base(config):
-        if choose_node(options, options.port, config.timeout_s) is not None:
+        if choose_node(options, config.timeout_s) is not None:
             raise ConfigError(
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
@@ -277,7 +277,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
-    node = choose_node(options, options.port, DEFAULT_TIMEOUT_S)
+    node = choose_node(options, DEFAULT_TIMEOUT_S)
     return launch(command, nproc=_count_ranks(options.nproc), port=options.port, node=node)
 
 
@@ -292,7 +292,7 @@ def _count_ranks(given: int | None, least: int = 1) -> int:
 def _launch_task(
     options: TaskOptions, nproc: int, timeout_s: float, arguments: Sequence[str]
 ) -> int:
-    node = choose_node(options, options.port, timeout_s)
+    node = choose_node(options, timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
     return _launch_evener(arguments, nproc, options.port, node)

@@ -23,12 +23,10 @@ class LaunchOptions(NodeOptions):
     Attributes:
         nproc: Local ranks asked for; ``None`` when the user did not say.
         emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
-        port: Port of the store.
     """
 
     nproc: int | None = None
     emulate_slow: tuple[str, ...] = ()
-    port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,17 +36,19 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What the user said about machines; all ``None`` for a run on this one alone.
+    """What the user said about machines; without ``nnodes`` the run is on this one alone.
 
     Attributes:
         nnodes: Number of machines.
         node_rank: Number of this one, from 0.
         master_addr: Host of node 0, or ``HOST:PORT``.
+        port: Port of the store, or where machines meet; also for a run on this one alone.
     """
 
     nnodes: int | None = None
     node_rank: int | None = None
     master_addr: str | None = None
+    port: int | None = None
 
     @property
     def given(self) -> Mapping[str, object]:
@@ -83,12 +85,11 @@ class Node:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def choose_node(options: NodeOptions, port: int | None, timeout_s: float) -> Node | None:
+def choose_node(options: NodeOptions, timeout_s: float) -> Node | None:
     """Return this machine's place among several; ``None`` where the run is on this one alone.
 
     Args:
         options: What the user said about machines.
-        port: ``--port``.
         timeout_s: Longest wait for the others.
 
     Raises:
@@ -122,7 +123,7 @@ def choose_node(options: NodeOptions, port: int | None, timeout_s: float) -> Nod
         return None
     assert number is not None
     assert options.master_addr is not None
-    host, chosen = _split_address(options.master_addr, port)
+    host, chosen = _split_address(options.master_addr, options.port)
     return Node(number=number, nnodes=nnodes, host=host, port=chosen, timeout_s=timeout_s)
 
 

@@ -19,8 +19,8 @@ from helpers.ports import free_port
 
 
 def choose(nnodes=2, node_rank=0, master_addr="10.0.0.1", port=None):
-    options = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr)
-    return choose_node(options, port, 600.0)
+    options = NodeOptions(nnodes=nnodes, node_rank=node_rank, master_addr=master_addr, port=port)
+    return choose_node(options, 600.0)
 
 
 def test_without_options_the_run_is_on_this_machine():
