@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evener.errors import LaunchError, UsageError, WorkerError
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.processes import SURVIVORS_S
+from evener.team.supervisor import Child
 from helpers.launched import Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 from helpers.managed import (
@@ -144,6 +145,31 @@ def test_a_worker_that_hangs_is_named_and_the_others_keep_the_model(monkeypatch)
         handle.join()
     assert handle.state.progress.steps >= 3
     assert all(wait_until_gone(pid) for pid in pids)
+
+
+def test_a_worker_that_no_signal_ends_is_not_waited_for(monkeypatch, capfd):
+    """As one that hangs inside the kernel: here it is stopped, and never really killed."""
+
+    def note(child: Child) -> None:
+        child.signals.add(signal.SIGKILL)
+
+    monkeypatch.setattr(Child, "kill", note)
+    monkeypatch.setattr("evener.managed.processes.SURVIVORS_S", 0.5)
+    monkeypatch.setattr("evener.managed.processes._EXIT_S", 0.5)
+    monkeypatch.setattr("evener.team.supervisor._DEATH_S", 0.5)
+    handle = describe_job(**TWO, num_epochs=10**6, timeout_s=4.0).run()
+    assert next(handle.metrics()).epoch == 0
+    pids = handle._run.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 0 .* failed: CollectiveTimeoutError"):
+            handle.join(timeout_s=PATIENCE_S)
+        assert handle.state.progress.steps >= 3
+        assert f"rank 1 (pid {pids[1]}) does not end even when killed" in capfd.readouterr().err
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+        handle._run.children[1].process.wait(PATIENCE_S)
+    assert wait_until_gone(pids[0])
 
 
 def test_ctrl_c_ends_a_run_within_seconds_and_keeps_the_model(monkeypatch):

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -206,8 +207,9 @@ class WorkerTeam(Supervisor, Run):
 
     @property
     def _at_work(self) -> list[Child]:
-        """Workers of which more is to come than what they are asked for."""
-        return [c for c in self._alive if c.place != DONE and c.report is None]
+        """Workers of which more is to come than what they are asked for; not those killed."""
+        able = [child for child in self._alive if signal.SIGKILL not in child.signals]
+        return [child for child in able if child.place != DONE and child.report is None]
 
     def _order(self, order: str, children: Sequence[Child]) -> None:
         for child in children:
