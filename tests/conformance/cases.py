@@ -243,10 +243,45 @@ def parts_reach_all_ranks_bit_for_bit(comm: Communicator, device: str) -> None:
 
 
 @case
+def sums_of_parts_stay_with_their_owners(comm: Communicator, device: str) -> None:
+    for size in (1, 100, 30_001):
+        for dtype in DTYPES:
+            shape = (comm.world_size * size,)
+            tensor = comm.allocate(shape[0], dtype, torch.device(device))
+            tensor.copy_(whole_numbers(comm.rank, shape, dtype))
+            comm.reduce_scatter_parts(tensor, what=f"{size} of {dtype}")
+            parts = [whole_numbers(r, shape, dtype) for r in range(comm.world_size)]
+            expected = torch.stack(parts).sum(0).to(dtype).chunk(comm.world_size)[comm.rank]
+            assert torch.equal(tensor.cpu().chunk(comm.world_size)[comm.rank], expected)
+            comm.all_gather_parts(tensor, what="what the owners have")
+            assert_same_everywhere(comm, tensor)
+
+
+@case
+def allocated_memory_is_zero_and_outlives_its_exchanges(comm: Communicator, device: str) -> None:
+    first = comm.allocate(1000, torch.float32, torch.device(device))
+    second = comm.allocate(70_000, torch.bfloat16, torch.device(device))
+    assert (first.shape, first.dtype, first.device.type) == ((1000,), torch.float32, device)
+    assert not first.any()
+    assert not second.any()
+    for _ in range(2):
+        first.fill_(comm.rank)
+        second.fill_(1)
+        comm.all_reduce_each([("first", first), ("second", second[8:-8])])
+        assert (first == comm.world_size * (comm.world_size - 1) // 2).all()
+        assert (second[8:-8] == comm.world_size).all()
+        assert (second[:8] == 1).all()
+    del first
+    assert (second[-8:] == 1).all()
+
+
+@case
 def unequal_parts_are_refused(comm: Communicator, device: str) -> None:
     if comm.world_size > 1:
         with pytest.raises(ConfigError, match="pad it to a multiple of world_size"):
             comm.all_gather_parts(torch.zeros(comm.world_size + 1), what="odd")
+        with pytest.raises(ConfigError, match="pad it to a multiple of world_size"):
+            comm.reduce_scatter_parts(torch.zeros(comm.world_size + 1), what="odd")
 
 
 # ── rows and bytes ───────────────────────────────────────────────────────────────────────────────

@@ -89,6 +89,20 @@ class Communicator(Closing):
         """The number of this rank in the team."""
         return self.numbers[self.rank]
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return zeros, shape ``(numel,)``, in memory that this communicator exchanges best.
+
+        Any tensor can be exchanged; one that lies here need not be copied on its way. Not
+        collective, but every rank allocates the same sizes in the same order. The memory lives for
+        as long as the tensor or a view of it, also after ``close``.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their type.
+            device: Where they lie.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     # ── collectives ──────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(self, tensor: Tensor, *, what: str, timeout_s: float | None = None) -> None:
@@ -112,10 +126,8 @@ class Communicator(Closing):
         """
         flats, calls = [], []
         for what, tensor in tensors:
-            flat = _flat(tensor, what)
-            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-            size = f"{flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
-            call = self._begin("all_reduce", what, timeout_s, size)
+            flat = _real(_flat(tensor, what))
+            call = self._begin("all_reduce", what, timeout_s, _size_of(flat))
             if flat.numel():
                 flats.append(flat)
                 calls.append(call)
@@ -151,16 +163,33 @@ class Communicator(Closing):
             what: What is gathered, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
         """
-        if flat.numel() % self.world_size:
-            raise ConfigError(
-                f"{what!r} has {flat.numel()} elements, which {self.world_size} ranks cannot share "
-                "in equal parts: pad it to a multiple of world_size"
-            )
+        self._check_parts(flat, what)
         whole = _flat(flat, what).view(torch.uint8)
         size = f"{whole.numel() // self.world_size} bytes"
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
             self._all_gather_parts(whole, call)
+
+    def reduce_scatter_parts(
+        self, flat: Tensor, *, what: str, timeout_s: float | None = None
+    ) -> None:
+        """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
+
+        The other parts hold undefined values afterwards. ``all_gather_parts`` then gives every rank
+        what each owner has made of its part.
+
+        Args:
+            flat: Contiguous; same size and dtype on every rank; cut into ``world_size`` equal
+                parts. Sums are formed in its dtype, with the bits that ``all_reduce`` would give
+                where the leaf adds in rank order.
+            what: What is summed, for messages.
+            timeout_s: Deadline; ``None`` takes the communicator's.
+        """
+        self._check_parts(flat, what)
+        whole = _real(_flat(flat, what))
+        call = self._begin("reduce_scatter_parts", what, timeout_s, _size_of(whole))
+        if whole.numel():
+            self._reduce_scatter_parts(whole, call)
 
     def all_gather_rows(
         self, row: Sequence[float], *, what: str, timeout_s: float | None = None
@@ -314,6 +343,13 @@ class Communicator(Closing):
             self._release()
         return error
 
+    def _check_parts(self, flat: Tensor, what: str) -> None:
+        if flat.numel() % self.world_size:
+            raise ConfigError(
+                f"{what!r} has {flat.numel()} elements, which {self.world_size} ranks cannot share "
+                "in equal parts: pad it to a multiple of world_size"
+            )
+
     def _numbers_of(self, ranks: Sequence[int]) -> list[int]:
         return [self.numbers[rank] for rank in ranks]
 
@@ -332,6 +368,10 @@ class Communicator(Closing):
     @abstractmethod
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         """Gather the parts of ``flat`` (uint8, not empty)."""
+
+    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
+        """Sum up ``flat`` (not empty), at least this rank's part of it."""
+        self._all_reduce_each([flat], [call])
 
     @abstractmethod
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]: ...
@@ -390,6 +430,15 @@ def _flat(tensor: Tensor, what: str) -> Tensor:
             "work in place on contiguous tensors; pass .contiguous() and copy the result back"
         )
     return tensor.detach().view(-1)
+
+
+def _real(flat: Tensor) -> Tensor:
+    """Return complex numbers as twice as many real ones."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _size_of(flat: Tensor) -> str:
+    return f"{flat.numel()} {str(flat.dtype).removeprefix('torch.')}"
 
 
 def check_timeout(timeout_s: float) -> float:

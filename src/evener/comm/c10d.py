@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import Work as Work

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat_groups import Bucket, FlatGroup, build_group, move_parameter, view_like
 from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
@@ -50,6 +51,7 @@ class FlatBuffers:
         *,
         parts: Mapping[int, int] | None = None,
         buckets: Sequence[tuple[str, Sequence[str]]] | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         """Move the trainable ones of ``parameters`` into flat buffers.
 
@@ -62,6 +64,7 @@ class FlatBuffers:
             buckets: Labels with names of parameters, in the order in which their gradients are
                 exchanged; those that no bucket names follow in one without a label. By default one
                 bucket holds all.
+            comm: What gradients are exchanged over: they lie in its memory.
 
         Raises:
             ConfigError: A parameter has no shape yet, or two of them overlap in memory; a bucket
@@ -70,6 +73,7 @@ class FlatBuffers:
         if world_size < 1:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
+        self._comm = SingleCommunicator() if comm is None else comm
         self._parts = dict(parts or {})
         self._turns = _turns(buckets or (), {name for name, _ in parameters})
         self.groups: tuple[FlatGroup, ...] = ()
@@ -254,7 +258,9 @@ class FlatBuffers:
             by_kind.setdefault(kind, []).append((name, parameter))
         for (part, *_), members in by_kind.items():
             turns = [turn_of[name] for name, _ in members]
-            group = build_group(members, part, len(self.parameters), self._world_size, turns)
+            group = build_group(
+                members, part, len(self.parameters), self._world_size, turns, self._comm
+            )
             self.groups += (group,)
             self.parameters += group.parameters
             self.names += group.names

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.dlpack import from_dlpack
 
+from evener.comm.base import Communicator
 from evener.comm.trainable import is_dense
 from evener.devices import kind_of
 
@@ -83,6 +84,7 @@ def build_group(
     first: int,
     world_size: int,
     turns: Sequence[tuple[int, str]],
+    comm: Communicator,
 ) -> FlatGroup:
     """Move parameters of one device and dtype into a group of their own; see ``FlatGroup``.
 
@@ -92,6 +94,7 @@ def build_group(
         first: Flat number of the first of them.
         world_size: Number of ranks.
         turns: Of each member, number and label of its bucket; the numbers do not fall.
+        comm: In whose memory gradients lie.
     """
     names, parameters = zip(*members, strict=True)
     unit = ALIGNMENT_BYTES // parameters[0].element_size()
@@ -101,9 +104,9 @@ def build_group(
         end = _round_up(end + parameter.numel(), unit)
     size = _round_up(end, world_size)
     total = _round_up(size + len(parameters), world_size)
-    kind = {"dtype": parameters[0].dtype, "device": parameters[0].device}
-    data = torch.zeros(size, **kind)
-    grad = torch.zeros(total if world_size > 1 else 0, **kind)
+    dtype, device = parameters[0].dtype, parameters[0].device
+    data = torch.zeros(size, dtype=dtype, device=device)
+    grad = comm.allocate(total if world_size > 1 else 0, dtype, device)
     for offset, parameter in zip(offsets, parameters, strict=True):
         move_parameter(parameter, data, offset)
     return FlatGroup(

@@ -27,6 +27,7 @@ from evener.comm.c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroupGloo,
+    ReduceScatterOptions,
     Work,
     form_gloo,
     form_nccl,
@@ -232,6 +233,16 @@ class GroupCommunicator(Communicator, NotInherited):
             return
         how = options(AllreduceOptions, calls[0].timeout_s + _GRACE_S)
         self._run_on(calls, flats, lambda tensor, group: group.allreduce([tensor], how))
+
+    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
+        if self._nccl is None or flat.device.type != "cuda" or flat.nbytes <= _PAYLOAD_BYTES:
+            self._all_reduce_each([flat], [call])  # Gloo's own reduce-scatter is not faster
+            return
+        part = flat.chunk(self.world_size)[self.rank]
+        how = options(ReduceScatterOptions, call.timeout_s + _GRACE_S)
+        self._run_on(
+            [call], [flat], lambda whole, group: group._reduce_scatter_base(part, whole, how)
+        )
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         if flat.nbytes <= _PAYLOAD_BYTES:

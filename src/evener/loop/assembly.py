@@ -121,6 +121,7 @@ class Assembly:
                 self.comm.world_size if chosen is ApplyPolicy.SYNC else 1,
                 parts=parts_of(optimizers, self.model),
                 buckets=config.gradient_buckets,
+                comm=self.comm,
             )
             self._start_alike()
             self.model.train()
