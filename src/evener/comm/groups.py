@@ -63,6 +63,9 @@ _ALIGNMENT = 64
 # death. It gets this much longer than the deadline, in which a rank can say that it gave up.
 _GRACE_S = 0.25
 _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in between
+# So long an operation may go on after a peer has closed: it may have had all that it needed, and
+# the others still be at it.
+_CLOSED_S = 5.0
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
 _ORPHAN_S = 10.0  # how long an operation may last after the script ended without closing its team
@@ -193,6 +196,7 @@ class GroupCommunicator(Communicator, NotInherited):
         self._heard_s = 0.0  # when the store answered last, in an operation of long patience
         self._asks_at = math.inf
         self._orphaned = False
+        self._broken_s = math.inf  # when the operation under way was first seen without a peer
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
         self._cell = bytearray(_CELL_BYTES)
@@ -412,6 +416,7 @@ class GroupCommunicator(Communicator, NotInherited):
         started = time.monotonic()
         self._deadline = started + calls[0].timeout_s
         self._heard_s = started
+        self._broken_s = math.inf
         is_long = calls[0].timeout_s > self.timeout_s
         self._asks_at = started + self.timeout_s / _ASKS if is_long else math.inf
         self._busy = True
@@ -499,6 +504,16 @@ class GroupCommunicator(Communicator, NotInherited):
         self._asks_at = time.monotonic() + self.timeout_s / _ASKS
         return time.monotonic() - self._heard_s >= self.timeout_s
 
+    def _check_wires(self) -> None:
+        """Raise ``RuntimeError`` where an operation goes on long after a connection was closed.
+
+        Gloo notices the end of a neighbour alone, and rarely not even that.
+        """
+        now = time.monotonic()
+        self._broken_s = min(self._broken_s, now) if self._wires.is_broken else math.inf
+        if now - self._broken_s >= _CLOSED_S:
+            raise RuntimeError("Connection closed by peer")
+
     def _wait(self, work: Work) -> bool:
         """Return whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
         try:
@@ -511,6 +526,7 @@ class GroupCommunicator(Communicator, NotInherited):
                 except RuntimeError:
                     if work.is_completed():
                         return bool(work.wait())  # raises why it failed
+                    self._check_wires()
         finally:
             del work
 

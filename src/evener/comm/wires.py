@@ -12,6 +12,7 @@ from typing import Self, final
 from evener.comm.forks import NotInherited
 
 _FOLDER = Path("/proc/self/fd")
+_ESTABLISHED = 1  # a state in Linux's TCP_INFO
 
 
 @final
@@ -26,6 +27,7 @@ class Wires(NotInherited):
 
     def __init__(self) -> None:
         self._inodes: frozenset[str] = frozenset()
+        self._num_connections = 0
 
     @classmethod
     @contextmanager
@@ -40,6 +42,7 @@ class Wires(NotInherited):
             with suppress(OSError):
                 os.set_inheritable(descriptor, False)  # Gloo leaves its sockets to `os.system`
         wires._inodes = frozenset(own.values())
+        wires._num_connections = sum(map(_is_connected, own))
 
     @classmethod
     def between(cls, exchange: Callable[[bytes], list[bytes]]) -> Self:
@@ -61,6 +64,11 @@ class Wires(NotInherited):
             with suppress(OSError), _tcp(descriptor) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         self._inodes = frozenset()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a connection that a new group had was closed since, by a peer or by torch."""
+        return sum(map(_is_connected, self._own())) < self._num_connections
 
     def leave_behind(self) -> None:
         """Close a forked child's copies; the parent and its peers notice nothing."""
@@ -104,6 +112,13 @@ def _ends(descriptor: int) -> list[str]:
         both = end.getsockname(), end.getpeername()
         return [f"{host.removeprefix('::ffff:')} {port}" for host, port, *_ in both]
     return []
+
+
+def _is_connected(descriptor: int) -> bool:
+    """Return whether neither side of a TCP connection has closed it."""
+    with suppress(OSError), _tcp(descriptor) as end:
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    return False
 
 
 def _is_torchs(descriptor: int) -> bool:
