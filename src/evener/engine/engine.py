@@ -100,6 +100,7 @@ class Engine(ABC):
         self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
+        self._since_s = time.perf_counter()
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
         self.habits = options.habits
@@ -246,6 +247,7 @@ class Engine(ABC):
         """
         self.settle()
         self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
+        self._lap_s()
         self._begin()
         self.state = self.state.begin()
 
@@ -520,6 +522,7 @@ class Engine(ABC):
             ranks[rank] = ranks[rank]._replace(
                 wait_s=told.wait_s,
                 sync_s=told.sync_s,
+                elapsed_s=told.elapsed_s,
                 divergence=told.divergence,
                 stale_steps=told.stale_steps,
             )
@@ -557,6 +560,11 @@ class Engine(ABC):
             skipped=before.skipped + skipped,
         )
 
+    def _lap_s(self) -> float:
+        """Return the seconds since this was called last: when a window was applied, or begun."""
+        before_s, self._since_s = self._since_s, time.perf_counter()
+        return self._since_s - before_s
+
     def _result_of(self, found: Round, plan: WindowPlan | LocalPlan, **rest: Any) -> WindowResult:
         return WindowResult(
             window=plan.window,
@@ -579,7 +587,8 @@ class Engine(ABC):
 
     def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:
         """Return what each rank did, as in ``WindowResult``; times of waiting come later."""
-        later: dict[str, Any] = {"wait_s": 0.0, "sync_s": 0.0, "divergence": 0.0, "stale_steps": 0}
+        later: dict[str, Any] = dict.fromkeys(("wait_s", "sync_s", "elapsed_s", "divergence"), 0.0)
+        later["stale_steps"] = 0
         return tuple(report._replace(**later) for report in self._reports(rows))
 
 

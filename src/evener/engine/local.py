@@ -418,6 +418,7 @@ class LocalEngine(Engine):
         told = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
+            "elapsed_s": self._lap_s(),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }

@@ -87,6 +87,7 @@ class SyncEngine(ParkingEngine):
     def begin_stream(self, epoch: int) -> None:
         """Start an epoch of windows without plans; all ranks call it together."""
         self.settle()
+        self._lap_s()
         self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
@@ -315,7 +316,7 @@ class SyncEngine(ParkingEngine):
         made, weight = not result.skipped, 0.0 if result.skipped else result.weight
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
         self._result = replace(result, progress=self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s}
+        told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
         self._applied = Applied(self._result, leases, told)
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:

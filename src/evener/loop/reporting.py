@@ -187,6 +187,7 @@ class EventStream:
             compute_s=record.compute_s,
             wait_s=record.wait_s,
             sync_s=record.sync_s,
+            elapsed_s=record.elapsed_s,
         )
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypedDict, final
+from typing import Any, Final, NotRequired, Self, TypedDict, final
 
 from evener.closing import Closing
 from evener.parsing import Fields, short, whole
@@ -180,6 +180,9 @@ class RankRow(TypedDict):
         compute_s: Seconds of compute, without waiting.
         wait_s: Seconds in which it waited for other ranks.
         sync_s: Seconds of exchange after all had arrived.
+        elapsed_s: Seconds from applying the window before to applying this one, on its clock. What
+            the three times above leave of it is bookkeeping: fetching data, planning, events,
+            and whatever the loop does besides.
     """
 
     rank: int
@@ -190,6 +193,7 @@ class RankRow(TypedDict):
     compute_s: float
     wait_s: float
     sync_s: float
+    elapsed_s: NotRequired[float]  # runs of earlier versions have none
 
 
 @dataclass(slots=True)

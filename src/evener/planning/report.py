@@ -10,7 +10,7 @@ PARAMETERS: Final = -2
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last four are about that window.
+    In a ``WindowResult``, where it is called ``RankRecord``, the last five are about that window.
     They are 0 until it has been committed.
 
     Attributes:
@@ -37,6 +37,8 @@ class Report(NamedTuple):
         warmup_samples: And how many of ``samples``.
         wait_s: Seconds for which it waited for others in the window before: known only after it.
         sync_s: Seconds that averaging then took of its time.
+        elapsed_s: Seconds on its clock from applying the window before that one, or the beginning
+            of the epoch, to applying it; evaluating and saving in between are included.
         divergence: How far it was from the average of the window before, relative to that.
         stale_steps: Local steps that it had made when that average landed.
     """
@@ -62,6 +64,7 @@ class Report(NamedTuple):
     warmup_samples: int = 0
     wait_s: float = 0.0
     sync_s: float = 0.0
+    elapsed_s: float = 0.0
     divergence: float = 0.0
     stale_steps: int = 0
 

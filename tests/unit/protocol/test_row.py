@@ -56,6 +56,7 @@ REPORTS = st.builds(
     warmup_samples=WHOLE,
     wait_s=SECONDS,
     sync_s=SECONDS,
+    elapsed_s=SECONDS,
     divergence=st.floats(allow_nan=False),
     stale_steps=WHOLE,
 )
@@ -288,7 +289,7 @@ def test_a_bad_report_is_refused(field, value, message):
 
 
 def test_a_short_report_is_refused():
-    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 23"):
+    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 24"):
         unpack(Report, [0.0] * 6)
 
 
