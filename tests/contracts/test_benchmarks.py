@@ -77,6 +77,35 @@ def test_hetero(tmp_path):
     assert sum(sync["lost"].values()) == pytest.approx(1 - sync["of_ideal"], abs=1e-3)
 
 
+def holds(row: dict, *keys: str) -> None:
+    for key in keys:
+        low, high = row[f"{key}_90"]
+        assert 0 < low <= row[key] <= high
+
+
+def test_allreduce(tmp_path):
+    sizes = ("--ranks", "2", "--bytes", "4096,65536", "--rounds", "1", "--turn-s", "0.001")
+    document = run(tmp_path, "allreduce.py", *sizes)
+    names: dict[tuple[str, int], list[str]] = {}
+    for row in document["rows"]:
+        holds(row, "seconds", "speedup")
+        assert row["ranks"] == 2
+        names.setdefault((row["condition"], row["bytes"]), []).append(row["name"])
+    exchanges = [n for n in ("gloo", "shared", "torch.gloo") if n in names["tight", 4096]]
+    assert {"gloo", "torch.gloo"} <= set(exchanges)
+    for num_bytes in (4096, 65536):
+        for condition in ("tight", "busy"):
+            assert names[condition, num_bytes] == [*exchanges, "threads", "memcpy"]
+        assert names["skewed", num_bytes] == exchanges
+
+
+@pytest.mark.parametrize("text", ["2,0", "two", ""])
+def test_allreduce_refuses_bad_numbers(load, text):
+    allreduce = load("allreduce")
+    with pytest.raises(argparse.ArgumentTypeError, match="numbers above 0"):
+        allreduce.numbers(text)
+
+
 def test_drop(tmp_path):
     sizes = ("--before", "5", "--after", "3", "--width", "32", "--layers", "1", "--anchor", "3")
     [row] = run(tmp_path, "drop.py", *sizes)["rows"]

@@ -1,0 +1,132 @@
+"""The ranks of a benchmark, which take turns at what it compares, and the figures of their rounds.
+
+All ways that a benchmark compares live in the same processes and run one after another in each
+round. So a round is short, and a machine whose speed drifts favours no way. Ratios are formed
+inside a round, between figures that were taken within seconds of one another.
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from evener.team.environment import STORE_FD, DistributedTrainConfig
+from evener.team.launch import launch
+
+TIMEOUT_S = 120.0
+_FOLDER = "EVENER_BENCHMARK_FOLDER"
+_LOOPBACK = "127.0.0.1"
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank that ``run_ranks`` has started."""
+    return _FOLDER in os.environ
+
+
+def run_ranks(count: int, *, threads: int) -> list[dict[str, Any]]:
+    """Runs this script again as ``count`` ranks, and returns the rows that they leave.
+
+    ``threads`` is the number of threads on which each rank computes. Ends this process where a rank
+    fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {_FOLDER: folder, "OMP_NUM_THREADS": str(threads)}
+        try:
+            status = launch([sys.executable, *sys.argv], nproc=count)
+        finally:
+            del os.environ[_FOLDER]
+        if status:
+            raise SystemExit(status)
+        return json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+
+
+class Team:
+    """This rank among the ranks of a benchmark, and how they wait for one another between turns.
+
+    They meet in torch's default process group, over Gloo, so a rank that waits takes no core.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._folder = Path(os.environ[_FOLDER])
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(self._folder / "store"), self.world_size),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        dist.barrier()
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank; each gives as many."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def first(self, value: int) -> int:
+        """The value that rank 0 gives, on all ranks."""
+        return int(self.gather([value])[0][0])
+
+    def environment(self) -> DistributedTrainConfig:
+        """Where the same ranks meet as a team of evener's own, each time on another port."""
+        port = str(self.first(free_port() if self.rank == 0 else 0))
+        inherited = {k: v for k, v in os.environ.items() if k != STORE_FD}
+        place = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port}
+        return DistributedTrainConfig.from_env(inherited | place)
+
+    def tell(self, text: str) -> None:
+        """Prints a line, once."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def finish(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Leaves rank 0's rows for the process that started the ranks."""
+        if self.rank == 0:
+            (self._folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        self.barrier()
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def shuffled(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
+    """An order of the names for each round, the same on every rank."""
+    generator = random.Random(0)
+    for _ in range(rounds):
+        yield generator.sample(list(names), len(names))
+
+
+def spread(key: str, values: Sequence[float]) -> dict[str, Any]:
+    """The median over rounds, and the interval that holds 90 % of them: ``{key, key_90}``."""
+    low, middle, high = (_rounded(v) for v in np.quantile(values, [0.05, 0.5, 0.95]))
+    return {key: middle, f"{key}_90": [low, high]}
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, values over others."""
+    return [v / o for v, o in zip(values, others, strict=True)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
