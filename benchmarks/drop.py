@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hetero import SEQ_LEN, speeds
+from hetero import read_speeds
 from machine import load_average, write_report
 from models import GPT, Tokens, mean_loss
 
 from evener import Ddp, DdpConfig, WindowResult
 from evener.team.launch import launch
 
+SEQ_LEN = 128
 STARTED = "DROP_STARTED"
 TIMEOUT_S = 120.0
 SETTLING = 3
@@ -40,7 +41,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--speeds", type=speeds, default="1,0.3333", help="relative to the fastest")
+    parser.add_argument(
+        "--speeds", type=read_speeds, default="1,0.3333", help="relative to the fastest"
+    )
     parser.add_argument("--policy", choices=["cadence", "async"], default="cadence")
     parser.add_argument("--rank", type=int, default=1, help="the one that becomes slower")
     parser.add_argument("--factor", type=float, default=4.0, help="how much slower")

@@ -55,26 +55,35 @@ def ratios_are_sound(row: dict, *keys: str) -> None:
 
 
 def test_hetero(tmp_path):
-    sizes = ("--rounds", "1", "--windows", "2", "--batch-size", "8", "--width", "32")
-    local = ("--anchor", "2", "--local-windows", "2")
-    document = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, "--layers", "1", *local)
-    assert document["emulated"] is True
-    rows = {row["name"]: row for row in document["rows"]}
-    assert list(rows) == [
-        *("solo.0", "solo.1", "torch.ddp", "evener.equal_split"),
-        *("evener.sync", "evener.cadence", "evener.async"),
-    ]
-    for name in ("evener.cadence", "evener.async"):
-        assert rows[name]["anchor"] >= 1
-        assert rows[name]["windows"] >= 1
-    for row in rows.values():
-        ratios_are_sound(row, "of_ideal")
-        assert row["samples_per_s"] > 0
-        assert len(row["samples_per_s_rounds"]) == 1
-    assert rows["solo.0"]["of_ideal"] + rows["solo.1"]["of_ideal"] == pytest.approx(1, abs=1e-3)
-    sync = rows["evener.sync"]
-    assert sum(sync["shares"]) == 8
-    assert sum(sync["lost"].values()) == pytest.approx(1 - sync["of_ideal"], abs=1e-3)
+    sizes = ("--rounds", "1", "--windows", "3", "--batch-size", "8", "--width", "32")
+    local = ("--anchor", "2", "--local-windows", "3", "--layers", "1", "--slowed-by", "sleep")
+    rows = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, *local)["rows"]
+    by_name = {row["name"]: row for row in rows}
+    assert {"solo.0", "solo.1", "ceiling", "ceiling.local"} < set(by_name)
+    assert {"torch.ddp", "torch.ddp.tuned", "evener.equal_split"} < set(by_name)
+    for row in rows:
+        assert (row["speeds"], row["slowed_by"], row["batch_size"]) == ([1.0, 0.5], "sleep", 8)
+        holds(row, "samples_per_s", "of_ideal", "of_ceiling")
+    assert by_name["solo.0"]["of_ideal"] + by_name["solo.1"]["of_ideal"] == pytest.approx(
+        1, abs=0.01
+    )
+    assert by_name["ceiling"]["of_ceiling"] == by_name["ceiling.local"]["of_ceiling"] == 1
+    for name in ("evener.sync", "evener.cadence", "evener.async"):
+        row = by_name[name]
+        parts = (row[f"lost_{part}"] for part in ("wait", "exchange", "bookkeeping"))
+        assert sum(parts) == pytest.approx(row["lost"], abs=1e-3)
+        assert set(row["lost_by_rank"]) == {"0", "1"}
+        assert row["windows"] >= 2
+    assert sum(by_name["evener.sync"]["shares"]) == 8
+
+
+def test_a_rank_that_is_far_slower(tmp_path):
+    sizes = ("--rounds", "1", "--slowed-by", "sleep", "--speeds", "1,0.02")
+    rows = run(tmp_path, "hetero.py", *sizes)["rows"]
+    assert [row["name"] for row in rows] == ["solo.0", "evener.sync"]
+    holds(rows[1], "of_fastest")
+    assert rows[1]["windows"] == 120
+    assert rows[1]["params"] > 0
 
 
 def holds(row: dict, *keys: str) -> None:
@@ -119,7 +128,7 @@ def test_drop(tmp_path):
 def test_hetero_refuses_bad_speeds(load, text):
     hetero = load("hetero")
     with pytest.raises(argparse.ArgumentTypeError, match="two or more speeds"):
-        hetero.speeds(text)
+        hetero.read_speeds(text)
 
 
 def test_overhead(tmp_path):
