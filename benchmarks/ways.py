@@ -114,12 +114,17 @@ class Way:
 
     def run(self, steps: int) -> float:
         """Trains on ``steps`` global batches; the team's samples per second."""
+        self.warm_up()
         with self.clock() as clock:
             for step in range(steps):
                 self.step(step)
         return (
             steps * self.samples_of_step() / max(s for [s] in self.team.gather([clock.elapsed_s]))
         )
+
+    def warm_up(self) -> None:
+        """Trains a step that is not timed: other ways have just had caches and cores."""
+        self.step(0)
 
     def step(self, number: int) -> None:
         """This rank's part of a global batch."""
@@ -173,6 +178,9 @@ class Solo(Way):
         self.name = f"solo.{alone}"
         self.alone = alone
 
+    def warm_up(self) -> None:
+        """Does nothing: a global batch of a slow rank takes long, and has many micro-batches."""
+
     def step(self, number: int) -> None:
         """See ``Way``."""
         if self.rank == self.alone:
@@ -192,9 +200,14 @@ class Ceiling(Way):
 
     def run(self, steps: int) -> float:
         """See ``Way``; the sum of what each rank did in its own time."""
+        self.warm_up()
         with self.clock() as clock:
             done = sum(self.own_part(step) for step in range(steps))
         return sum(speed for [speed] in self.team.gather([done / clock.elapsed_s]))
+
+    def step(self, number: int) -> None:
+        """See ``Way``."""
+        self.own_part(number)
 
     def own_part(self, number: int) -> int:
         """Samples of this rank's part of a global batch, which it has trained on."""
@@ -213,7 +226,7 @@ class Ceiling(Way):
 class LocalCeiling(Ceiling):
     """As ``Ceiling``, with an optimizer step for each micro-batch."""
 
-    name = "ceiling.local"
+    name = ceiling = "ceiling.local"
 
     def own_part(self, number: int) -> int:
         """See ``Ceiling``; whole micro-batches."""
@@ -235,14 +248,16 @@ class TorchDdp(Way):
         self.ddp = self.wrap(self.model)
         self.delay = Delay(self.slowdown)
         if self.slowdown.factor > 1:
-            self.ddp.register_comm_hook(None, self.delay.before_exchange)
+            # Libraries wrap the model that is wrapped in DDP.
+            [ddp] = [m for m in self.ddp.modules() if isinstance(m, DistributedDataParallel)]
+            ddp.register_comm_hook(None, self.delay.before_exchange)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """See ``Way``."""
         return torch.optim.AdamW(self.model.parameters(), lr=LR)
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        """The model that exchanges its gradients."""
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model that exchanges its gradients; may replace ``optimizer``."""
         return DistributedDataParallel(model)
 
     def samples_of_step(self) -> int:
@@ -252,10 +267,14 @@ class TorchDdp(Way):
     def step(self, number: int) -> None:
         """See ``Way``."""
         self.delay.start()
-        mean_loss(self.ddp, self.batch(number, self.share)).backward()
+        self.backward(mean_loss(self.ddp, self.batch(number, self.share)))
         started = self.slowdown.start()
         self.update()
         self.slowdown.after(started)
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes gradients and exchanges them."""
+        loss.backward()
 
 
 class TunedDdp(TorchDdp):
@@ -267,7 +286,7 @@ class TunedDdp(TorchDdp):
         """See ``Way``."""
         return Way.make_optimizer(self)
 
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+    def wrap(self, model: nn.Module) -> nn.Module:
         """See ``TorchDdp``."""
         return DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=100
@@ -327,6 +346,7 @@ class Evener(Way):
                 emulate_slow=setting.slow,
                 partition_ratios=[1.0] * ranks if equal else None,
                 anchor=setting.anchor if self.is_local else None,
+                max_anchor=setting.max_anchor if self.is_local else None,
                 timeout_s=TIMEOUT_S,
                 quiet=True,
             ),
