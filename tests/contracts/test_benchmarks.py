@@ -73,7 +73,7 @@ def test_hetero(tmp_path):
         parts = (row[f"lost_{part}"] for part in ("wait", "exchange", "bookkeeping"))
         assert sum(parts) == pytest.approx(row["lost"], abs=1e-3)
         assert set(row["lost_by_rank"]) == {"0", "1"}
-        assert row["windows"] >= 2
+        assert row["windows"] >= 1
     assert sum(by_name["evener.sync"]["shares"]) == 8
 
 
