@@ -220,7 +220,8 @@ class Cursor:
         self._committed = RangeSet()
         # Leased or committed: what take() must not hand out.
         self._busy = RangeSet()
-        self._leases: list[Slice] = []
+        #: Those that are outstanding, in the order in which they were taken.
+        self._leases: dict[Slice, None] = {}
 
     @property
     def leases(self) -> tuple[Slice, ...]:
@@ -279,7 +280,7 @@ class Cursor:
             return None
         lease = Slice(self.epoch, gap.start, min(size, len(gap)))
         self._busy.add(lease.start, lease.stop)
-        self._leases.append(lease)
+        self._leases[lease] = None
         return lease
 
     def commit(self, lease: Slice) -> None:
@@ -294,14 +295,14 @@ class Cursor:
                 "before, released, or never taken"
             )
         self._committed.add(lease.start, lease.stop)
-        self._leases.remove(lease)
+        del self._leases[lease]
         if self._committed.contains(0, self.num_samples):
             self.epoch += 1
             self._committed, self._busy = RangeSet(), RangeSet()
 
     def release(self) -> None:
         """Drop every outstanding lease, so that ``take`` continues from the first gap."""
-        self._leases = []
+        self._leases = {}
         self._busy = self._committed.copy()
 
     def num_windows(self, batch_size: int) -> int:
@@ -369,7 +370,7 @@ class Cursor:
         self.epoch = self._planning_epoch = epoch
         self._committed = committed
         self._busy = committed.copy()
-        self._leases = []
+        self._leases = {}
 
 
 def _require_samples(num_samples: int) -> None:

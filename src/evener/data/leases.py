@@ -1,7 +1,8 @@
 """Queues of batches, one a rank: what is handed out, done, handed on. Pure."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
 
 from evener.data.cursor import Cursor, Slice
 from evener.errors import ProtocolError
@@ -83,22 +84,33 @@ class LeaseBook:
             for queue, size in zip(self._queues, sizes, strict=True):
                 while len(queue) > size:
                     spare.appendleft(queue.pop())
-        while (rank := self._neediest(sizes, full=bool(spare))) is not None:
-            piece = spare.popleft() if spare else self._take()
-            if piece is None:
-                return
-            self._queues[rank].append(piece)
+        for beyond in (False, True):
+            for rank in self._neediest(sizes, beyond=beyond):
+                if beyond and not spare:
+                    return
+                piece = spare.popleft() if spare else self._take()
+                if piece is None:
+                    return
+                self._queues[rank].append(piece)
 
     def _take(self) -> Slice | None:
         gap = next(iter(self.cursor.free_gaps()), 0)
         one_over = self._avoid_ones and gap == self.batch_size + 1
         return self.cursor.take(self.batch_size + one_over)
 
-    def _neediest(self, sizes: Sequence[int], *, full: bool) -> int | None:
-        """Return the rank with the emptiest queue for its size; with ``full``, of full ones too."""
-        ranks = [r for r, size in enumerate(sizes) if len(self._queues[r]) < size]
-        if not ranks and full:
-            ranks = list(range(len(sizes)))
-        if not ranks:
-            return None
-        return min(ranks, key=lambda r: (len(self._queues[r]) / max(1, sizes[r]), r))
+    def _neediest(self, sizes: Sequence[int], *, beyond: bool) -> Iterator[int]:
+        """Yield the rank with the emptiest queue for its size, while the caller fills queues up.
+
+        Args:
+            sizes: As in ``fill``.
+            beyond: Whether queues that have their size get more.
+        """
+        queues = self._queues
+        ranks = [r for r, size in enumerate(sizes) if beyond or len(queues[r]) < size]
+        heap = [(len(queues[rank]) / max(1, sizes[rank]), rank) for rank in ranks]
+        heapify(heap)
+        while heap:
+            _, rank = heappop(heap)
+            yield rank
+            if beyond or len(queues[rank]) < sizes[rank]:
+                heappush(heap, (len(queues[rank]) / max(1, sizes[rank]), rank))
