@@ -3,7 +3,8 @@
 import copy
 import platform
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, final
@@ -16,6 +17,40 @@ Half = Literal["bf16", "fp16", "fp32"]
 
 _FAST_FP16: Final = (7, 0)
 """CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
+
+
+class Mark:
+    """A point in the work of a device: here of one that does at once what it is told."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return when the device has come to this point."""
+
+    def seconds_to(self, later: Any) -> float:
+        """Return the device's seconds from this point to a later one; both must have passed."""
+        return float(later._at_s - self._at_s)
+
+
+@final
+class QueuedMark(Mark):
+    """A point in what a thread has queued on a device.
+
+    Args:
+        event: An event of torch's module for the device, with timing, that was recorded there.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Return when the device has come to this point."""
+        self._event.synchronize()
+
+    def seconds_to(self, later: Any) -> float:
+        """Return the device's seconds from this point to a later one; both must have passed."""
+        return float(self._event.elapsed_time(later._event)) / 1000
 
 
 class DeviceKind:
@@ -31,12 +66,15 @@ class DeviceKind:
             than a handle: then DLPack carries a part of a tensor, of which elsewhere torch loses
             the offset (pytorch/pytorch#168177).
         keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
+        is_queued: Whether the host runs ahead of a device, and marks tell how far that has come.
+            Of other accelerators that is not known: the host waits wherever it matters.
     """
 
     name: str
     pins_memory: bool = False
     has_addresses: bool = True
     keeps_parameters: bool = True
+    is_queued: bool = False
 
     @property
     def module(self) -> Any:
@@ -59,6 +97,10 @@ class DeviceKind:
     def finish(self, device: torch.device) -> None:
         """Wait for what this thread has queued on a device, and for no other thread's stream."""
         self.module.current_stream(device).synchronize()
+
+    def mark(self, device: torch.device) -> Mark:
+        """Return the point that this thread's work on a device has come to, or will come to."""
+        return Mark()
 
     def seed(self, seed: int) -> None:
         """Seed the generator from which a model on the current device draws."""
@@ -108,6 +150,13 @@ class Cuda(DeviceKind):
 
     name = "cuda"
     pins_memory = True
+    is_queued = True
+
+    def mark(self, device: torch.device) -> Mark:
+        """Record an event on the current stream."""
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(device))
+        return QueuedMark(event)
 
     def half(self, device: torch.device) -> Half:
         """bf16 where the card has it, else fp16 where it has tensor cores.
@@ -206,6 +255,37 @@ _KNOWN: Final[dict[str, DeviceKind]] = {kind.name: kind for kind in (_CPU, *_BUI
 def kind_of(device: torch.device) -> DeviceKind:
     """Return the kind that a device is of."""
     return _KNOWN.get(device.type) or OtherAccelerator(device.type)
+
+
+@final
+class Reading:
+    """Numbers that devices compute, to be read by the host when they are due.
+
+    Their copies into host memory are queued at once. So reading waits for what was queued before,
+    and not for what comes after. Where nothing is queued they are read at once.
+
+    Args:
+        parts: Tensors of at most one dimension; those of a device travel in one copy, in the
+            widest of their dtypes.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = [(part.device, part.numel()) for part in parts]
+        self._copies: list[tuple[torch.device, torch.Tensor, Mark]] = []
+        for device in dict.fromkeys(part.device for part in parts):
+            whole = torch.cat([part.reshape(-1) for part in parts if part.device == device])
+            kind = kind_of(device)
+            # From a queued device into page-locked memory, which torch keeps for the next one.
+            copied = whole.to("cpu", non_blocking=kind.is_queued)
+            self._copies.append((device, copied, kind.mark(device)))
+
+    def read(self) -> list[list[float]]:
+        """Return the numbers of each part; wait until they are there."""
+        numbers = {}
+        for device, copied, mark in self._copies:
+            mark.wait()
+            numbers[device] = iter(copied.tolist())
+        return [[next(numbers[device]) for _ in range(size)] for device, size in self._parts]
 
 
 def count_accelerators() -> dict[str, int]:

@@ -1,13 +1,13 @@
 """Averages gradients by the one weight rule: Σ weight · ∇loss over ranks, divided by Σ weight."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.devices import float64_device
+from evener.devices import Reading, float64_device
 from evener.errors import UsageError
 from evener.protocol.machine import check_weight
 
@@ -29,30 +29,53 @@ class GradientAverager:
         comm: The ranks.
 
     Attributes:
-        own_norm: 2-norm of this rank's gradients, between ``gather`` and ``average``.
+        own_norm: 2-norm of this rank's gradients, as ``judge`` has found it; 0 without any.
     """
 
     def __init__(self, flat: FlatBuffers, comm: Communicator) -> None:
         self._flat = flat
         self.comm = comm
-        self.own_norm: float | None = None
+        self.own_norm = 0.0
+        self._is_known = False
 
     def use(self, comm: Communicator) -> None:
         """Go on with other ranks."""
         self.comm = comm
 
-    def gather(self, part: int | None = None) -> int | None:
-        """Make this rank's gradients ready for ``average`` and look whether they are finite.
+    def gather(self, part: int | None = None) -> list[torch.Tensor]:
+        """Make this rank's gradients ready for ``average``.
 
         Args:
             part: The part of ``flat`` that is averaged, here and below; all of it by default.
 
         Returns:
+            Norms of gradients, one tensor for each group that has some, on the group's device.
+            ``judge`` takes their values: the caller reads them together with others.
+        """
+        self._is_known = False
+        if not self._flat.gather(part):
+            return []
+        return [
+            _norms(tensors)
+            for group in self._flat.groups_of(part)
+            if (tensors := self._flat.gradients(group))
+        ]
+
+    def judge(self, norms: Iterable[Iterable[float]], part: int | None = None) -> int | None:
+        """Say whether this rank's gradients are finite.
+
+        Args:
+            norms: The values of what ``gather`` returned.
+            part: As in ``gather``.
+
+        Returns:
             Flat number of the first parameter whose gradient holds an inf or a NaN, if any.
         """
-        had_any = self._flat.gather(part)
         # One pass tells both: with one rank this norm is the one that average returns.
-        self.own_norm = self._norm(part) if had_any else 0.0
+        self.own_norm, self._is_known = _root(norms), True
+        if math.isfinite(self.own_norm):
+            return None
+        self.own_norm = self._exact_norm(part)
         return None if math.isfinite(self.own_norm) else self._flat.first_non_finite(part)
 
     def average(
@@ -96,9 +119,9 @@ class GradientAverager:
                     for group, bucket in self._flat.buckets_of(part)
                 ]
             )
-            self.own_norm = None
-        norm = factor * (self._norm(part) if self.own_norm is None else self.own_norm)
-        self.own_norm = None
+            self._is_known = False
+        norm = factor * (self.own_norm if self._is_known else self._norm(part))
+        self._is_known = False
         if math.isfinite(norm):
             if max_norm is not None:
                 factor *= min(1.0, max_norm / (norm + 1e-6))
@@ -111,9 +134,13 @@ class GradientAverager:
 
     def _norm(self, part: int | None) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""
+        norm = norm_of([self._flat.gradients(group) for group in self._flat.groups_of(part)])
+        return norm if math.isfinite(norm) else self._exact_norm(part)
+
+    def _exact_norm(self, part: int | None) -> float:
+        """Return it from sums in float64, which do not overflow."""
         groups = [self._flat.gradients(group) for group in self._flat.groups_of(part)]
-        norm = norm_of(groups)
-        return norm if math.isfinite(norm) else norm_of(groups, torch.float64)
+        return norm_of(groups, torch.float64)
 
     @torch.no_grad()
     def unify(self, part: int | None, *, what: str) -> None:
@@ -131,14 +158,23 @@ class GradientAverager:
 
 def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = None) -> float:
     """2-norm of groups of tensors, each group of one device and dtype; half ones in float32."""
+    norms = [_norms(tensors, dtype) for tensors in groups if tensors]
+    return _root(Reading(norms).read())
+
+
+def _norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """2-norm of each tensor; all of one device and dtype."""
+    own = tensors[0].dtype
+    if dtype is torch.float64:
+        tensors = [t.to(float64_device(t.device)) for t in tensors]
+    wide = dtype or (torch.float32 if own in _HALF else own)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+
+
+def _root(norms: Iterable[Iterable[float]]) -> float:
+    """Return the 2-norm of all together; NaN where one of them is."""
     squares = 0.0
-    for tensors in groups:
-        if tensors:
-            own = tensors[0].dtype
-            if dtype is torch.float64:
-                tensors = [t.to(float64_device(t.device)) for t in tensors]
-            wide = dtype or (torch.float32 if own in _HALF else own)
-            norms = torch._foreach_norm(tensors, 2, dtype=wide)
-            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-            squares += float(norm.item()) ** 2
-    return float(squares**0.5)
+    for values in norms:
+        for norm in values:
+            squares += norm * norm
+    return math.sqrt(squares)

@@ -49,7 +49,7 @@ def time_slices(device: torch.device, dtype: torch.dtype, slowdown: Slowdown) ->
         for _ in range(repeats):
             torch.mm(left, right, out=result).relu_()
         kind_of(device).finish(device)
-        return watch.stop()
+        return watch.stop().seconds
 
     seconds(1)  # pays for what is set up once
     one_s = seconds(1)

@@ -314,7 +314,11 @@ class Engine(ABC):
 
     def _open(self, num_micro_batches: int, scale: float | None) -> Share:
         self.share = Share(
-            num_micro_batches, scale=scale, slowdown=self.slowdown, known_sizes=self.known_sizes
+            num_micro_batches,
+            scale=scale,
+            slowdown=self.slowdown,
+            device=self.device,
+            known_sizes=self.known_sizes,
         )
         return self.share
 

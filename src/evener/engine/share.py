@@ -1,17 +1,32 @@
 """This rank's part of a window while it is being computed: micro-batches, weight, loss, time."""
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import SupportsFloat
+from typing import Final, NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor
 
+from evener.devices import Mark, kind_of
 from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
 from evener.errors import UsageError
+
+CPU: Final = torch.device("cpu")
+
+
+class Lap(NamedTuple):
+    """Compute between two points of a device's work, and seconds that the emulation has added."""
+
+    start: Mark
+    stop: Mark
+    added_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; to be asked when the device has passed both points."""
+        return self.start.seconds_to(self.stop) + self.added_s
 
 
 class Stopwatch:
@@ -19,19 +34,23 @@ class Stopwatch:
 
     Args:
         slowdown: Stretches compute on a rank that is emulated slower.
+        device: Measures what this device does. By default, and where the host cannot run ahead of a
+            device, what this thread does.
     """
 
-    def __init__(self, slowdown: Slowdown) -> None:
+    def __init__(self, slowdown: Slowdown, device: torch.device = CPU) -> None:
         self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
-        self._started_s = time.perf_counter()
+        self._device, self._kind = device, kind_of(device)
+        self._started = self._kind.mark(device)
 
-    def stop(self) -> float:
-        """Return the seconds since then, those that the emulation adds included."""
-        elapsed_s = time.perf_counter() - self._started_s
+    def stop(self) -> Lap:
+        """Return the time since then, what the emulation adds included."""
         if self._slow is None:
-            return elapsed_s
+            return Lap(self._started, self._kind.mark(self._device), 0.0)
         slowdown, start = self._slow
-        return elapsed_s + slowdown.after(start)
+        self._kind.finish(self._device)  # the emulation sleeps as long as compute has taken
+        stopped = self._kind.mark(self._device)
+        return Lap(self._started, stopped, slowdown.after(start))
 
 
 class Share:
@@ -49,17 +68,17 @@ class Share:
             takes the weight itself, where this one micro-batch is the whole window: then nothing is
             multiplied, and its gradient is used as it is.
         slowdown: Stretches compute on a rank that is emulated slower.
+        device: Where the rank computes.
         known_sizes: Sizes of micro-batches that this rank has computed before; those of this share
             are added. The first one of a size pays for what is set up once (caches, autotuning,
             compiling), and tells nothing of the rank's speed.
 
     Attributes:
+        device: As given.
         samples: Samples computed.
         micro_batches: Micro-batches computed.
-        compute_s: Seconds they took.
         warmup_samples: How many of the samples were in the first micro-batch of a size.
         warmup_micro_batches: The number of these micro-batches.
-        warmup_s: Seconds they took.
         in_micro_batch: Whether a micro-batch was handed out and not yet ended.
         open_samples: Samples of the micro-batch that is being computed; 0 outside of one.
         turns: How often an optimizer has been stepped alone.
@@ -71,22 +90,25 @@ class Share:
         *,
         scale: float | None,
         slowdown: Slowdown,
+        device: torch.device,
         known_sizes: set[int],
     ) -> None:
         self.samples = self.micro_batches = self.turns = self.open_samples = 0
         self.warmup_samples = self.warmup_micro_batches = 0
-        self.compute_s = self.warmup_s = 0.0
         self.in_micro_batch = False
         self._planned = planned
         self._scale = scale
         self._slowdown = slowdown
+        self.device = device
         self._known_sizes = known_sizes
         self._weights: dict[int | None, float] = {}
         self._losses: list[tuple[int | None, float, Tensor]] = []
         #: By part, the weight of the micro-batch that is being computed.
         self._open_weights: dict[int | None, float] = {}
-        self._spent_before_s = 0.0
-        self._watch = Stopwatch(slowdown)
+        self._laps: list[Lap] = []
+        self._warmup_laps: list[Lap] = []
+        self._first_lap = 0
+        self._watch = Stopwatch(slowdown, device)
 
     @property
     def micro_batch_weight(self) -> float:
@@ -109,28 +131,38 @@ class Share:
         """
         return self._scale if self._scale is not None else self.weight_of(part) or 1.0
 
-    def loss_sum_of(self, part: int | None = None) -> float:
-        """Return Σ weight · loss of a part; waits for the device."""
-        own = [(weight, loss) for of, weight, loss in self._losses if of == part]
-        if len(own) == 1:
-            return own[0][0] * own[0][1].item()
+    @property
+    def compute_s(self) -> float:
+        """Seconds that the micro-batches took; to be asked when a device has done them."""
+        return sum(lap.seconds for lap in self._laps)
+
+    @property
+    def warmup_s(self) -> float:
+        """How many of these seconds the first micro-batches of their sizes took."""
+        return sum(lap.seconds for lap in self._warmup_laps)
+
+    def losses_of(self, part: int | None = None) -> list[Tensor]:
+        """Return the losses of a part, shape ``()`` each, which a device may not have computed."""
+        return [loss.reshape(()) for of, _, loss in self._losses if of == part]
+
+    def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
+        """Return Σ weight · loss of a part, of whose losses these are the values."""
+        weights = [weight for of, weight, _ in self._losses if of == part]
         total = 0.0
-        if own:
-            values = torch.stack([loss.reshape(()) for _, loss in own]).tolist()  # one transfer
-            for (weight, _), value in zip(own, values, strict=True):
-                total += weight * value
+        for weight, value in zip(weights, losses, strict=True):
+            total += weight * value
         return total
 
     def start_micro_batch(self, samples: int) -> None:
         """Start the clock on a micro-batch."""
         self.resume()
         if self.micro_batches and samples not in self._known_sizes:
-            # Or a GPU would do what is left of the ones before in the time of this one.
+            # Or a device would do what is left of the ones before in the time of this one.
             self._wait_for_device()
             self.pause()
             self.resume()
         self.in_micro_batch, self.open_samples = True, samples
-        self._spent_before_s = self.compute_s
+        self._first_lap = len(self._laps)
         self._open_weights = {}
 
     def backward(
@@ -210,11 +242,11 @@ class Share:
 
     def pause(self) -> None:
         """Stop the clock while ranks exchange in mid-batch; ``resume`` restarts it."""
-        self.compute_s += self._watch.stop()
+        self._laps.append(self._watch.stop())
 
     def resume(self) -> None:
         """Restart the clock after ``pause``."""
-        self._watch = Stopwatch(self._slowdown)
+        self._watch = Stopwatch(self._slowdown, self.device)
 
     def end_micro_batch(self) -> bool:
         """Stop the clock; return whether it was the last micro-batch of the share."""
@@ -241,13 +273,14 @@ class Share:
             self._known_sizes.add(samples)
             self.warmup_samples += samples
             self.warmup_micro_batches += 1
-            self.warmup_s += self.compute_s - self._spent_before_s
+            self._warmup_laps += self._laps[self._first_lap :]
         return last
 
     def _wait_for_device(self) -> None:
-        """Wait until a GPU has done its work, so that all of it is inside the clock."""
-        if self._losses and self._losses[-1][2].device.type != "cpu":
-            self._losses[-1][2].item()  # reading a loss waits for all that was queued before
+        """Wait for a device whose progress no mark tells, so that its work is inside the lap."""
+        kind = kind_of(self.device)
+        if not kind.is_queued:
+            kind.finish(self.device)
 
 
 def checked_weight(weight: object) -> float:

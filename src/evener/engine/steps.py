@@ -8,6 +8,7 @@ from typing import final
 
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
+from evener.devices import Reading
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
@@ -93,9 +94,14 @@ class LocalSteps:
         Returns:
             Whether it was made. A step that is not finite, or has no weight, is left out.
         """
+        watch = Stopwatch(self._options.slowdown, share.device)
+        losses, norms = share.losses_of(), self._averager.gather()
+        gathering = watch.stop()
+        values = Reading([*losses, *norms]).read()  # the one wait for a device
+        loss_sum = share.loss_sum_of(None, (value for (value,) in values[: len(losses)]))
+        index = self._averager.judge(values[len(losses) :])
         watch = Stopwatch(self._options.slowdown)
-        loss_sum = share.loss_sum_of()
-        code = self._average(share, loss_sum)
+        code = self._average(share, loss_sum, index)
         made = not code and share.weight > 0
         overflowed = False
         if made:
@@ -108,7 +114,7 @@ class LocalSteps:
             if overflowed or self._options.non_finite == "skip":
                 code = 0
         self._flat.zero_()
-        compute_s = share.compute_s + watch.stop()
+        compute_s = share.compute_s + gathering.seconds + watch.stop().seconds
         now_s = time.perf_counter()
         busy_s, self._since_s = now_s - self._since_s, now_s
         warms_up = share.warmup_samples > 0
@@ -132,14 +138,13 @@ class LocalSteps:
         self._work = Report(*map(add, self._work, step))
         return made
 
-    def _average(self, share: Share, loss_sum: float) -> int:
+    def _average(self, share: Share, loss_sum: float, index: int | None) -> int:
         """Divide the gradients by their weight, and clip them.
 
         Returns:
             0, or what is not finite (nothing may be applied then): -1 for the loss, k + 1 for the
             gradient of trainable parameter k.
         """
-        index = self._averager.gather()
         if not math.isfinite(loss_sum):
             return LOSS
         if index is not None:

@@ -9,13 +9,14 @@ from typing import Final, NoReturn, final
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
+from evener.devices import Reading
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
 from evener.engine.parking import ParkingEngine
 from evener.engine.results import Applied, Round, WindowResult, Work
-from evener.engine.share import Share, Stopwatch
+from evener.engine.share import Lap, Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
@@ -59,7 +60,9 @@ class SyncEngine(ParkingEngine):
         self._wish = 0
         #: Windows that the policy has not learnt from.
         self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
-        self._update_s = self._sync_s = 0.0
+        #: The last update: this rank's own work too, and part of what it costs a window.
+        self._update_lap: Lap | None = None
+        self._sync_s = 0.0
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
@@ -255,23 +258,26 @@ class SyncEngine(ParkingEngine):
         """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
-        index = None if closes_turns else averager.gather(part)
-        loss_sum = share.loss_sum_of(part)
+        norms = [] if closes_turns else averager.gather(part)
+        losses = share.losses_of(part)
+        values = Reading([*losses, *norms]).read()  # the one wait for a device
+        loss_sum = share.loss_sum_of(part, (value for (value,) in values[: len(losses)]))
+        index = averager.judge(values[len(losses) :], part)
         found = 0 if index is None else index + 1
         # The part of the update that its samples stand for goes with a warm-up.
         warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
+        update_s = 0.0 if self._update_lap is None else self._update_lap.seconds
         return Report(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
-            # The last update is this rank's own work too, and part of what it costs a window.
-            compute_s=share.compute_s + self._update_s,
+            compute_s=share.compute_s + update_s,
             micro_batches=share.micro_batches,
             samples=share.samples,
             non_finite=found if math.isfinite(loss_sum) else LOSS,
-            own_norm=averager.own_norm or 0.0,
+            own_norm=averager.own_norm,
             buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
             limit=self.limits.own,
-            warmup_s=share.warmup_s + self._update_s * warms_up,
+            warmup_s=share.warmup_s + update_s * warms_up,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
             **self._told(),
@@ -354,7 +360,7 @@ class SyncEngine(ParkingEngine):
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
         skipped = skipped or self._overflowed(norm, plan, part)
-        watch = Stopwatch(self.slowdown)
+        watch = Stopwatch(self.slowdown, self.device)
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
@@ -365,7 +371,7 @@ class SyncEngine(ParkingEngine):
         if weight and self._scale.is_used:
             self._scale.update(overflowed=skipped)
         self.flat.zero_(part)
-        self._update_s = watch.stop()
+        self._update_lap = watch.stop()
         return self._result_of(
             found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
         )

@@ -12,6 +12,7 @@ import torch
 
 from evener.averaging.gradients import GradientAverager
 from evener.comm.base import SingleCommunicator
+from evener.devices import Reading
 from evener.engine.loaders.planned import split
 from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
@@ -119,7 +120,7 @@ class Rehearsal:
         scale = engine.share.scale_of()
         averager = self._alone if alone else self._together
         watch = Stopwatch(engine.slowdown)
-        averager.gather()
+        averager.judge(Reading(averager.gather()).read())
         averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
         if not alone:  # an exchange takes no longer on a slow device
             watch = Stopwatch(engine.slowdown)
