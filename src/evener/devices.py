@@ -19,7 +19,7 @@ _FAST_FP16: Final = (7, 0)
 """CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
 
 
-class Mark:
+class Milestone:
     """A point in the work of a device: here of one that does at once what it is told."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Mark:
 
 
 @final
-class QueuedMark(Mark):
+class QueuedMilestone(Milestone):
     """A point in what a thread has queued on a device.
 
     Args:
@@ -98,9 +98,9 @@ class DeviceKind:
         """Wait for what this thread has queued on a device, and for no other thread's stream."""
         self.module.current_stream(device).synchronize()
 
-    def mark(self, device: torch.device) -> Mark:
+    def mark(self, device: torch.device) -> Milestone:
         """Return the point that this thread's work on a device has come to, or will come to."""
-        return Mark()
+        return Milestone()
 
     def seed(self, seed: int) -> None:
         """Seed the generator from which a model on the current device draws."""
@@ -152,11 +152,11 @@ class Cuda(DeviceKind):
     pins_memory = True
     is_queued = True
 
-    def mark(self, device: torch.device) -> Mark:
+    def mark(self, device: torch.device) -> Milestone:
         """Record an event on the current stream."""
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(device))
-        return QueuedMark(event)
+        return QueuedMilestone(event)
 
     def half(self, device: torch.device) -> Half:
         """bf16 where the card has it, else fp16 where it has tensor cores.
@@ -271,7 +271,7 @@ class Reading:
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._parts = [(part.device, part.numel()) for part in parts]
-        self._copies: list[tuple[torch.device, torch.Tensor, Mark]] = []
+        self._copies: list[tuple[torch.device, torch.Tensor, Milestone]] = []
         for device in dict.fromkeys(part.device for part in parts):
             whole = torch.cat([part.reshape(-1) for part in parts if part.device == device])
             kind = kind_of(device)

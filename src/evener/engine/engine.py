@@ -313,13 +313,7 @@ class Engine(ABC):
         raise needs_plans()
 
     def _open(self, num_micro_batches: int, scale: float | None) -> Share:
-        self.share = Share(
-            num_micro_batches,
-            scale=scale,
-            slowdown=self.slowdown,
-            device=self.device,
-            known_sizes=self.known_sizes,
-        )
+        self.share = Share(num_micro_batches, scale, self.slowdown, self.device, self.known_sizes)
         return self.share
 
     def drop_share(self) -> None:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, SupportsFloat
 import torch
 from torch import Tensor
 
-from evener.devices import Mark, kind_of
+from evener.devices import Milestone, kind_of
 from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
 from evener.errors import UsageError
@@ -19,8 +19,8 @@ CPU: Final = torch.device("cpu")
 class Lap(NamedTuple):
     """Compute between two points of a device's work, and seconds that the emulation has added."""
 
-    start: Mark
-    stop: Mark
+    start: Milestone
+    stop: Milestone
     added_s: float
 
     @property
@@ -87,7 +87,6 @@ class Share:
     def __init__(
         self,
         planned: int,
-        *,
         scale: float | None,
         slowdown: Slowdown,
         device: torch.device,
