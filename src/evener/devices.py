@@ -3,8 +3,7 @@
 import copy
 import platform
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal, final
@@ -19,22 +18,8 @@ _FAST_FP16: Final = (7, 0)
 """CUDA compute capability from which on fp16 is faster than fp32 on matrices (Volta, Turing)."""
 
 
-class Milestone:
-    """A point in the work of a device: here of one that does at once what it is told."""
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def wait(self) -> None:
-        """Return when the device has come to this point."""
-
-    def seconds_to(self, later: Any) -> float:
-        """Return the device's seconds from this point to a later one; both must have passed."""
-        return float(later._at_s - self._at_s)
-
-
 @final
-class QueuedMilestone(Milestone):
+class Milestone:
     """A point in what a thread has queued on a device.
 
     Args:
@@ -48,7 +33,7 @@ class QueuedMilestone(Milestone):
         """Return when the device has come to this point."""
         self._event.synchronize()
 
-    def seconds_to(self, later: Any) -> float:
+    def seconds_to(self, later: "Milestone") -> float:
         """Return the device's seconds from this point to a later one; both must have passed."""
         return float(self._event.elapsed_time(later._event)) / 1000
 
@@ -66,15 +51,15 @@ class DeviceKind:
             than a handle: then DLPack carries a part of a tensor, of which elsewhere torch loses
             the offset (pytorch/pytorch#168177).
         keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
-        is_queued: Whether the host runs ahead of a device, and marks tell how far that has come.
-            Of other accelerators that is not known: the host waits wherever it matters.
+        has_milestones: Whether the host runs ahead of a device, and events tell how far that has
+            come. Where they do not, the host waits for the device whenever it matters.
     """
 
     name: str
     pins_memory: bool = False
     has_addresses: bool = True
     keeps_parameters: bool = True
-    is_queued: bool = False
+    has_milestones: bool = False
 
     @property
     def module(self) -> Any:
@@ -99,8 +84,10 @@ class DeviceKind:
         self.module.current_stream(device).synchronize()
 
     def mark(self, device: torch.device) -> Milestone:
-        """Return the point that this thread's work on a device has come to, or will come to."""
-        return Milestone()
+        """Mark what this thread's work on a device has come to; where it ``has_milestones``."""
+        event = self.module.Event(enable_timing=True)
+        event.record(self.module.current_stream(device))
+        return Milestone(event)
 
     def seed(self, seed: int) -> None:
         """Seed the generator from which a model on the current device draws."""
@@ -150,13 +137,7 @@ class Cuda(DeviceKind):
 
     name = "cuda"
     pins_memory = True
-    is_queued = True
-
-    def mark(self, device: torch.device) -> Milestone:
-        """Record an event on the current stream."""
-        event = self.module.Event(enable_timing=True)
-        event.record(self.module.current_stream(device))
-        return QueuedMilestone(event)
+    has_milestones = True
 
     def half(self, device: torch.device) -> Half:
         """bf16 where the card has it, else fp16 where it has tensor cores.
@@ -258,34 +239,33 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 @final
-class Reading:
-    """Numbers that devices compute, to be read by the host when they are due.
-
-    Their copies into host memory are queued at once. So reading waits for what was queued before,
-    and not for what comes after. Where nothing is queued they are read at once.
+class DeviceQueue:
+    """What this thread queues on a device.
 
     Args:
-        parts: Tensors of at most one dimension; those of a device travel in one copy, in the
-            widest of their dtypes.
+        device: The device.
+
+    Attributes:
+        has_milestones: See ``DeviceKind``.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = [(part.device, part.numel()) for part in parts]
-        self._copies: list[tuple[torch.device, torch.Tensor, Milestone]] = []
-        for device in dict.fromkeys(part.device for part in parts):
-            whole = torch.cat([part.reshape(-1) for part in parts if part.device == device])
-            kind = kind_of(device)
-            # From a queued device into page-locked memory, which torch keeps for the next one.
-            copied = whole.to("cpu", non_blocking=kind.is_queued)
-            self._copies.append((device, copied, kind.mark(device)))
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._kind = device, kind_of(device)
+        self.has_milestones = self._kind.has_milestones
 
-    def read(self) -> list[list[float]]:
-        """Return the numbers of each part; wait until they are there."""
-        numbers = {}
-        for device, copied, mark in self._copies:
-            mark.wait()
-            numbers[device] = iter(copied.tolist())
-        return [[next(numbers[device]) for _ in range(size)] for device, size in self._parts]
+    def mark(self) -> Milestone:
+        """Mark what has been queued so far; where it ``has_milestones``."""
+        return self._kind.mark(self._device)
+
+    def finish(self) -> None:
+        """Wait for what has been queued so far."""
+        self._kind.finish(self._device)
+
+
+def queue_of(device: torch.device) -> DeviceQueue | None:
+    """Return the queue of a device; ``None`` for one that does at once what it is told."""
+    is_queued = device.type != "cpu" or kind_of(device).has_milestones
+    return DeviceQueue(device) if is_queued else None
 
 
 def count_accelerators() -> dict[str, int]:

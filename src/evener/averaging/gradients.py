@@ -1,17 +1,48 @@
 """Averages gradients by the one weight rule: Σ weight · ∇loss over ranks, divided by Σ weight."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
-from evener.devices import Reading, float64_device
+from evener.devices import DeviceQueue, float64_device
 from evener.errors import UsageError
 from evener.protocol.machine import check_weight
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+class Reading:
+    """Numbers that devices compute, to be read by the host when they are due.
+
+    Args:
+        parts: Tensors of at most one dimension.
+        queue: The queue of the device on which all of them are, if it has milestones. The copy into
+            host memory is queued at once. So reading waits for what was queued before, and not for
+            what comes after.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor], queue: DeviceQueue | None = None) -> None:
+        self._parts = list(parts)
+        self._arrival = None
+        if queue is not None and parts:
+            whole = torch.cat([part.reshape(-1) for part in parts])
+            # Into page-locked memory, which torch keeps for the next one.
+            host = whole.to("cpu", non_blocking=True)
+            self._parts = list(torch.split(host, [part.numel() for part in parts]))
+            self._arrival = queue.mark()
+
+    def read(self) -> list[list[float]]:
+        """Return the numbers of each part; wait until they are there."""
+        if self._arrival is not None:
+            self._arrival.wait()
+        numbers: dict[torch.device, Iterator[float]] = {}
+        for device in {part.device for part in self._parts}:
+            own = [part.reshape(-1) for part in self._parts if part.device == device]
+            numbers[device] = iter(torch.cat(own).tolist())  # one transfer
+        return [[next(numbers[part.device]) for _ in range(part.numel())] for part in self._parts]
 
 
 class GradientAverager:

@@ -13,7 +13,7 @@ from evener.averaging.verification import ReplicaCheck
 from evener.comm.base import Communicator
 from evener.data.cursor import Cursor, derive_seed
 from evener.data.randomness import seed_training
-from evener.devices import kind_of
+from evener.devices import kind_of, queue_of
 from evener.engine.emulate import Slowdown
 from evener.engine.habits import Habits
 from evener.engine.loss_scale import LossScale
@@ -72,6 +72,7 @@ class Engine(ABC):
         share: The micro-batches between two updates, while they are computed.
         limits: The largest micro-batches that fit.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
+        queue: Of the device that the model lies on, if it has one.
         in_epoch: Whether a loader with plans is being iterated over.
         committing: Whether the functions of ``on_commit`` are being called.
         was_parked: Whether this rank has ever been parked.
@@ -96,6 +97,7 @@ class Engine(ABC):
         self.limits = MicroBatchLimits(team.world_size)
         self.slowdown = options.slowdown
         self.known_sizes: set[int] = set()
+        self.queue = queue_of(self.device)
         self.share = self._open(0, 1.0)
         self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
@@ -313,7 +315,7 @@ class Engine(ABC):
         raise needs_plans()
 
     def _open(self, num_micro_batches: int, scale: float | None) -> Share:
-        self.share = Share(num_micro_batches, scale, self.slowdown, self.device, self.known_sizes)
+        self.share = Share(num_micro_batches, scale, self.slowdown, self.queue, self.known_sizes)
         return self.share
 
     def drop_share(self) -> None:

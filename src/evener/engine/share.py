@@ -1,32 +1,40 @@
 """This rank's part of a window while it is being computed: micro-batches, weight, loss, time."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, SupportsFloat
+from typing import NamedTuple, SupportsFloat
 
-import torch
 from torch import Tensor
 
-from evener.devices import Milestone, kind_of
+from evener.devices import DeviceQueue, Milestone
 from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
 from evener.errors import UsageError
 
-CPU: Final = torch.device("cpu")
-
 
 class Lap(NamedTuple):
-    """Compute between two points of a device's work, and seconds that the emulation has added."""
+    """Compute between two points: milestones of a device's queue, or times of this thread.
 
-    start: Milestone
-    stop: Milestone
-    added_s: float
+    Attributes:
+        start: Where it began; a time is in seconds.
+        stop: Where it ended.
+        added_s: Seconds that the emulation of a slow rank has added.
+    """
+
+    start: Milestone | float
+    stop: Milestone | float
+    added_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """How long it took; to be asked when the device has passed both points."""
-        return self.start.seconds_to(self.stop) + self.added_s
+        if isinstance(self.start, Milestone):
+            assert isinstance(self.stop, Milestone)
+            return self.start.seconds_to(self.stop) + self.added_s
+        assert isinstance(self.stop, float)
+        return self.stop - self.start + self.added_s
 
 
 class Stopwatch:
@@ -34,23 +42,27 @@ class Stopwatch:
 
     Args:
         slowdown: Stretches compute on a rank that is emulated slower.
-        device: Measures what this device does. By default, and where the host cannot run ahead of a
-            device, what this thread does.
+        queue: Measures what the device does with what this thread queues, if it has milestones. By
+            default, and without them, what this thread does.
     """
 
-    def __init__(self, slowdown: Slowdown, device: torch.device = CPU) -> None:
+    def __init__(self, slowdown: Slowdown, queue: DeviceQueue | None = None) -> None:
         self._slow = (slowdown, slowdown.start()) if slowdown.factor > 1 else None
-        self._device, self._kind = device, kind_of(device)
-        self._started = self._kind.mark(device)
+        self._queue = queue if queue is not None and queue.has_milestones else None
+        self._started = self._now()
 
     def stop(self) -> Lap:
         """Return the time since then, what the emulation adds included."""
         if self._slow is None:
-            return Lap(self._started, self._kind.mark(self._device), 0.0)
+            return Lap(self._started, self._now())
         slowdown, start = self._slow
-        self._kind.finish(self._device)  # the emulation sleeps as long as compute has taken
-        stopped = self._kind.mark(self._device)
+        if self._queue is not None:
+            self._queue.finish()  # the emulation sleeps as long as compute has taken
+        stopped = self._now()
         return Lap(self._started, stopped, slowdown.after(start))
+
+    def _now(self) -> Milestone | float:
+        return time.perf_counter() if self._queue is None else self._queue.mark()
 
 
 class Share:
@@ -68,13 +80,13 @@ class Share:
             takes the weight itself, where this one micro-batch is the whole window: then nothing is
             multiplied, and its gradient is used as it is.
         slowdown: Stretches compute on a rank that is emulated slower.
-        device: Where the rank computes.
+        queue: Of the device that the rank computes on, if it has one.
         known_sizes: Sizes of micro-batches that this rank has computed before; those of this share
             are added. The first one of a size pays for what is set up once (caches, autotuning,
             compiling), and tells nothing of the rank's speed.
 
     Attributes:
-        device: As given.
+        queue: As given.
         samples: Samples computed.
         micro_batches: Micro-batches computed.
         warmup_samples: How many of the samples were in the first micro-batch of a size.
@@ -89,7 +101,7 @@ class Share:
         planned: int,
         scale: float | None,
         slowdown: Slowdown,
-        device: torch.device,
+        queue: DeviceQueue | None,
         known_sizes: set[int],
     ) -> None:
         self.samples = self.micro_batches = self.turns = self.open_samples = 0
@@ -98,7 +110,7 @@ class Share:
         self._planned = planned
         self._scale = scale
         self._slowdown = slowdown
-        self.device = device
+        self.queue = queue
         self._known_sizes = known_sizes
         self._weights: dict[int | None, float] = {}
         self._losses: list[tuple[int | None, float, Tensor]] = []
@@ -107,7 +119,7 @@ class Share:
         self._laps: list[Lap] = []
         self._warmup_laps: list[Lap] = []
         self._first_lap = 0
-        self._watch = Stopwatch(slowdown, device)
+        self._watch = Stopwatch(slowdown, queue)
 
     @property
     def micro_batch_weight(self) -> float:
@@ -245,7 +257,7 @@ class Share:
 
     def resume(self) -> None:
         """Restart the clock after ``pause``."""
-        self._watch = Stopwatch(self._slowdown, self.device)
+        self._watch = Stopwatch(self._slowdown, self.queue)
 
     def end_micro_batch(self) -> bool:
         """Stop the clock; return whether it was the last micro-batch of the share."""
@@ -276,10 +288,9 @@ class Share:
         return last
 
     def _wait_for_device(self) -> None:
-        """Wait for a device whose progress no mark tells, so that its work is inside the lap."""
-        kind = kind_of(self.device)
-        if not kind.is_queued:
-            kind.finish(self.device)
+        """Wait for a device without milestones, so that its work is inside the lap."""
+        if self.queue is not None and not self.queue.has_milestones:
+            self.queue.finish()
 
 
 def checked_weight(weight: object) -> float:

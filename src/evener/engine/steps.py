@@ -6,9 +6,8 @@ from dataclasses import replace
 from operator import add
 from typing import final
 
-from evener.averaging.gradients import GradientAverager
+from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.base import SingleCommunicator
-from evener.devices import Reading
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Progress
 from evener.engine.share import Share, Stopwatch
@@ -94,7 +93,7 @@ class LocalSteps:
         Returns:
             Whether it was made. A step that is not finite, or has no weight, is left out.
         """
-        watch = Stopwatch(self._options.slowdown, share.device)
+        watch = Stopwatch(self._options.slowdown, share.queue)
         losses, norms = share.losses_of(), self._averager.gather()
         gathering = watch.stop()
         values = Reading([*losses, *norms]).read()  # the one wait for a device

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, NoReturn, final
 
+from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
-from evener.devices import Reading
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
@@ -360,7 +360,7 @@ class SyncEngine(ParkingEngine):
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
         skipped = skipped or self._overflowed(norm, plan, part)
-        watch = Stopwatch(self.slowdown, self.device)
+        watch = Stopwatch(self.slowdown, self.queue)
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from evener.averaging.gradients import GradientAverager
+from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.base import SingleCommunicator
-from evener.devices import Reading
 from evener.engine.loaders.planned import split
 from evener.engine.share import Stopwatch
 from evener.engine.sync import SyncEngine
