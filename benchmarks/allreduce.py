@@ -36,7 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import load_average, write_report
-from rounds import TIMEOUT_S, Team, is_rank, ratios, run_ranks, shuffled, spread
+from rounds import TIMEOUT_S, Team, is_rank, ratios, run_ranks, shuffled, some_of, spread
+from tables import text_of
 from torch import Tensor
 
 from evener.comm.base import Communicator
@@ -62,7 +63,7 @@ def main() -> int:
         return 0
     before = load_average()
     rows = [row for count in arguments.ranks for row in run_ranks(count, threads=1)]
-    show(rows)
+    print(text_of(rows))
     write_report(
         arguments.json,
         benchmark="allreduce",
@@ -83,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N,...",
         help="sizes for all conditions, in place of each's",
     )
-    parser.add_argument("--conditions", type=conditions, default=list(CONDITIONS))
+    parser.add_argument("--conditions", type=some_of(CONDITIONS), default=list(CONDITIONS))
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--turn-s", type=float, default=0.05, help="length of a tight turn, about")
     parser.add_argument("--quick", action="store_true", help="7 rounds, 3 sizes")
@@ -100,14 +101,6 @@ def numbers(text: str) -> list[int]:
     if not all(values):
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0, such as 2,4")
     return values
-
-
-def conditions(text: str) -> list[str]:
-    """Some of ``CONDITIONS``."""
-    names = text.split(",")
-    if unknown := [n for n in names if n not in CONDITIONS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(CONDITIONS)}")
-    return names
 
 
 class Way(ABC):
@@ -148,7 +141,7 @@ class EvenerSum(Summing):
     """By a communicator of evener's, in the memory that it wants."""
 
     def __init__(self, team: Team, comm: Communicator, num_bytes: int) -> None:
-        super().__init__(team, allocate(comm, num_bytes // 4))
+        super().__init__(team, comm.allocate(num_bytes // 4, torch.float32, torch.device("cpu")))
         self.comm = comm
 
     def call(self) -> None:
@@ -222,13 +215,6 @@ class ThreadSum(Way):
             return []
         with ThreadPoolExecutor(self.count) as pool:
             return list(pool.map(work, range(self.count)))
-
-
-def allocate(comm: Communicator, numel: int) -> Tensor:
-    """Zeros in the memory that a communicator exchanges without a copy."""
-    if comm.backend != "shared":
-        return torch.zeros(numel)
-    return comm.allocate(numel, torch.float32, torch.device("cpu"))
 
 
 def check_sum(tensor: Tensor, rank: int, world_size: int, call: Callable[[], None]) -> None:
@@ -388,19 +374,6 @@ def make_rows(
         }
         for name, values in seconds.items()
     ]
-
-
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table."""
-    print("ranks     size  condition  way             us  90 % of rounds    x gloo  90 %")
-    for row in rows:
-        low, high = (v * 1e6 for v in row["seconds_90"])
-        slow, fast = row["speedup_90"]
-        print(
-            f"{row['ranks']:5} {size_text(row['bytes']):>8}  {row['condition']:9}  "
-            f"{row['name']:10} {row['seconds'] * 1e6:9.0f}  {f'{low:.0f}..{high:.0f}':16} "
-            f"{row['speedup']:7.2f}  {slow:.2f}..{fast:.2f}"
-        )
 
 
 def size_text(num_bytes: int) -> str:

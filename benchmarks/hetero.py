@@ -35,7 +35,7 @@ from typing import Any
 import quota
 from lost import TOLERANCE, Lost, lost_time, over_ranks, unnamed
 from machine import load_average, write_report
-from rounds import Team, is_rank, ratios, run_ranks, shuffled, spread
+from rounds import Team, is_rank, ratios, run_ranks, shuffled, some_of, spread
 from tables import text_of
 from ways import Ceiling, Evener, LocalCeiling, Setting, Solo, TorchDdp, TunedDdp, Way, speed_of
 
@@ -128,18 +128,6 @@ def read_speeds(text: str) -> tuple[float, ...]:
             "give two or more speeds above 0 and at most 1, such as 1,0.3333"
         )
     return values
-
-
-def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Reads names with commas between them."""
-
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [n for n in names if n not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return read
 
 
 def core_numbers(text: str) -> list[int]:

@@ -5,13 +5,14 @@ round. So a round is short, and a machine whose speed drifts favours no way. Rat
 inside a round, between figures that were taken within seconds of one another.
 """
 
+import argparse
 import json
 import os
 import random
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Reads some of these names, with commas between them, from a command line."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [n for n in names if n not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return read
 
 
 def shuffled(names: Sequence[str], rounds: int) -> Iterator[list[str]]:

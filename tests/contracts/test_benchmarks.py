@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -84,6 +85,39 @@ def test_a_rank_that_is_far_slower(tmp_path):
     holds(rows[1], "of_fastest")
     assert rows[1]["windows"] == 120
     assert rows[1]["params"] > 0
+
+
+def test_homogeneous(tmp_path):
+    sizes = ("--models", "0.8M", "--tokens", "128", "--rounds", "1", "--turn-s", "0.01")
+    picture = tmp_path / "picture.svg"
+    rows = run(tmp_path, "homogeneous.py", *sizes, "--svg", str(picture))["rows"]
+    by_name = {row["name"]: row for row in rows}
+    assert {"solo", "ceiling", "torch.ddp", "torch.ddp.tuned"} < set(by_name)
+    assert {"evener.sync", "evener.cadence", "evener.async"} < set(by_name)
+    assert "one process with all cores' threads" in by_name
+    for row in rows:
+        assert (row["tokens_per_rank"], row["ranks"]) == (128, 2)
+        assert 800_000 < row["params"] < 900_000
+        holds(row, "tokens_per_s", "of_ideal", "of_ceiling", "of_tuned_ddp")
+    assert by_name["ceiling"]["of_ceiling"] == by_name["torch.ddp.tuned"]["of_tuned_ddp"] == 1
+    assert by_name["solo"]["of_ideal"] == pytest.approx(1 / 2, abs=1e-3)
+    texts = "".join(ElementTree.parse(picture).getroot().itertext())
+    assert all(name in texts for name in set(by_name) - {"solo", "ceiling"})
+
+
+@pytest.mark.parametrize("text", ["100", "0", "128,x"])
+def test_homogeneous_refuses_bad_tokens(load, text):
+    homogeneous = load("homogeneous")
+    with pytest.raises(argparse.ArgumentTypeError, match="multiples of 128"):
+        homogeneous.tokens(text)
+
+
+def test_other_libraries_are_left_out_where_they_are_missing(load, monkeypatch, capsys):
+    competitors = load("competitors")
+    monkeypatch.setitem(competitors.PACKAGES, "torchft", ("no_such_module", "torchft==0"))
+    monkeypatch.setattr(sys, "prefix", "/somewhere/competitors")  # its own environment
+    competitors.enter(["torchft"])
+    assert "torchft is left out: it is not installed" in capsys.readouterr().out
 
 
 def holds(row: dict, *keys: str) -> None:
