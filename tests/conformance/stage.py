@@ -113,11 +113,12 @@ class Stage(ABC):
         return self.end(ranks)
 
 
-@final
 class Processes(Stage):
+    leaf = "gloo"
+
     def __init__(self, part: Part, world_size: int, *arguments: Any) -> None:
         super().__init__(world_size)
-        self.team = RankTeam(_play, world_size, part, arguments)
+        self.team = RankTeam(_play, world_size, self.leaf, part, arguments)
         self.stopped: set[int] = set()
 
     def receive(self, rank: int) -> Any:
@@ -148,8 +149,13 @@ class Processes(Stage):
             self.team.close()
 
 
-def _play(rank: Rank, part: Part, arguments: tuple[Any, ...]) -> Any:
-    with rank.connect(timeout_s=TIMEOUT_S) as comm:
+@final
+class SharedProcesses(Processes):
+    leaf = "shared"
+
+
+def _play(rank: Rank, leaf: str, part: Part, arguments: tuple[Any, ...]) -> Any:
+    with rank.connect(backend=leaf, timeout_s=TIMEOUT_S) as comm:
         return part(comm, rank, *arguments)
 
 

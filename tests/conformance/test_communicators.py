@@ -13,6 +13,7 @@ WORLDS = {
     "single": (1,),
     "threads": (2, 3, 4),
     "gloo": (2, 3, 4),
+    "shared": (2, 3, 4),
 }
 
 
@@ -20,17 +21,17 @@ def on_threads(comm: Communicator) -> dict[str, str]:
     return run_cases(comm)
 
 
-def on_gloo(rank: Rank) -> dict[str, str]:
-    with rank.connect() as comm:
-        assert (comm.rank, comm.world_size, comm.backend) == (rank.rank, rank.world_size, "gloo")
+def on_processes(rank: Rank, leaf: str) -> dict[str, str]:
+    with rank.connect(backend=leaf) as comm:
+        assert (comm.rank, comm.world_size, comm.backend) == (rank.rank, rank.world_size, leaf)
         return run_cases(comm)
 
 
 @cache
 def failures(leaf: str, world_size: int) -> list[dict[str, str]]:
     """What failed, by rank and case; one team runs the whole table."""
-    if leaf == "gloo":
-        return run_ranks(on_gloo, world_size)
+    if leaf in ("gloo", "shared"):
+        return run_ranks(on_processes, world_size, leaf)
     if leaf == "single":
         with SingleCommunicator() as comm:
             return [run_cases(comm)]
@@ -88,14 +89,15 @@ def on_nccl(rank: Rank) -> dict[str, str]:
         return run_cases(comm, "cuda")
 
 
-def on_gloo_with_cuda_tensors(rank: Rank) -> dict[str, str]:
-    with rank.connect() as comm:
+def with_cuda_tensors(rank: Rank, leaf: str) -> dict[str, str]:
+    with rank.connect(backend=leaf) as comm:
         return run_cases(comm, "cuda")
 
 
 @pytest.mark.gpu
-def test_cuda_tensors_on_gloo() -> None:
-    assert run_ranks(on_gloo_with_cuda_tensors, 2) == [{}, {}]
+@pytest.mark.parametrize("leaf", ["gloo", "shared"])
+def test_cuda_tensors_by_way_of_host_memory(leaf: str) -> None:
+    assert run_ranks(with_cuda_tensors, 2, leaf) == [{}, {}]
 
 
 @pytest.mark.gpu

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.stage import TIMEOUT_S, Line, Processes, Seen, Stage, Threads, watch
+from conformance.stage import TIMEOUT_S, Line, Processes, Seen, SharedProcesses, Stage, Threads, watch
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 
-LEAVES = {"threads": Threads, "gloo": Processes}
+LEAVES = {"threads": Threads, "gloo": Processes, "shared": SharedProcesses}
 SOON_S = 50.0  # far below the deadline of 100 s, far above what a busy machine needs
 DEADLINE_S = 1.5  # twice as long as ranks that set out together may arrive one after the other
 

@@ -70,19 +70,24 @@ class Rank:
         return pickle.loads(self._channel.recv_bytes())
 
     def connect(self, *, backend: str = "gloo", timeout_s: float = PATIENCE_S) -> Any:
-        """The evener communicator of this team."""
-        from evener.comm import groups
+        """The evener communicator of this team; "shared" is what "auto" takes on one host."""
+        from evener.comm import groups, shared
 
-        return groups.connect(
+        comm = groups.connect(
             self.rank,
             self.world_size,
             self.address,
             self.port,
             hosts_store=None,
             listen_fd=self.listen_fd,
-            backend=backend,
+            backend="gloo" if backend == "shared" else backend,
             timeout_s=timeout_s,
         )
+        if backend != "shared":
+            return comm
+        comm, obstacle = shared.share_memory(comm)
+        assert not obstacle, obstacle
+        return comm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ from evener.comm.c10d import (
 )
 from evener.comm.causes import Cause, cause_of
 from evener.comm.forks import NotInherited, leave_behind_in_children, never_destroy
-from evener.comm.messages import closed_message, lost_message, mismatch_message
-from evener.comm.notices import Notice, NoticeBoard
+from evener.comm.messages import closed_message, lost_message, mismatch_message, name_call
+from evener.comm.notices import Notice, StoreNotices
 from evener.comm.rendezvous import MeetingPoint, first_line, meet
 from evener.comm.wires import Wires
 from evener.devices import kind_of
@@ -185,7 +185,7 @@ class GroupCommunicator(Communicator, NotInherited):
         self._key = key
         self._store = store = PrefixStore(key, meeting.store)
         notices = PrefixStore("notices", store)
-        self._board = NoticeBoard(notices, self.numbers, meeting.host, meeting.host_rank)
+        self._board = StoreNotices(notices, self.numbers, meeting.host, meeting.host_rank)
         with Wires.opened() as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -324,9 +324,7 @@ class GroupCommunicator(Communicator, NotInherited):
             header = self._cells[start - _HEADER.size : start]
             if header != own:
                 count, _, _, theirs = _HEADER.unpack(header)
-                text = theirs.rstrip(b"\0").decode(errors="replace")
-                ahead = count - call.number
-                others.append((number, f"{text}, {ahead:+d} calls" if ahead else text))
+                others.append((number, name_call(theirs, count - call.number)))
         if others:
             text = mismatch_message(self.number, call.label, others)
             raise self._end(CollectiveMismatchError(text))

@@ -38,6 +38,17 @@ def lost_message(rank: int, what: str, detail: str) -> str:
     return f"rank {rank} lost a peer in {what!r}: {detail}; the peer's own output says why it ended"
 
 
+def name_call(label: bytes, ahead: int) -> str:
+    """Name the call of another rank.
+
+    Args:
+        label: Its label as far as it has come, padded with zeros.
+        ahead: By how many calls that rank is ahead of this one.
+    """
+    text = label.rstrip(b"\0").decode(errors="replace")
+    return f"{text}, {ahead:+d} calls" if ahead else text
+
+
 def mismatch_message(rank: int, words: str, others: Sequence[tuple[int, str]]) -> str:
     """Say who is in which operation.
 

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar, final
 
@@ -35,55 +36,36 @@ class Notice(NamedTuple):
     what: str
 
 
-@final
-class NoticeBoard:
-    """One short text per rank, kept in the store of a group.
+class NoticeBoard(ABC):
+    """One short text per rank.
 
-    It is read when something has already gone wrong, so nothing here may wait for long or raise:
-    the store may be hosted by the very rank that has died or was stopped.
+    It is read when something has already gone wrong, so nothing here may wait for long or raise.
     """
 
     def __init__(
         self,
-        store: Store,
         ranks: Sequence[int],
-        host: tuple[str, int] | None,
+        host: tuple[str, int] | None = None,
         host_rank: int | None = None,
     ) -> None:
-        """Use ``store``, with a prefix of its own.
+        """Make a board.
 
         Args:
-            store: Where notices are kept.
             ranks: Who may post.
-            host: Address and port of the store's server; ``None`` where it cannot be probed.
-            host_rank: The rank whose process serves the store; ``None`` for none of them.
+            host: Address and port of the server that keeps it; ``None`` where none can be probed.
+            host_rank: The rank whose process is that server; ``None`` for none of them.
         """
-        self._store = store
         self._ranks = ranks
         self._host = host
         self._host_rank = host_rank
 
+    @abstractmethod
     def post(self, rank: int, notice: Notice) -> bool:
-        """Pin up a notice of ``rank``; whether the store answered."""
+        """Pin up a notice of ``rank``; whether others can read it."""
 
-        def task() -> bool:
-            self._store.set(str(rank), json.dumps(notice))
-            self._store.set("any", "1")
-            # A TCPStore does not wait for a reply to set(): only a read shows that it is there.
-            return self._store.check(["any"])
-
-        return bool(self._ask(task))
-
+    @abstractmethod
     def read(self) -> dict[int, Notice] | None:
-        """Return the notices by rank; ``None`` where the store does not answer."""
-
-        def task() -> dict[int, Notice]:
-            if not self._store.check(["any"]):
-                return {}
-            present = [rank for rank in self._ranks if self._store.check([str(rank)])]
-            return {rank: Notice(*json.loads(self._store.get(str(rank)))) for rank in present}
-
-        return self._ask(task)
+        """Return the notices by rank; ``None`` where nothing answers."""
 
     def explain(
         self, rank: int, call: Call, calls: Sequence[Call], waited_s: float
@@ -137,6 +119,44 @@ class NoticeBoard:
             seen = self.read()  # on a busy machine it may have been too slow to answer at once
             known = known if seen is None else seen
         return known
+
+
+@final
+class StoreNotices(NoticeBoard):
+    """Notices in the store of a group: the rank that hosts it may be the one that has gone."""
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        host: tuple[str, int] | None,
+        host_rank: int | None = None,
+    ) -> None:
+        """Use ``store``, with a prefix of its own; for the others see ``NoticeBoard``."""
+        super().__init__(ranks, host, host_rank)
+        self._store = store
+
+    def post(self, rank: int, notice: Notice) -> bool:
+        """Pin up a notice of ``rank``; whether the store answered."""
+
+        def task() -> bool:
+            self._store.set(str(rank), json.dumps(notice))
+            self._store.set("any", "1")
+            # A TCPStore does not wait for a reply to set(): only a read shows that it is there.
+            return self._store.check(["any"])
+
+        return bool(self._ask(task))
+
+    def read(self) -> dict[int, Notice] | None:
+        """Return the notices by rank; ``None`` where the store does not answer."""
+
+        def task() -> dict[int, Notice]:
+            if not self._store.check(["any"]):
+                return {}
+            present = [rank for rank in self._ranks if self._store.check([str(rank)])]
+            return {rank: Notice(*json.loads(self._store.get(str(rank)))) for rank in present}
+
+        return self._ask(task)
 
     def _ask(self, task: Callable[[], T]) -> T | None:
         # A request to the store of a stopped process blocks for ever, also with a timeout set, so

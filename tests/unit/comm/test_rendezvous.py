@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from evener.comm import rendezvous
-from evener.comm.notices import Notice, NoticeBoard
+from evener.comm.notices import Notice, StoreNotices
 from evener.comm.rendezvous import (
     call_roll,
     choose_devices,
@@ -93,7 +93,7 @@ def test_rank_0_at_the_address_of_another_host_says_so_in_time() -> None:
 
 
 def test_notices_by_rank() -> None:
-    board = NoticeBoard(HashStore(), range(3), None)
+    board = StoreNotices(HashStore(), range(3), None)
     assert board.read() == {}
     late, early = Notice(2, 1.0, "gradients: of window 3"), Notice(1, 0.5, "")
     assert board.post(2, late)
@@ -103,7 +103,7 @@ def test_notices_by_rank() -> None:
 
 
 def test_a_board_whose_host_is_gone_answers_nothing() -> None:
-    board = NoticeBoard(HashStore(), range(2), ("127.0.0.1", 1))  # nothing listens on port 1
+    board = StoreNotices(HashStore(), range(2), ("127.0.0.1", 1))  # nothing listens on port 1
     assert board.read() is None
     assert not board.post(0, Notice(1, 1.0, "x"))
 

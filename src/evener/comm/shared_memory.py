@@ -1,0 +1,198 @@
+"""Memory that processes of one host map together: files that have no name, and tensors in them."""
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+if sys.platform == "linux":
+    import fcntl
+
+#: Pages are reserved in steps of so many bytes: a signal makes Linux start a step again, so one
+#: step must be shorter than the time between the signals of a profiler.
+_STEP_BYTES = 16 << 20
+#: Python's mmap has no name for it.
+_MAP_FIXED = 0x10
+#: ``place`` of a tensor that does not lie in shared memory.
+NOWHERE = -1
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a rank's file, in bytes; what ranks tell one another.
+
+    Attributes:
+        offset: Its first byte; ``NOWHERE`` where it lies elsewhere.
+        piece: First byte of the piece that holds it, which is mapped as a whole.
+        size: Bytes of that piece.
+    """
+
+    offset: int
+    piece: int
+    size: int
+
+
+ELSEWHERE = Place(NOWHERE, 0, 0)
+
+
+def create_file(name: str) -> int:
+    """Return the descriptor of a new file in memory, which nobody can make shorter.
+
+    It has no path and ends with the last descriptor and mapping, so a crash leaves nothing behind,
+    and the size of ``/dev/shm`` does not matter.
+
+    Args:
+        name: Seen in ``/proc`` only.
+
+    Raises:
+        OSError: The kernel has no such files, or a sandbox (seccomp) refuses them.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, f"{sys.platform} has no memfd_create")
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # A mapping of a file that gets shorter ends its process by SIGBUS.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def reserve(descriptor: int, start: int, size: int) -> None:
+    """Make a file at least ``start + size`` bytes long, with memory behind all of them.
+
+    Without memory behind it, the first write to a page may end the process by SIGBUS when none is
+    left. Here that is an error, or the end that a container's limit brings to any allocation.
+
+    Raises:
+        OSError: There is not so much memory, or a limit forbids it.
+    """
+    for step in range(start, start + size, _STEP_BYTES):
+        os.posix_fallocate(descriptor, step, min(_STEP_BYTES, start + size - step))
+
+
+def map_file(descriptor: int, start: int, size: int) -> mmap.mmap:
+    """Map a part of a file whose memory is reserved; ``start`` is a multiple of the page size."""
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
+
+
+class _Piece(NamedTuple):
+    """A part of this rank's file that is mapped as a whole.
+
+    Attributes:
+        address: Where it lies in this process.
+        start: First byte in the file.
+        content: The bytes; keeps the piece mapped.
+    """
+
+    address: int
+    start: int
+    content: Tensor
+
+
+@final
+class SharedMemory:
+    """One file per rank, in which its tensors lie; each rank can map what is in the others'.
+
+    Communicators that were split off one another use one ``SharedMemory``: their ranks are alive
+    at the same time, and a tensor that lies here can be exchanged over each of them. It grows and
+    never shrinks: a piece is given back when all of it is.
+
+    A forked child keeps the values that it has inherited, and what it writes there is its own.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Make an empty file.
+
+        Args:
+            number: Of this rank in the team.
+
+        Raises:
+            OSError: See ``create_file``.
+        """
+        self.descriptor = create_file("evener")
+        self._number = number
+        self._size = 0
+        self._pieces: list[_Piece] = []
+        #: Of each rank by number: its file, and what is mapped of it by first byte.
+        self._files: dict[int, int] = {number: self.descriptor}
+        self._mapped: dict[int, dict[int, Tensor]] = {number: {}}
+        self._num_users = 1
+        self._map = ctypes.CDLL(None, use_errno=True).mmap
+        self._map.restype = ctypes.c_void_p
+        self._map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def use(self) -> None:
+        """Count one more user, beside the one that has made this."""
+        self._num_users += 1
+
+    def release(self) -> None:
+        """Count one user less; the last lets everything go but for tensors that are still held."""
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._close()
+
+    def allocate(self, size: int) -> Tensor:
+        """Return zeros, shape ``(size,)``, uint8, at the start of a page.
+
+        Raises:
+            OSError: See ``reserve``.
+        """
+        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = self._size
+        reserve(self.descriptor, start, room)
+        content = torch.frombuffer(map_file(self.descriptor, start, room), dtype=torch.uint8)
+        self._size += room
+        self._pieces.append(_Piece(content.data_ptr(), start, content))
+        self._mapped[self._number][start] = content
+        return content[:size]
+
+    def find(self, flat: Tensor) -> Place:
+        """Return where a tensor lies; ``ELSEWHERE`` where that is not in this rank's file."""
+        address = flat.data_ptr()
+        if flat.device.type == "cpu":
+            for begin, start, content in self._pieces:
+                size = content.numel()
+                if begin <= address and address + flat.nbytes <= begin + size:
+                    return Place(start + address - begin, start, size)
+        return ELSEWHERE
+
+    def meet(self, number: int, descriptor: int) -> None:
+        """Take in the file of a peer; the descriptor belongs to this object from now on."""
+        if number in self._files:
+            os.close(descriptor)
+        else:
+            self._files[number] = descriptor
+            self._mapped[number] = {}
+
+    def view(self, number: int, place: Place) -> Tensor:
+        """Return the bytes of a rank's piece from ``place.offset`` on, uint8.
+
+        Raises:
+            OSError: It cannot be mapped.
+        """
+        mapped = self._mapped[number]
+        if place.piece not in mapped:
+            content = map_file(self._files[number], place.piece, place.size)
+            mapped[place.piece] = torch.frombuffer(content, dtype=torch.uint8)
+        return mapped[place.piece][place.offset - place.piece :]
+
+    def leave_behind(self) -> None:
+        """Give this forked child pages of its own, of which it gets copies when it writes."""
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        over = mmap.MAP_PRIVATE | _MAP_FIXED
+        for address, start, content in self._pieces:
+            self._map(address, content.numel(), both, over, self.descriptor, start)
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        self._mapped.clear()
+        self._pieces.clear()

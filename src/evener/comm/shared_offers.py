@@ -1,0 +1,152 @@
+"""What ranks of one host bring to the forming of a communicator over shared memory."""
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, final
+
+from evener.comm.base import Communicator
+from evener.comm.shared_links import Door, Links
+from evener.comm.shared_memory import SharedMemory
+from evener.comm.shared_pages import ControlPage
+
+_FORM_S = 60.0  # the longest that connecting on one host may take, however busy it is
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a rank runs, and how others can get at its memory.
+
+    Attributes:
+        rank: Its number in the team.
+        host: Name of its host, for people.
+        kernel: Names the running system: hosts and virtual machines have one each.
+        network: Names its network namespace, in which Unix sockets are found; containers have
+            their own.
+        user: Id of its user.
+        cores: Processors that it may use.
+        door: Name of its socket.
+        token: Who comes must know it.
+        obstacle: Why it cannot share memory; empty where it can.
+    """
+
+    rank: int
+    host: str
+    kernel: str = ""
+    network: int = 0
+    user: int = 0
+    cores: tuple[int, ...] = ()
+    door: str = ""
+    token: str = ""
+    obstacle: str = ""
+
+
+class Joined(NamedTuple):
+    """What a rank has when all have connected.
+
+    Attributes:
+        pages: The page of each rank, by rank.
+        links: To the others.
+        memory: Where tensors lie.
+        spins: Whether there is a core for each rank.
+    """
+
+    pages: list[ControlPage]
+    links: Links
+    memory: SharedMemory
+    spins: bool
+
+
+@final
+class Offer:
+    """What a rank brings to the formation: a door, a page, and memory."""
+
+    def __init__(self, comm: Communicator, memory: SharedMemory | None) -> None:
+        self._door: Door | None = None
+        self._page = -1
+        self._memory = memory
+        self._brings_memory = memory is None
+        spot = Spot(comm.number, platform.node())
+        try:
+            self.spot = self._prepare(spot)
+        except (OSError, AttributeError) as error:  # an old C library has no memfd_create
+            self.spot = replace(spot, obstacle=f"{type(error).__name__}: {error}")
+
+    def _prepare(self, spot: Spot) -> Spot:
+        if sys.platform != "linux":
+            return replace(spot, obstacle=f"{sys.platform} has no memory files without a name")
+        self._page = ControlPage.create()
+        self._memory = self._memory or SharedMemory(spot.rank)
+        self._door = Door()
+        return replace(
+            spot,
+            kernel=_BOOT_ID.read_text().strip(),
+            network=_NETWORK.stat().st_ino,
+            user=os.getuid(),
+            cores=tuple(os.sched_getaffinity(0)),
+            door=self._door.name,
+            token=self._door.token,
+        )
+
+    def form(self, comm: Communicator, spots: Sequence[Spot]) -> Joined:
+        """Connect to all other ranks, which do so at the same time.
+
+        Raises:
+            OSError: It has failed here; what was handed over is closed.
+        """
+        if self._door is None or self._memory is None:
+            raise OSError("this rank has nothing to share")
+        doors = [(spot.door, spot.token) for spot in spots]
+        own = (self._page, self._memory.descriptor)
+        arrivals = self._door.meet(comm.rank, doors, own, min(comm.timeout_s, _FORM_S))
+        connections = {rank: arrival.connection for rank, arrival in arrivals.items()}
+        pages = []
+        try:
+            for rank, number in enumerate(comm.numbers):
+                if rank == comm.rank:
+                    pages.append(ControlPage(self._page))
+                    continue
+                page, memory = arrivals[rank].descriptors
+                self._memory.meet(number, memory)
+                try:
+                    pages.append(ControlPage(page))
+                finally:
+                    os.close(page)
+        except OSError:
+            for connection in connections.values():
+                connection.close()
+            raise
+        cores = {core for spot in spots for core in spot.cores}
+        links = Links(connections, comm.world_size)
+        return Joined(pages, links, self._memory, len(cores) >= comm.world_size)
+
+    def close(self) -> None:
+        """Let go of what only the formation needs."""
+        if self._door is not None:
+            self._door.close()
+        if self._page >= 0:
+            os.close(self._page)
+        if self._brings_memory and self._memory is not None:
+            self._memory.release()
+
+
+def find_obstacle(spots: Sequence[Spot]) -> str:
+    """Why these ranks cannot share memory; empty where they can."""
+    for spot in spots:
+        if spot.obstacle:
+            return f"rank {spot.rank} cannot share memory ({spot.obstacle})"
+    first = spots[0]
+    for spot in spots:
+        both = f"rank {first.rank} runs {{}} and rank {spot.rank} {{}}"
+        if spot.kernel != first.kernel:
+            return both.format(f"on host {first.host}", f"on {spot.host}")
+        if spot.network != first.network:
+            return both.format("in one network namespace", "in another (containers?)")
+        if spot.user != first.user:
+            return both.format(f"as user {first.user}", f"as user {spot.user}")
+    return ""
