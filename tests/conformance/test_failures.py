@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.stage import TIMEOUT_S, Line, Processes, Seen, SharedProcesses, Stage, Threads, watch
+from conformance.stage import (
+    TIMEOUT_S,
+    Line,
+    Processes,
+    Seen,
+    SharedProcesses,
+    Stage,
+    Threads,
+    watch,
+)
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 

@@ -12,8 +12,10 @@ import evener
 from helpers.ranks import Rank, run_ranks
 from helpers.source import PACKAGE
 
-#: Files of evener that ``ddp.step()`` of a plain script may pass through.
+#: Files of evener that ``ddp.step()`` of a plain script may pass through. The leaf that carries the
+#: exchange counts as one, whatever it consists of: a reader stops at the seam, ``comm/base.py``.
 MOST_FILES = 12
+LEAF = ("comm/shared", "comm/groups")
 #: The first windows measure devices, make plans and cache what every later one finds ready.
 FIRST_TRACED = 4
 #: So long takes a sample, that both ranks are worth the exchange and none is parked.
@@ -53,5 +55,6 @@ def test_a_step_passes_through_few_files() -> None:
     for steps in run_ranks(traced_steps, 2):
         for files in steps:
             listed = [f"{file}: {', '.join(names)}" for file, names in sorted(files.items())]
-            assert len(files) <= MOST_FILES, f"{len(files)} files\n" + "\n".join(listed)
+            places = {"the leaf" if file.startswith(LEAF) else file for file in files}
+            assert len(places) <= MOST_FILES, f"{len(places)} files\n" + "\n".join(listed)
             assert "loop/loop.py" in files, "the trace sees evener"

@@ -142,7 +142,7 @@ def tables(alone: Outcomes, in_processes: Outcomes, on_threads: Outcomes) -> str
     def cell(text: str) -> str:
         if text.startswith("works"):
             return text.replace("works", "yes")
-        return text if text in ("nccl", "gloo") else f"no [{_note(notes, text)}]"
+        return text if text in ("nccl", "gloo", "shared") else f"no [{_note(notes, text)}]"
 
     lines = [
         "## Ranks on the CPU",

@@ -31,4 +31,4 @@ def test_processes_refuse_and_agree_together():
     assert first[1].startswith(
         "backend is 'gloo' on rank 0 and 'cpu' on rank 1; give the same on every rank"
     )
-    assert first[2].startswith("gloo: chosen because ranks 0 and 1 compute on the CPU")
+    assert first[2].startswith("shared: chosen because ranks 0 and 1 compute on the CPU")

@@ -129,7 +129,7 @@ def test_auto_falls_back_loudly_and_the_events_tell(tmp_path: Path) -> None:
         (started,) = lab.path_of().of_type("run_started")
     finally:
         lab.close()
-    assert started["backend"] == "gloo"
+    assert started["backend"] == "shared"
     # Which of them is first is a matter of chance; both, if they fail in the same moment.
     failed = r"NCCL failed its preflight on ranks? (0|1|0 and 1): "
     assert re.fullmatch(

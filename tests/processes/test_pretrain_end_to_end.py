@@ -84,7 +84,7 @@ def test_the_summary_has_every_figure(team, alone):
     tokens = sum(row["weight"] for event in team.of_type("window") for row in event["ranks"])
     assert summary["committed_tokens"] == tokens == alone.summary["committed_tokens"]
     assert summary["committed_samples"] == 2 * NUM_SAMPLES
-    assert (summary["world_size"], summary["policy"], summary["backend"]) == (2, "sync", "gloo")
+    assert (summary["world_size"], summary["policy"], summary["backend"]) == (2, "sync", "shared")
     assert (alone.summary["world_size"], alone.summary["backend"]) == (1, "none")
     assert Path(summary["checkpoint"]) == team.checkpoints[-1]
     assert team.checkpoints[-1].name == "step-18"
@@ -164,7 +164,7 @@ def test_what_people_see(ended, team):
     assert re.fullmatch(
         rf"  rank 1  cpu +\S.* \| {memory}, emulated 2x slower \| {host} pid \d+", lines[2]
     )
-    assert re.fullmatch(r"  backend gloo: \w.*NCCL.*", lines[3])
+    assert re.fullmatch(r"  backend shared: \w.*NCCL.*", lines[3])
     progress = [line for line in lines if re.match(r"step \d+/18  loss \d\.\d+", line)]
     assert len(progress) >= 3
     assert any("tokens/s" in p and "ETA" in p and "rank 1: " in p for p in progress)

@@ -11,8 +11,13 @@ from helpers.models import mlp
 def test_what_works_is_what_the_page_says():
     page = support.page()
     for policy in ApplyPolicy:
-        for backend, works in (("auto", True), ("gloo", True), ("cpu", True), ("nccl", False)):
-            others = "yes (gloo) | yes (threads)" if works else "no [1] | no [2]"
+        for backend, leaf in (
+            ("auto", "shared"),
+            ("gloo", "gloo"),
+            ("cpu", "shared"),
+            ("nccl", ""),
+        ):
+            others = f"yes ({leaf}) | yes (threads)" if leaf else "no [1] | no [2]"
             assert f"| `{policy}` | `{backend}` | yes (none) | {others} |" in page
     assert support.PATH.read_text() == page, (
         "run PYTHONPATH=src:tests python -m helpers.support, and look at what has changed"

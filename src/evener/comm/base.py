@@ -54,7 +54,7 @@ class Communicator(Closing):
         world_size: Number of ranks.
         numbers: The number of each rank in the team. Errors and ``missing`` use these numbers: a
             ``split`` numbers its members anew, but people know a rank by its number in the team.
-        backend: ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
+        backend: ``"shared"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
         reason: Why it is that one, for people; set by whoever has chosen.
         timeout_s: Deadline of a call that names none.
     """

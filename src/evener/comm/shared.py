@@ -26,7 +26,7 @@ from evener.comm.messages import (
 )
 from evener.comm.notices import Notice
 from evener.comm.shared_memory import ELSEWHERE, NOWHERE, Place, SharedMemory
-from evener.comm.shared_offers import Joined, Offer, Spot, find_obstacle
+from evener.comm.shared_offers import Joined, MemoryOffer, Spot, find_obstacle
 from evener.comm.shared_pages import (
     KEEPS_ORDER,
     PAYLOAD_BYTES,
@@ -379,7 +379,7 @@ class SharedCommunicator(Communicator, NotInherited):
     def _meet(self, call: Call) -> None:
         """Arrive at the next barrier, and wait for all."""
         self._num_barriers = number = self._num_barriers + 1
-        self._own.arrived = number
+        self._own.arrive(number)
         if KEEPS_ORDER:
             self._own.fence()
         else:
@@ -419,7 +419,7 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def _sleep(self, number: int, call: Call) -> None:
         """Sleep until all have arrived at a barrier."""
-        self._own.asleep = number
+        self._own.sleep(number)
         # Either the last to arrive sees that this rank sleeps, or this rank sees that it has come.
         self._own.fence()
         try:
@@ -431,7 +431,7 @@ class SharedCommunicator(Communicator, NotInherited):
                     raise self._explain(call, timed_out=True)
                 self._links.wait(min(left_s, _SLICE_S))
         finally:
-            self._own.asleep = 0
+            self._own.sleep(0)
 
     @property
     def _left_s(self) -> float:
@@ -455,13 +455,13 @@ class SharedCommunicator(Communicator, NotInherited):
     def _how_lost(self) -> str:
         """Say who has died and who has left; it may be more than one, one because of another."""
         self._links.wait(0)
-        left = [rank for rank, page in self._others if page.ended]
-        died = sorted(self._links.gone.difference(left))
+        left = {rank for rank, page in self._others if page.ended}
+        died = self._links.gone - left
         said = []
         for ranks, how in ((died, "died"), (left, "closed this communicator")):
             if ranks:
                 verb = "has" if len(ranks) == 1 else "have"
-                said.append(f"{name_ranks(self._numbers_of(ranks))} {verb} {how}")
+                said.append(f"{name_ranks(self._numbers_of(sorted(ranks)))} {verb} {how}")
         return ", ".join(said)
 
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
@@ -477,7 +477,7 @@ class SharedCommunicator(Communicator, NotInherited):
             if self._is_released:
                 return
             self._is_released = True
-            self._own.ended = self._num_passed + 1
+            self._own.end(self._num_passed + 1)
             self._links.cut()
             if not self._busy:
                 self._links.close()
@@ -508,7 +508,7 @@ def share_memory(
     Returns:
         The communicator to use, and why it is still ``comm``; empty where it is not.
     """
-    offer = Offer(comm, memory)
+    offer = MemoryOffer(comm, memory)
     try:
         told = comm.all_gather_json(asdict(offer.spot), what="where ranks run")
         spots = [Spot(**{**each, "cores": tuple(each["cores"])}) for each in told]

@@ -18,6 +18,9 @@ if sys.platform == "linux":
 _STEP_BYTES = 16 << 20
 #: Python's mmap has no name for it.
 _MAP_FIXED = 0x10
+_MMAP = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long
+)
 #: ``place`` of a tensor that does not lie in shared memory.
 NOWHERE = -1
 
@@ -123,9 +126,8 @@ class SharedMemory:
         self._files: dict[int, int] = {number: self.descriptor}
         self._mapped: dict[int, dict[int, Tensor]] = {number: {}}
         self._num_users = 1
-        self._map = ctypes.CDLL(None, use_errno=True).mmap
-        self._map.restype = ctypes.c_void_p
-        self._map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        # Looked up here: a forked child must not take the lock of the dynamic linker.
+        self._map = _MMAP(("mmap", ctypes.CDLL(None)))
 
     def use(self) -> None:
         """Count one more user, beside the one that has made this."""

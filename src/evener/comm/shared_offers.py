@@ -63,7 +63,7 @@ class Joined(NamedTuple):
 
 
 @final
-class Offer:
+class MemoryOffer:
     """What a rank brings to the formation: a door, a page, and memory."""
 
     def __init__(self, comm: Communicator, memory: SharedMemory | None) -> None:

@@ -95,8 +95,8 @@ class ControlPage:
         """The last barrier at which the rank has arrived."""
         return self._words[_ARRIVED]
 
-    @arrived.setter
-    def arrived(self, number: int) -> None:
+    def arrive(self, number: int) -> None:
+        """Say that this rank has arrived at a barrier."""
         self._words[_ARRIVED] = number
 
     @property
@@ -104,8 +104,8 @@ class ControlPage:
         """The barrier in which it sleeps and wants to be woken up; 0 for none."""
         return self._words[_ASLEEP]
 
-    @asleep.setter
-    def asleep(self, number: int) -> None:
+    def sleep(self, number: int) -> None:
+        """Say that this rank sleeps in a barrier; 0 for none."""
         self._words[_ASLEEP] = number
 
     @property
@@ -113,8 +113,8 @@ class ControlPage:
         """The barrier that it will not pass any more; 0 for none."""
         return self._words[_ENDED]
 
-    @ended.setter
-    def ended(self, number: int) -> None:
+    def end(self, number: int) -> None:
+        """Say that this rank does not pass a barrier any more."""
         self._words[_ENDED] = number
 
     def fence(self) -> None:
@@ -151,8 +151,8 @@ class ControlPage:
         text = self.content[_NOTICE:_CELLS].partition(b"\0")[0]
         return Notice(*json.loads(text)) if text else None
 
-    @notice.setter
-    def notice(self, notice: Notice) -> None:
+    def post(self, notice: Notice) -> None:
+        """Say why this rank gives up waiting."""
         text = json.dumps(notice._replace(what=notice.what[: _NOTICE_BYTES // 12])).encode()
         # The first byte last: who reads it before finds no notice yet.
         self.content[_NOTICE + 1 : _NOTICE + len(text)] = text[1:]
@@ -190,7 +190,7 @@ class PageNotices(NoticeBoard):
 
     def post(self, rank: int, notice: Notice) -> bool:
         """Write a notice on the rank's page."""
-        self._pages[rank].notice = notice
+        self._pages[rank].post(notice)
         return True
 
     def read(self) -> dict[int, Notice] | None:

@@ -89,7 +89,7 @@ class LocalEngine(Engine):
         way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
         super().__init__(team, training, options, way)
         self._policy = policy
-        self._replica = Replica(self.flat, self.buffers, self._check)
+        self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
         self._steps = LocalSteps(team.rank, training, options)
         self._exchanger: Exchanger[Exchanged] = Exchanger()
         if background is not None:

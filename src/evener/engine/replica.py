@@ -47,15 +47,20 @@ class Replica:
         flat: The trainable parameters, the same on every rank when this is made.
         buffers: Keeps the consensus of buffers.
         check: Compares the ranks' consensus.
+        comm: Over which, or over a split of which, differences are exchanged: they lie in its
+            memory.
 
     Attributes:
         consensus: Parameters that all ranks have agreed on, as ``FlatGroup.data`` of each group.
     """
 
-    def __init__(self, flat: FlatBuffers, buffers: BufferAverager, check: ReplicaCheck) -> None:
+    def __init__(
+        self, flat: FlatBuffers, buffers: BufferAverager, check: ReplicaCheck, comm: Communicator
+    ) -> None:
         self._flat = flat
         self._buffers = buffers
         self._check = check
+        self._comm = comm
         self.consensus: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._snapshots: list[Tensor] = []
@@ -81,7 +86,8 @@ class Replica:
         """Take in parameters that have become trainable, before their first step."""
         for group in self._flat.groups[len(self.consensus) :]:
             self.consensus.append(group.data.clone())
-            self._scratch.append(torch.zeros_like(group.data))
+            size, dtype, device = group.data.numel(), group.data.dtype, group.data.device
+            self._scratch.append(self._comm.allocate(size, dtype, device))
             self._snapshots.append(torch.zeros_like(group.data))
 
     @torch.no_grad()

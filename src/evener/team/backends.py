@@ -10,6 +10,7 @@ from evener.comm.base import Communicator
 from evener.comm.c10d import nccl_version
 from evener.comm.messages import name_ranks
 from evener.comm.preflight import run_preflight
+from evener.comm.shared import share_memory
 from evener.devices import count_accelerators
 from evener.errors import ConfigError
 from evener.planning.policies import ApplyPolicy
@@ -62,7 +63,7 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
         team: What each rank says, in rank order.
 
     Returns:
-        ``"nccl"``, ``"gloo"`` or ``"none"``, and why, for people.
+        ``"nccl"``, ``"shared"``, ``"gloo"`` or ``"none"``, and why, for people.
 
     Raises:
         ConfigError: Ranks ask for different things, or for NCCL where it cannot work.
@@ -89,11 +90,16 @@ def decide_backend(team: Sequence[ExchangeFacts]) -> tuple[str, str]:
                 "DistributedTrainConfig that is its comm_backend)"
             )
         return "nccl", "asked for"
-    if backend is AverageBackend.AUTO:
-        if obstacle:
-            return "gloo", f"chosen because {obstacle}; it works between any devices"
+    if backend is AverageBackend.AUTO and not obstacle:
         return "nccl", "chosen because every rank has a GPU of its own, all of one vendor"
-    return "gloo", f"asked for ({backend.value!r}); ranks exchange on their hosts"
+    why = "asked for ('cpu')"
+    if backend is AverageBackend.AUTO:
+        why = f"chosen because {obstacle}"
+    elif backend is AverageBackend.GLOO:
+        return "gloo", "asked for ('gloo'); ranks exchange through sockets of their hosts"
+    if len({facts.host for facts in team}) == 1:
+        return "shared", f"{why}; all ranks are on one host and exchange through its memory"
+    return "gloo", f"{why}; ranks on several hosts exchange through sockets"
 
 
 def connect_team(
@@ -135,6 +141,8 @@ def connect_team(
         chosen, comm.reason = decide_backend([ExchangeFacts(**answer) for answer in answers])
         if chosen == "nccl" and backend == AverageBackend.AUTO:
             chosen, comm.reason = _try_nccl(comm, environment, device, comm.reason)
+        if chosen in ("nccl", "shared"):
+            comm = _share(comm, chosen)
         if chosen == "nccl":
             comm.add_nccl()
     except BaseException:
@@ -143,10 +151,20 @@ def connect_team(
     return comm, comm.reason
 
 
+def _share(comm: Communicator, chosen: str) -> Communicator:
+    """Return a communicator over shared memory, where that works; all ranks call it together."""
+    reason = comm.reason
+    comm, obstacle = share_memory(comm)
+    # Beside NCCL, only rows travel there.
+    unmet = f"; but {obstacle}, so ranks exchange through sockets"
+    comm.reason = f"{reason}{unmet if obstacle and chosen != 'nccl' else ''}"
+    return comm
+
+
 def _try_nccl(
     comm: Communicator, environment: DistributedTrainConfig, device: torch.device, reason: str
 ) -> tuple[str, str]:
-    """NCCL, if it passes its preflight, else Gloo, and why; all ranks call it together."""
+    """NCCL, if it passes its preflight, else the hosts, and why; all ranks call it together."""
     host, port = environment.coordinator_addr, environment.coordinator_port
     outcome = run_preflight(comm, host, port, device, timeout_s=comm.timeout_s)
     took = f"{outcome.seconds:.1f} s"
@@ -155,10 +173,10 @@ def _try_nccl(
     failed = f"NCCL failed its preflight {outcome.failure}"
     if comm.rank == 0:
         warn(
-            f"{failed}; so ranks exchange over Gloo, by way of host memory, which is slower. If "
+            f"{failed}; so ranks exchange by way of host memory, which is slower. If "
             "NCCL is known to work here, backend='nccl' skips the preflight"
         )
-    return "gloo", f"chosen because {failed} (it took {took})"
+    return "shared", f"chosen because {failed} (it took {took})"
 
 
 def _obstacle_to_nccl(team: Sequence[ExchangeFacts]) -> str:

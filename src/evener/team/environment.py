@@ -49,7 +49,7 @@ class DistributedBackend(StrEnum):
 
 
 class AverageBackend(StrEnum):
-    """How ranks exchange; ``GLOO`` and ``CPU`` are two names for the exchange on the host."""
+    """How ranks exchange: ``GLOO`` through sockets, ``CPU`` through memory where they share it."""
 
     AUTO = "auto"
     NCCL = "nccl"

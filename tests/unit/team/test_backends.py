@@ -33,13 +33,27 @@ def test_one_rank_exchanges_nothing_whatever_is_asked(backend):
     assert decide_backend(asking(backend, ON_CPU))[0] == "none"
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu"])
-@pytest.mark.parametrize("team", [(ON_CPU, ON_CPU), (ON_GPU, OTHER_GPU), (ON_GPU, ON_CPU)])
-def test_on_the_host_any_devices_exchange_under_two_names(backend, team):
-    assert decide_backend(asking(backend, *team)) == (
+ANY_DEVICES = pytest.mark.parametrize(
+    "team", [(ON_CPU, ON_CPU), (ON_GPU, OTHER_GPU), (ON_GPU, ON_CPU)]
+)
+
+
+@ANY_DEVICES
+def test_gloo_means_sockets_between_any_devices(team):
+    assert decide_backend(asking("gloo", *team)) == (
         "gloo",
-        f"asked for ('{backend}'); ranks exchange on their hosts",
+        "asked for ('gloo'); ranks exchange through sockets of their hosts",
     )
+
+
+@ANY_DEVICES
+def test_ranks_of_one_host_exchange_through_its_memory(team):
+    chosen, reason = decide_backend(asking("cpu", *team))
+    assert chosen == "shared"
+    assert reason.startswith("asked for ('cpu'); all ranks are on one host")
+    apart = [replace(facts, host=f"host-{rank}") for rank, facts in enumerate(team)]
+    assert decide_backend(asking("cpu", *apart))[0] == "gloo"
+    assert decide_backend(asking("auto", ON_CPU, replace(ON_CPU, host="beta")))[0] == "gloo"
 
 
 @pytest.mark.parametrize("backend", ["nccl", "auto"])
@@ -80,7 +94,7 @@ def test_nccl_is_refused_with_the_reason_for_which_auto_avoids_it(case):
     ):
         decide_backend(asking("nccl", *team))
     chosen, reason = decide_backend(asking("auto", *team))
-    assert chosen == "gloo"
+    assert chosen == "shared"
     with pytest.raises(ConfigError, match=words):  # the same words
         raise ConfigError(reason)
 
