@@ -26,7 +26,7 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
 
 #: Marker -> what such a test needs.
-NEEDS = {"gpu": "a GPU", "root": "root and iproute2", "browser": "chromium"}
+NEEDS = {"gpu": "a GPU", "root": "root and iproute2", "browser": "chromium and playwright"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,12 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def has(marker: str) -> bool:
     """Whether this machine has what tests of a marker need."""
+    from importlib.util import find_spec
     from shutil import which
 
     if marker == "root":
         return os.geteuid() == 0 and all(map(which, ("ip", "tc", "nsenter", "unshare")))
     if marker == "browser":
-        return any(map(which, ("chromium", "chromium-browser", "google-chrome")))
+        browsers = ("chromium", "chromium-browser", "google-chrome")
+        return find_spec("playwright") is not None and any(map(which, browsers))
     import torch
 
     return torch.cuda.is_available()

@@ -65,10 +65,31 @@ class ScriptOptions(LaunchOptions):
     arguments: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Options of ``evener report``.
+
+    Attributes:
+        runs: Run folders, or their ``events.jsonl``.
+        page: Where the page goes; ``report.html`` here unless only numbers or a trace are wanted.
+        trace: Where the Chrome trace goes.
+        numbers: Print the numbers as JSON.
+    """
+
+    runs: tuple[str, ...]
+    page: Path | None = None
+    trace: Path | None = None
+    numbers: bool = False
+
+
 _Options = TypeVar("_Options")
 
 #: By the field of a class of options: how the command line takes it, in the order of the help.
 _TAKEN: Final = {
+    "runs": typer.Argument(metavar="RUN...", help="Run folders; several are compared."),
+    "page": typer.Option("-o", "--out", metavar="FILE", help="The page; report.html."),
+    "trace": typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto."),
+    "numbers": typer.Option("--json", help="Print the numbers of the page as JSON."),
     "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
     "arguments": typer.Argument(metavar="ARGS", help="Handed to the script."),
     "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
@@ -158,7 +179,8 @@ def _command(
             if kind is Keys:
                 kind = Path | None  # a command line names a file
             if get_origin(kind) is tuple:
-                kind, default = list[str], list(default)
+                kind = list[str]
+                default = default if default is MISSING else list(default)
             kind = Annotated[kind, taken]
             default = Parameter.empty if default is MISSING else default
             parameter = Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -279,6 +301,27 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         os.execv(command[0], command)  # a rank already: become the script
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     return launch(command, nproc=_count_ranks(options.nproc), port=options.port, node=node)
+
+
+@_command(ReportOptions)
+def report(options: ReportOptions, _arguments: Sequence[str]) -> int:
+    """Make a page of what runs did: a file that needs neither a server nor a network."""
+    from evener.run_report.writing import numbers_text, report, write_page, write_trace
+
+    runs = [Path(run) for run in options.runs]
+    if options.trace is not None:
+        if len(runs) > 1:
+            raise ConfigError(f"--trace takes one run, not {len(runs)}; write one for each")
+        write_trace(runs[0], options.trace)
+        print(f"{options.trace}: open it in https://ui.perfetto.dev", file=sys.stderr)
+    wants_page = options.page is not None or not (options.numbers or options.trace)
+    if wants_page or options.numbers:
+        document = report(runs)
+        if wants_page:
+            print(write_page(document, options.page), file=sys.stderr)
+        if options.numbers:
+            print(numbers_text(document))
+    return 0
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -138,9 +138,15 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written; what was there is untouched.
     """
+    write_pieces(path, [data])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file whole, as ``write_file``, from pieces that are made one after another."""
     scratch = path.with_name(f"{path.name}.tmp-{unique_suffix()}")
     try:
-        scratch.write_bytes(data)
+        with scratch.open("wb") as stream:
+            stream.writelines(pieces)
         flush(scratch)
         scratch.replace(path)
     finally:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from evener.engine.team import Team
 
 EVENTS = "events.jsonl"
+SUMMARY = "summary.json"
 CHECKPOINTS = "checkpoints"
 
 

@@ -122,7 +122,17 @@ def read_events(
     Raises:
         EvenerError: The file cannot be read.
     """
-    events: list[dict[str, Any]] = []
+    return list(each_event(path, on_skip))
+
+
+def each_event(
+    path: Path, on_skip: Callable[[int, str], None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run one by one, however many there are; see ``read_events``.
+
+    Raises:
+        EvenerError: The file cannot be read.
+    """
     try:
         with open_for_reading(path) as stream:
             for number, line in enumerate(_lines(stream), start=1):
@@ -135,12 +145,11 @@ def read_events(
                     if on_skip is not None and line.endswith(b"\n"):
                         on_skip(number, str(error))
                 else:
-                    events.append(event)
+                    yield event
     except OSError as error:
         raise EvenerError(
             f"event file {path} cannot be read: {error}; give the file or folder of a run"
         ) from error
-    return events
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:

@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from evener.checkpoint import Checkpoint
-from evener.config.folders import CHECKPOINTS, agree_on_folder, folder_in_use, release_folder
+from evener.config.folders import (
+    CHECKPOINTS,
+    SUMMARY,
+    agree_on_folder,
+    folder_in_use,
+    release_folder,
+)
 from evener.config.options import Keys, TaskOptions
 from evener.config.presets import resolve_job
 from evener.config.runs import JobConfig
@@ -447,7 +453,7 @@ class Job(EpochLoop):
             details=figures,
         )
         try:
-            summary.write(self.folder / "summary.json")
+            summary.write(self.folder / SUMMARY)
             task.write_results(self, figures, stopped=stopped)
         except EvenerError as error:  # the checkpoint is safe; that is what counts
             self.warn(f"warning: {error}")

@@ -1,0 +1,483 @@
+"use strict";
+// Draws the charts and timelines of a report from the numbers in the page. Names of runs and ranks
+// are set as text only, never as markup.
+(() => {
+  const report = JSON.parse(document.getElementById("numbers").textContent);
+  const CHART_HEIGHT = 240;
+  const ZOOM = 1.6;
+  const PAN = 0.2;
+  const PARTS = ["compute", "wait", "sync"];
+
+  const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const curveInk = (number) => ink(`curve-${number % 8}`);
+
+  // ── numbers for people ─────────────────────────────────────────────────────────────────────
+
+  function duration(seconds) {
+    const size = Math.abs(seconds);
+    if (size === 0) return "0 s";
+    if (size < 1e-3) return `${(1e6 * seconds).toFixed(0)} µs`;
+    if (size < 1) return `${+(1e3 * seconds).toPrecision(3)} ms`;
+    if (size < 120) return `${+seconds.toPrecision(4)} s`;
+    const minutes = Math.round(seconds / 60);
+    if (minutes < 120) return `${minutes} min`;
+    return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  }
+
+  function count(value) {
+    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
+    for (const [size, suffix] of units) {
+      if (Math.abs(value) >= size) {
+        const scaled = suffix === "k" ? value / 1e3 : value / size;
+        return `${+scaled.toPrecision(4)}${suffix}`;
+      }
+    }
+    return `${+value.toPrecision(4)}`;
+  }
+
+  const percent = (value) => `${(100 * value).toFixed(1)}%`;
+  const rankName = (rank) => `rank ${rank.rank}`;
+
+  // ── curves ─────────────────────────────────────────────────────────────────────────────────
+
+  /** A curve: x, a mean, perhaps the extremes around it. */
+  function curve(label, x, values, colour, look = {}) {
+    return { label, x, mean: values.mean, low: values.low, high: values.high, colour, ...look };
+  }
+
+  function level(label, x, value, colour) {
+    const ends = x.length ? [x[0], x[x.length - 1]] : [];
+    return { label, x: ends, mean: ends.map(() => value), colour, dash: [6, 4] };
+  }
+
+  function losses(axis) {
+    const curves = [];
+    report.runs.forEach((run, number) => {
+      const prefix = report.runs.length > 1 ? `${run.name}: ` : "";
+      const x = run.series[axis === "time" ? "end_s" : "samples"];
+      curves.push(curve(`${prefix}training loss`, x, run.series.loss, curveInk(number)));
+      const evals = run.evals.filter((one) => one.loss !== null);
+      if (evals.length) {
+        const at = evals.map((one) => (axis === "time" ? one.t_s : one.samples));
+        const shown = { mean: evals.map((one) => one.loss) };
+        const colour = curveInk(report.runs.length + number);
+        curves.push(curve(`${prefix}held-out loss`, at, shown, colour, { points: true }));
+      }
+    });
+    return curves;
+  }
+
+  const byRank = (run, key) =>
+    run.ranks.map((rank, i) => curve(rankName(rank), run.series.end_s, run.series[key][i], curveInk(i)));
+
+  const CHARTS = {
+    "loss-by-samples": () => ({ curves: losses("samples"), x: count, y: count }),
+    "loss-by-time": () => ({ curves: losses("time"), x: duration, y: count }),
+    speed: (run) => {
+      const x = run.series.end_s;
+      const curves = [curve("team", x, run.series.speed, ink("ink"))];
+      run.ranks.forEach((rank, i) => {
+        if (rank.alone !== null) curves.push(level(`${rankName(rank)} alone`, x, rank.alone, curveInk(i)));
+      });
+      if (run.team.ideal !== null) curves.push(level("ideal", x, run.team.ideal, ink("faint")));
+      return { curves, x: duration, y: (v) => `${count(v)} ${run.run.unit}/s`, tick: count, zero: true };
+    },
+    shares: (run) => ({ curves: byRank(run, "shares"), x: duration, y: percent, zero: true }),
+    waits: (run) => ({ curves: byRank(run, "waits"), x: duration, y: percent, zero: true }),
+    anchor: (run) => ({
+      curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], x: duration, y: count,
+    }),
+    sent: (run) => ({
+      curves: [curve("bytes", run.series.end_s, run.series.sent_bytes, curveInk(0))], x: duration, y: count,
+    }),
+  };
+
+  /** One table with a common x of several curves: what uPlot takes. */
+  function joined(curves) {
+    const tables = curves.map((one) =>
+      one.low ? [one.x, one.mean, one.low, one.high] : [one.x, one.mean]);
+    return tables.length ? uPlot.join(tables) : [[]];
+  }
+
+  function seriesOf(curves, show) {
+    const series = [{ label: "at", value: (_, v) => (v === null ? "–" : show.x(v)) }];
+    const bands = [];
+    for (const one of curves) {
+      series.push({
+        label: one.label,
+        stroke: one.colour,
+        width: one.points ? 0 : 1.6,
+        dash: one.dash,
+        spanGaps: true,
+        points: { show: Boolean(one.points), size: 7, fill: one.colour },
+        value: (_, v) => (v === null || v === undefined ? "–" : show.y(v)),
+      });
+      if (one.low) {
+        const extreme = { class: "extreme", stroke: one.colour, width: 0, spanGaps: true, points: { show: false } };
+        series.push({ ...extreme, label: `${one.label}, least` });
+        series.push({ ...extreme, label: `${one.label}, largest` });
+        bands.push({ series: [series.length - 1, series.length - 2], fill: `${one.colour}33` });
+      }
+    }
+    return { series, bands };
+  }
+
+  function drawChart(holder) {
+    const show = CHARTS[holder.dataset.chart](report.runs[holder.dataset.run]);
+    const axis = { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
+    const { series, bands } = seriesOf(show.curves, show);
+    const data = joined(show.curves);
+    const plot = new uPlot(
+      {
+        width: Math.max(200, holder.clientWidth),
+        height: CHART_HEIGHT,
+        series,
+        bands,
+        scales: { x: { time: false }, y: { range: show.zero ? fromZero : undefined } },
+        axes: [
+          { ...axis, values: (_, ticks) => ticks.map(show.x), space: 80 },
+          { ...axis, values: (_, ticks) => ticks.map(show.tick || show.y), size: 64 },
+        ],
+        hooks: {
+          setSeries: [(u, index, options) => {
+            // The extremes of a curve come and go with it.
+            if (options.show === undefined || index === null) return;
+            for (let i = index + 1; u.series[i] && u.series[i].class === "extreme"; i += 1) {
+              if (u.series[i].show !== options.show) u.setSeries(i, { show: options.show });
+            }
+          }],
+        },
+      },
+      data,
+      holder,
+    );
+    for (const label of holder.querySelectorAll(".u-legend .u-series:not(:first-child) th")) {
+      label.tabIndex = 0;
+      label.setAttribute("role", "button");
+    }
+    return plot;
+  }
+
+  const fromZero = (_, low, high) => [0, high > 0 ? 1.05 * high : 1];
+
+  function moveChart(plot, key) {
+    const xs = plot.data[0];
+    if (!xs.length) return false;
+    const [first, last] = [xs[0], xs[xs.length - 1]];
+    const { min, max } = plot.scales.x;
+    const view = moved(key, { from: min, to: max }, { from: first, to: last });
+    if (view) plot.setScale("x", { min: view.from, max: view.to });
+    return Boolean(view);
+  }
+
+  /** The view after a key, within the whole; null for keys that do nothing. */
+  function moved(key, view, whole) {
+    const length = view.to - view.from;
+    const middle = (view.from + view.to) / 2;
+    const centred = (at, size) => ({ from: at - size / 2, to: at + size / 2 });
+    switch (key) {
+      case "ArrowLeft": return within(centred(middle - PAN * length, length), whole);
+      case "ArrowRight": return within(centred(middle + PAN * length, length), whole);
+      case "+": case "=": return within(centred(middle, length / ZOOM), whole);
+      case "-": return within(centred(middle, length * ZOOM), whole);
+      case "0": case "Home": return { ...whole };
+      default: return null;
+    }
+  }
+
+  function within(view, whole) {
+    const length = Math.min(view.to - view.from, whole.to - whole.from);
+    const from = Math.min(Math.max(view.from, whole.from), whole.to - length);
+    return { from, to: from + length };
+  }
+
+  // ── timeline ───────────────────────────────────────────────────────────────────────────────
+
+  class Timeline {
+    constructor(figure) {
+      this.figure = figure;
+      this.run = report.runs[figure.dataset.run];
+      this.canvas = figure.querySelector("canvas");
+      this.tip = figure.querySelector(".tip");
+      this.output = figure.querySelector("output");
+      const { gap_us: gaps, length_us: lengths } = this.run.timeline;
+      this.begin = new Float64Array(gaps.length);
+      this.end = new Float64Array(gaps.length);
+      let now = 0;
+      gaps.forEach((gap, i) => {
+        this.begin[i] = now + gap;
+        now = this.end[i] = this.begin[i] + lengths[i];
+      });
+      this.whole = { from: 0, to: Math.max(now, 1) };
+      this.view = { ...this.whole };
+      this.listen();
+    }
+
+    /** Cells that lie at least partly in the view, as [first, one past the last]. */
+    visible() {
+      const count = this.end.length;
+      let low = 0, high = count;
+      while (low < high) {
+        const middle = (low + high) >> 1;
+        if (this.end[middle] > this.view.from) high = middle; else low = middle + 1;
+      }
+      let last = low;
+      while (last < count && this.begin[last] < this.view.to) last += 1;
+      return [low, last];
+    }
+
+    draw() {
+      const ratio = window.devicePixelRatio || 1;
+      const width = Math.max(200, this.canvas.clientWidth);
+      const rows = Math.max(1, this.run.ranks.length);
+      this.row = Math.max(12, Math.min(34, Math.floor(480 / rows)));
+      this.left = width < 500 ? 52 : 64;
+      const height = rows * this.row + 24;
+      this.canvas.style.height = `${height}px`;
+      this.canvas.width = Math.round(width * ratio);
+      this.canvas.height = Math.round(height * ratio);
+      this.width = width;
+      const c = this.canvas.getContext("2d");
+      c.scale(ratio, ratio);
+      c.clearRect(0, 0, width, height);
+      c.font = "12px system-ui, sans-serif";
+      const colours = Object.fromEntries([...PARTS, "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
+      const [first, last] = this.visible();
+      const columns = width - this.left;
+      const single = last - first <= columns / 3;
+      this.run.ranks.forEach((rank, i) => {
+        const top = i * this.row;
+        c.fillStyle = colours.ink;
+        c.fillText(rankName(rank), 0, top + this.row / 2 + 4);
+        c.fillStyle = colours.idle;
+        c.fillRect(this.left, top, columns, this.row - 3);
+        if (single) this.drawCells(c, i, top, first, last, colours);
+        else this.drawColumns(c, i, top, first, last, colours);
+      });
+      this.drawMarks(c, rows * this.row, colours);
+      this.tell(first, last);
+    }
+
+    x(t) {
+      const length = this.view.to - this.view.from;
+      return this.left + ((t - this.view.from) / length) * (this.width - this.left);
+    }
+
+    t(x) {
+      const length = this.view.to - this.view.from;
+      return this.view.from + ((x - this.left) / (this.width - this.left)) * length;
+    }
+
+    spent(lane, i) {
+      const rank = this.run.timeline.ranks[lane];
+      return PARTS.map((part) => rank[`${part}_us`][i]);
+    }
+
+    drawCells(c, lane, top, first, last, colours) {
+      for (let i = first; i < last; i += 1) {
+        const spent = this.spent(lane, i);
+        const total = spent[0] + spent[1] + spent[2];
+        const scale = total > 0 ? Math.min(1, (this.end[i] - this.begin[i]) / total) : 0;
+        let at = this.end[i] - total * scale;
+        spent.forEach((length, part) => {
+          const from = Math.max(this.left, this.x(at));
+          at += length * scale;
+          const to = Math.min(this.width, this.x(at));
+          c.fillStyle = colours[PARTS[part]];
+          if (to > from) c.fillRect(from, top, Math.max(to - from, 0.5), this.row - 3);
+        });
+      }
+    }
+
+    drawColumns(c, lane, top, first, last, colours) {
+      const columns = Math.ceil(this.width - this.left);
+      const sums = PARTS.map(() => new Float64Array(columns));
+      const most = new Float64Array(columns);
+      const worst = this.run.timeline.ranks[lane].most_wait;
+      const perColumn = (this.view.to - this.view.from) / columns;
+      for (let i = first; i < last; i += 1) {
+        const spent = this.spent(lane, i);
+        const total = spent[0] + spent[1] + spent[2];
+        const length = Math.max(this.end[i] - this.begin[i], 1);
+        const scale = total > length ? length / total : 1;
+        const from = Math.max(0, Math.floor((this.begin[i] - this.view.from) / perColumn));
+        const to = Math.min(columns - 1, Math.floor((this.end[i] - this.view.from) / perColumn));
+        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[1] / total : 0;
+        for (let k = from; k <= to; k += 1) {
+          const begin = this.view.from + k * perColumn;
+          const overlap = Math.min(this.end[i], begin + perColumn) - Math.max(this.begin[i], begin);
+          const part = Math.max(0, overlap) / length;
+          for (let p = 0; p < 3; p += 1) sums[p][k] += spent[p] * scale * part;
+          most[k] = Math.max(most[k], wait);
+        }
+      }
+      const height = this.row - 3;
+      for (let k = 0; k < columns; k += 1) {
+        let bottom = top + height;
+        for (let p = 0; p < 3; p += 1) {
+          const size = Math.min(1, sums[p][k] / perColumn) * height;
+          c.fillStyle = colours[PARTS[p]];
+          c.fillRect(this.left + k, bottom - size, 1, size);
+          bottom -= size;
+        }
+        if (most[k] > 0.02) {
+          c.fillStyle = colours.ink;
+          c.fillRect(this.left + k, top + height * (1 - most[k]), 1, 1.5);
+        }
+      }
+    }
+
+    drawMarks(c, bottom, colours) {
+      c.fillStyle = colours.event;
+      for (const mark of this.run.events) {
+        const x = this.x(1e6 * mark.t_s);
+        if (x >= this.left && x <= this.width) c.fillRect(x - 1, 0, 2, bottom + 4);
+      }
+      c.fillStyle = colours.faint;
+      const ticks = Math.max(2, Math.floor((this.width - this.left) / 120));
+      for (let k = 0; k <= ticks; k += 1) {
+        const x = this.left + ((this.width - this.left) * k) / ticks;
+        c.textAlign = k === 0 ? "left" : k === ticks ? "right" : "center";
+        c.fillText(duration(this.t(x) / 1e6), x, bottom + 18);
+      }
+      c.textAlign = "left";
+    }
+
+    /** Say what is in view: also for those who do not see the canvas. */
+    tell(first, last) {
+      const { window: numbers } = this.run.timeline;
+      const range = `${duration(this.view.from / 1e6)} to ${duration(this.view.to / 1e6)}`;
+      if (last <= first) {
+        this.output.textContent = `${range}: no window`;
+        return;
+      }
+      const length = this.end[last - 1] - this.begin[first] || 1;
+      const parts = this.run.ranks.slice(0, 8).map((rank, lane) => {
+        const sums = [0, 0, 0];
+        for (let i = first; i < last; i += 1) this.spent(lane, i).forEach((us, p) => { sums[p] += us; });
+        const [compute, wait, sync] = sums.map((us) => percent(us / length));
+        return `${rankName(rank)}: compute ${compute}, wait ${wait}, exchange ${sync}`;
+      });
+      const newest = this.run.series.window.at(-1);
+      const until = last < numbers.length ? numbers[last] - 1 : newest;
+      const windows = `windows ${numbers[first]} to ${until}`;
+      this.output.textContent = [`${range}, ${windows}`, ...parts].join(" · ");
+    }
+
+    show(view) {
+      // Not closer than a microsecond a pixel: times are whole microseconds.
+      if (view.to - view.from < 1000) return;
+      this.view = within(view, this.whole);
+      this.queue();
+    }
+
+    queue() {
+      if (this.queued) return;
+      this.queued = true;
+      requestAnimationFrame(() => { this.queued = false; this.draw(); });
+    }
+
+    zoom(factor, at) {
+      const { from, to } = this.view;
+      this.show({ from: at - (at - from) / factor, to: at + (to - at) / factor });
+    }
+
+    press(key) {
+      const view = moved(key, this.view, this.whole);
+      if (view) this.show(view);
+      return Boolean(view);
+    }
+
+    listen() {
+      const keys = { left: "ArrowLeft", right: "ArrowRight", in: "+", out: "-", all: "0" };
+      for (const button of this.figure.querySelectorAll("button")) {
+        button.addEventListener("click", () => this.press(keys[button.dataset.do]));
+      }
+      const { canvas } = this;
+      const fingers = new Map();
+      canvas.addEventListener("keydown", (event) => { if (this.press(event.key)) event.preventDefault(); });
+      canvas.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
+        event.preventDefault();
+        this.zoom(event.deltaY < 0 ? ZOOM : 1 / ZOOM, this.t(event.offsetX));
+      }, { passive: false });
+      canvas.addEventListener("pointerdown", (event) => {
+        fingers.set(event.pointerId, event.offsetX);
+        canvas.setPointerCapture(event.pointerId);
+      });
+      for (const kind of ["pointerup", "pointercancel"]) {
+        canvas.addEventListener(kind, (event) => fingers.delete(event.pointerId));
+      }
+      canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+      canvas.addEventListener("pointermove", (event) => {
+        if (!fingers.has(event.pointerId)) { this.point(event); return; }
+        const before = [...fingers.values()];
+        const earlier = fingers.get(event.pointerId);
+        fingers.set(event.pointerId, event.offsetX);
+        const now = [...fingers.values()];
+        if (now.length === 2 && Math.abs(before[0] - before[1]) > 8) {
+          const factor = Math.abs(now[0] - now[1]) / Math.abs(before[0] - before[1]);
+          if (factor > 0) this.zoom(factor, this.t((now[0] + now[1]) / 2));
+        } else if (now.length === 1) {
+          const shift = this.t(earlier) - this.t(event.offsetX);
+          this.show({ from: this.view.from + shift, to: this.view.to + shift });
+        }
+      });
+    }
+
+    /** Show what happened under the pointer. */
+    point(event) {
+      const lane = Math.floor(event.offsetY / this.row);
+      const t = this.t(event.offsetX);
+      const [first, last] = this.visible();
+      const rank = this.run.ranks[lane];
+      let i = first;
+      while (i < last && this.end[i] < t) i += 1;
+      this.tip.hidden = !rank || event.offsetX < this.left || i >= last || this.begin[i] > t;
+      if (this.tip.hidden) return;
+      const [compute, wait, sync] = this.spent(lane, i).map((us) => duration(us / 1e6));
+      const merged = this.run.timeline.merged;
+      const name = merged > 1 ? `${merged} windows from ${this.run.timeline.window[i]} on` : `window ${this.run.timeline.window[i]}`;
+      const near = this.run.events.filter((mark) => Math.abs(this.x(1e6 * mark.t_s) - event.offsetX) < 4);
+      this.tip.textContent = [
+        `${rankName(rank)} (${rank.member}), ${name}`,
+        `compute ${compute}, wait ${wait}, exchange ${sync}`,
+        ...near.map((mark) => mark.text),
+      ].join("\n");
+      const room = this.figure.clientWidth - this.tip.offsetWidth - 4;
+      this.tip.style.left = `${Math.max(0, Math.min(event.offsetX + 12, room))}px`;
+      this.tip.style.top = `${this.canvas.offsetTop + event.offsetY + 18}px`;
+    }
+  }
+
+  // ── the page ───────────────────────────────────────────────────────────────────────────────
+
+  const plots = new Map();
+  const timelines = [...document.querySelectorAll(".timeline")].map((figure) => new Timeline(figure));
+  const holders = [...document.querySelectorAll(".chart")];
+
+  function drawAll() {
+    for (const holder of holders) {
+      if (plots.has(holder)) plots.get(holder).destroy();
+      plots.set(holder, drawChart(holder));
+    }
+    timelines.forEach((timeline) => timeline.draw());
+  }
+
+  for (const holder of holders) {
+    holder.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && event.target !== holder) event.target.click();
+      else if (event.target === holder && moveChart(plots.get(holder), event.key)) event.preventDefault();
+    });
+  }
+  drawAll();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  let width = document.body.clientWidth;
+  new ResizeObserver(() => {
+    if (document.body.clientWidth === width) return;
+    width = document.body.clientWidth;
+    for (const [holder, plot] of plots) plot.setSize({ width: Math.max(200, holder.clientWidth), height: CHART_HEIGHT });
+    timelines.forEach((timeline) => timeline.queue());
+  }).observe(document.body);
+  document.documentElement.dataset.drawn = "yes";
+})();

@@ -1,0 +1,174 @@
+"""A run as a Chrome trace, which Perfetto and ``chrome://tracing`` open. Pure.
+
+The format is the `Trace Event Format`: complete events (``X``) with a begin and a length in
+microseconds, instants (``i``), counters (``C``) and names of processes and threads (``M``).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from evener.run_report.history import Lane, RunHistory
+
+_TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
+_PARTS: Final = ("compute", "wait", "sync")
+
+Trace = Iterator[dict[str, Any]]
+
+
+def trace_events(name: str, history: RunHistory) -> Trace:
+    """Yield the events of a trace.
+
+    Each rank is a process of its own with one track: a slice for each window, and in it compute,
+    wait and exchange. Durations are those of the run's events. Windows end when they were applied,
+    and the three parts follow one another up to there: their order is known, their exact begin is
+    not. Parts that are longer than the window, as exchanges in the background are, are drawn
+    shorter; ``args`` holds what was measured. The process "team" has evaluations, checkpoints,
+    membership changes, and counters for loss and speed.
+
+    Args:
+        name: What the run is called.
+        history: Its events.
+    """
+    yield from _named(_TEAM, 0, f"team of {name}", "windows")
+    for thread, track in enumerate(("evaluations", "checkpoints"), start=1):
+        yield _meta(_TEAM, thread, "thread_name", name=track)
+    yield from _team(history)
+    lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
+    for pid, lane in enumerate(lanes, start=_TEAM + 1):
+        device = f", {lane.device}" if lane.device else ""
+        yield from _named(pid, pid, f"rank {lane.rank} ({lane.member}{device})", "windows")
+        yield from _lane(pid, lane, history)
+
+
+def trace_text(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the JSON of a trace in pieces: large traces are never whole in memory."""
+    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+    separator = ""
+    for event in events:
+        yield separator + json.dumps(event, separators=(",", ":"), allow_nan=False)
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _named(pid: int, order: int, process: str, track: str) -> Trace:
+    yield _meta(pid, 0, "process_name", name=process)
+    yield _meta(pid, 0, "process_sort_index", sort_index=order)
+    yield _meta(pid, 0, "thread_name", name=track)
+
+
+def _meta(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": args}
+
+
+def _team(history: RunHistory) -> Trace:
+    yield from _tracked(
+        1,
+        [
+            (f"evaluation {one.name}", one.begin_s, one.end_s, {"loss": _finite(one.loss)})
+            for one in history.evals
+        ],
+    )
+    yield from _tracked(
+        2,
+        [
+            (
+                f"checkpoint after window {one.window}",
+                max(0.0, one.t_s - one.write_s),
+                one.t_s,
+                {"path": one.path, "num_bytes": one.num_bytes, "write_s": one.write_s},
+            )
+            for one in history.checkpoints
+        ],
+    )
+    for one in history.incidents:
+        yield {
+            "ph": "i",
+            "s": "g",
+            "pid": _TEAM,
+            "tid": 0,
+            "ts": _us(one.t_s),
+            "name": one.kind,
+            "args": {"text": one.text, "window": one.window},
+        }
+    columns = history.columns
+    for i in range(len(history)):
+        length_s = columns["end_s"][i] - columns["begin_s"][i]
+        weight = sum(lane.columns["weight"][i] for lane in history.lanes.values())
+        speed = weight / length_s if length_s > 0 else math.nan
+        for counter, value in (("loss", columns["loss"][i]), ("units per second", speed)):
+            if math.isfinite(value):
+                yield {
+                    "ph": "C",
+                    "pid": _TEAM,
+                    "tid": 0,
+                    "ts": _us(columns["end_s"][i]),
+                    "name": counter,
+                    "args": {counter: value},
+                }
+
+
+def _tracked(tid: int, spans: Sequence[tuple[str, float, float, dict[str, Any]]]) -> Trace:
+    """Put spans on a track one after another: on one track they must not overlap partly."""
+    free_us = 0
+    for name, begin_s, end_s, args in sorted(spans, key=lambda span: span[2]):
+        begin_us, end_us = max(free_us, _us(begin_s)), max(free_us, _us(end_s))
+        yield _slice(_TEAM, tid, name, begin_us, end_us, args)
+        free_us = end_us
+
+
+def _lane(pid: int, lane: Lane, history: RunHistory) -> Trace:
+    columns, own = history.columns, lane.columns
+    for i in range(len(history)):
+        spent_s = [own[f"{part}_s"][i] for part in _PARTS]
+        if not any(spent_s) and not own["samples"][i]:
+            continue  # it was not there, or parked
+        begin_us, end_us = _us(columns["begin_s"][i]), _us(columns["end_s"][i])
+        args = {
+            "samples": own["samples"][i],
+            "weight": own["weight"][i],
+            **{f"{part}_s": value for part, value in zip(_PARTS, spent_s, strict=True)},
+        }
+        yield _slice(pid, 0, f"window {columns['window'][i]:.0f}", begin_us, end_us, args)
+        for part, (start_us, stop_us) in zip(
+            _PARTS, laid_out(begin_us, end_us, spent_s), strict=True
+        ):
+            if stop_us > start_us:
+                yield _slice(pid, 0, part, start_us, stop_us, {})
+
+
+def laid_out(begin_us: int, end_us: int, spent_s: Sequence[float]) -> list[tuple[int, int]]:
+    """Return begin and end of the parts of a window, one after another, up to its end.
+
+    Args:
+        begin_us: Microsecond at which the window could begin.
+        end_us: Microsecond at which it was applied.
+        spent_s: Seconds of the parts, in their order.
+    """
+    total_s = sum(spent_s)
+    room_us = end_us - begin_us
+    scale = min(1e6, room_us / total_s) if total_s > 0 else 0.0
+    bounds = [end_us - round(total_s * scale)]
+    done_s = 0.0
+    for seconds in spent_s:
+        done_s += seconds
+        bounds.append(min(end_us, bounds[0] + round(done_s * scale)))
+    bounds[0] = max(begin_us, bounds[0])
+    return list(pairwise(bounds))
+
+
+def _slice(
+    pid: int, tid: int, name: str, begin_us: int, end_us: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    span = {"ph": "X", "pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us}
+    return {**span, "name": name, "cat": "evener", "args": args}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,302 @@
+"""A run's events as columns, with a value for each window that counts. Pure."""
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any, Final, NamedTuple
+
+from evener.observe.events import Event, mean_loss
+from evener.observe.progress_line import describe
+from evener.parsing import Fields, short
+
+_CHECKED: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
+
+LANE_COLUMNS: Final = (*_CHECKED, "sent_bytes")
+"""What a lane knows of each window; 0 where the member took no part, or nothing is said."""
+
+WINDOW_COLUMNS: Final = ("window", "begin_s", "end_s", "loss", "lr", "anchor")
+"""What is known of a window of the team; NaN where nothing is."""
+
+MOST_LANES: Final = 1024
+"""Rows of further members are counted and left out: a damaged file could name millions."""
+
+_MOST_T: Final = 1e11
+"""Unix seconds of the year 5138; later ones are damage, and would stretch every axis."""
+
+
+class Lane:
+    """One member over the whole run.
+
+    Args:
+        member: Its id.
+        windows: Windows before its first one.
+
+    Attributes:
+        rank: Its newest rank.
+        device: Its device, for people; empty where unknown.
+        host: Its host; empty where unknown.
+        columns: By name of ``LANE_COLUMNS`` a number for each window.
+    """
+
+    def __init__(self, member: str, windows: int) -> None:
+        self.member = member
+        self.rank = 0
+        self.device = self.host = ""
+        self.columns = {name: array("d", bytes(8 * windows)) for name in LANE_COLUMNS}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a window; the row is empty where the member took no part in it."""
+        for name in _CHECKED:
+            self.columns[name].append(row[name] if row else 0.0)
+        self.columns["sent_bytes"].append(max(0.0, _optional(row, "sent_bytes", 0.0)))
+        self.rank = row.get("rank", self.rank)
+
+    def keep(self, kept: list[bool]) -> None:
+        """Drop the windows that are not kept."""
+        self.columns = {name: _compressed(old, kept) for name, old in self.columns.items()}
+
+
+class Incident(NamedTuple):
+    """Something that happened at a moment, such as a rank that was lost.
+
+    Attributes:
+        t_s: Seconds of training until then.
+        window: The window that the event names.
+        kind: Type of the event.
+        text: For people.
+    """
+
+    t_s: float
+    window: int
+    kind: str
+    text: str
+
+
+class HeldOut(NamedTuple):
+    """An evaluation; ``begin_s`` and ``end_s`` are seconds of training."""
+
+    name: str
+    window: int
+    loss: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A checkpoint that has reached the disk; ``t_s`` is its end, in seconds of training."""
+
+    window: int
+    path: str
+    num_bytes: float
+    write_s: float
+    t_s: float
+
+
+class RunHistory:
+    """The events of a run, taken one by one in the order in which they were written.
+
+    Time is *training time*: seconds from the first event on, without those between the end of a
+    session and the resume. Windows that a resume or a re-form made void are dropped; the time
+    that they took remains.
+
+    Attributes:
+        facts: Fields of the newest ``run_started``.
+        ending: Fields of the newest ``run_finished``, if the newest session has one.
+        elapsed_s: Training time of the newest event.
+        sessions: Starts and resumes.
+        plans: Plans that differed from the one before.
+        void_windows: Windows that were dropped.
+        columns: By name of ``WINDOW_COLUMNS`` a number for each window.
+        lanes: By member.
+        num_omitted: Rows of members beyond ``MOST_LANES``.
+        parked: Ranks without a share in the newest window.
+        incidents: Membership changes, stragglers and other things of which there are few.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.ending: dict[str, Any] | None = None
+        self.elapsed_s = 0.0
+        self.sessions = self.plans = self.void_windows = 0
+        self.columns = {name: array("d") for name in WINDOW_COLUMNS}
+        self.lanes: dict[str, Lane] = {}
+        self.num_omitted = 0
+        self.parked: list[int] = []
+        self.incidents: list[Incident] = []
+        self.evals: list[HeldOut] = []
+        self.checkpoints: list[SavedCheckpoint] = []
+        self._origin_t: float | None = None
+        self._free_s = 0.0  # when the team could begin with the next window
+        self._is_resuming = False
+        self._workers: dict[str, tuple[str, str]] = {}  # host and device by member
+
+    def __len__(self) -> int:
+        return len(self.columns["window"])
+
+    def add(self, event: Event) -> None:
+        """Take one event; its fields have passed ``check_fields``.
+
+        Raises:
+            ValueError: A field has a value that cannot be. Nothing of the event counts then.
+        """
+        fields = Fields(event)
+        t, kind = fields.number("t", least=0.0), event["type"]
+        if t > _MOST_T:
+            raise ValueError(f"t is {short(t)}, not unix seconds")
+        if kind == "window":
+            self._check_rows(event)
+        if self._origin_t is None:
+            self._origin_t = t
+        if kind in ("run_started", "run_resumed"):
+            self._begin_session(t, fields)
+        self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
+        if kind == "window":
+            self._window(event)
+        elif kind == "plan":
+            self.plans += 1
+        elif kind == "worker_started":
+            self._worker(fields)
+        elif kind == "eval":
+            self._eval(event)
+        elif kind == "checkpoint":
+            self._checkpoint(fields)
+        elif kind in ("run_resumed", "reformed"):
+            self._void(event["window"])
+            self._incident(event)
+        elif kind == "run_finished":
+            self.ending = dict(event)
+            self._incident(event)
+        elif kind in ("worker_lost", "worker_joined", "healed", "straggler", "checkpoint_missed"):
+            self._incident(event)
+
+    def _begin_session(self, t: float, fields: Fields) -> None:
+        assert self._origin_t is not None
+        is_resume = fields.text("type") == "run_resumed"
+        # A resume tells twice: first which windows are void, then who is there.
+        if not self._is_resuming:
+            self.sessions += 1
+            self.ending = None
+        self._is_resuming = is_resume
+        self._origin_t = t - self.elapsed_s
+        self._free_s = self.elapsed_s
+        if not is_resume:
+            self.facts = dict(fields.values)
+
+    def _worker(self, fields: Fields) -> None:
+        member = fields.text("member")
+        if len(self._workers) < MOST_LANES or member in self._workers:
+            self._workers[member] = fields.text("host"), fields.text("device")
+        if member in self.lanes:
+            self._name(self.lanes[member])
+
+    def _name(self, lane: Lane) -> None:
+        lane.host, lane.device = self._workers.get(lane.member, ("", ""))
+
+    @staticmethod
+    def _check_rows(event: Event) -> None:
+        members = set()
+        for row in event["ranks"]:
+            members.add(row["member"])
+            for name in _CHECKED:
+                if row[name] < 0:
+                    raise ValueError(f"{name} of rank {row['rank']} is {short(row[name])}, below 0")
+        if len(members) < len(event["ranks"]):
+            raise ValueError("two rows are of the same member")
+
+    def _window(self, event: Event) -> None:
+        assert self._origin_t is not None
+        end_s = max(event["t"] - self._origin_t, self._last("end_s"))
+        loss = mean_loss(event)
+        values = {
+            "window": event["window"],
+            "begin_s": min(max(self._free_s, self._last("end_s")), end_s),
+            "end_s": end_s,
+            "loss": math.nan if loss is None else loss,
+            "lr": _optional(event, "lr", math.nan),
+            "anchor": _optional(event, "anchor", math.nan),
+        }
+        by_member = {row["member"]: row for row in event["ranks"]}
+        for member in [name for name in by_member if name not in self.lanes]:
+            if len(self.lanes) < MOST_LANES:
+                self.lanes[member] = Lane(member, len(self))
+                self._name(self.lanes[member])
+            else:
+                self.num_omitted += 1
+        for member, lane in self.lanes.items():
+            lane.add(by_member.get(member, {}))
+        for name, value in values.items():
+            self.columns[name].append(value)
+        self._free_s = end_s
+        parked = event.get("parked")
+        self.parked = [r for r in parked if type(r) is int] if isinstance(parked, list) else []
+
+    def _last(self, name: str) -> float:
+        return self.columns[name][-1] if len(self) else 0.0
+
+    def _void(self, first: int) -> None:
+        kept = [number < first for number in self.columns["window"]]
+        if all(kept):
+            return
+        self.void_windows += kept.count(False)
+        self.columns = {name: _compressed(old, kept) for name, old in self.columns.items()}
+        for lane in self.lanes.values():
+            lane.keep(kept)
+        self._free_s = self.elapsed_s
+
+    def _eval(self, event: Event) -> None:
+        loss = math.nan if event["loss"] is None else event["loss"]
+        # It follows the window before it at once; its event may come late.
+        begin_s = self._free_s
+        self._free_s = min(begin_s + max(0.0, event["elapsed_s"]), max(begin_s, self.elapsed_s))
+        name = event.get("name")
+        found = HeldOut(str(name)[:80], event["window"], loss, begin_s, self._free_s)
+        self.evals.append(found)
+
+    def _checkpoint(self, fields: Fields) -> None:
+        self.checkpoints.append(
+            SavedCheckpoint(
+                window=fields.whole("window"),
+                path=fields.text("path"),
+                num_bytes=fields.number("num_bytes", least=0.0),
+                write_s=fields.number("write_s", least=0.0),
+                t_s=self.elapsed_s,
+            )
+        )
+
+    def _incident(self, event: Event) -> None:
+        kind = event["type"]
+        try:
+            text = describe(event) or _sentence(event)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"the event {kind} has a field that cannot be: {error}") from None
+        window = event.get("window")
+        self.incidents.append(
+            Incident(self.elapsed_s, window if type(window) is int else 0, kind, text)
+        )
+
+
+def _sentence(event: Event) -> str:
+    """Return what the terminal does not say of an event."""
+    kind = event["type"]
+    if kind == "reformed":
+        return f"the team formed anew with {len(event['members'])} ranks"
+    if kind == "healed":
+        return f"rank {event['rank']} ({event['member']}) took the state of {event['donor']}"
+    if kind == "checkpoint_missed":
+        return f"no checkpoint after step {event['window']:,}: {event['reason']}"
+    message = f": {event['message']}" if event.get("message") else ""
+    return f"{event['reason']} after step {event['window']:,}{message}"
+
+
+def _optional(fields: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a number that need not be there, or need not be one."""
+    value: Any = fields.get(name)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if good and abs(value) <= 1e308 else default
+
+
+def _compressed(column: "array[float]", kept: list[bool]) -> "array[float]":
+    return array("d", compress(column, kept))

@@ -1,0 +1,165 @@
+"""Reads run folders and writes what is told of them: the only part of a report with I/O."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from evener.config.folders import EVENTS, SUMMARY
+from evener.errors import ConfigError
+from evener.files import read_json, write_pieces
+from evener.observe.jsonl import each_event
+from evener.run_report.chrome_trace import trace_events, trace_text
+from evener.run_report.figures import figures
+from evener.run_report.history import RunHistory
+from evener.run_report.page import GENERATOR, page
+from evener.run_report.summary_facts import SummaryFacts, read_facts
+from evener.version import __version__
+
+DEFAULT_PAGE: Final = Path("report.html")
+
+_MOST_NOTES: Final = 3
+"""Lines that are not events and are named; of further ones only the number is told."""
+
+
+def report(runs: Sequence[Path]) -> dict[str, Any]:
+    """Read runs and return the document of their report: the numbers of the page.
+
+    Args:
+        runs: Run folders, or their ``events.jsonl``.
+
+    Raises:
+        ConfigError: One is not the folder of a run.
+        EvenerError: A file cannot be read.
+    """
+    folders = [_folder(run) for run in runs]
+    names = [folder.name for folder in folders]
+    documents = []
+    for folder in folders:
+        name = folder.name if names.count(folder.name) == 1 else str(folder)
+        history, notes = read_history(folder)
+        facts = _read_summary(folder, notes)
+        documents.append(figures(name, history, facts, notes, runs=len(runs)))
+    return {"version": __version__, "runs": documents}
+
+
+def write_page(document: dict[str, Any], path: Path | None) -> Path:
+    """Write the page of a report.
+
+    Args:
+        document: As ``report`` returns it.
+        path: Where it goes; by default ``report.html`` in the current folder, unless that is a
+            file of another origin.
+
+    Returns:
+        Where it went.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    if path is None:
+        path = DEFAULT_PAGE
+        if path.exists() and not _is_report(path):
+            raise ConfigError(
+                f"{path} is there already and was not made by evener report; choose another name "
+                "with -o, or this one to replace it"
+            )
+    _write(path, [page(document)])
+    return path
+
+
+def write_trace(run: Path, path: Path) -> None:
+    """Write the Chrome trace of a run.
+
+    Args:
+        run: Its folder, or its ``events.jsonl``.
+        path: Where it goes.
+
+    Raises:
+        ConfigError: There is no such run, or the file cannot be written.
+        EvenerError: The events cannot be read.
+    """
+    folder = _folder(run)
+    history, _ = read_history(folder)
+    _write(path, trace_text(trace_events(folder.name, history)))
+
+
+def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
+    """Read the events of a run.
+
+    Returns:
+        Its history, and sentences about lines that were left out.
+
+    Raises:
+        EvenerError: The events cannot be read.
+    """
+    history, skipped = RunHistory(), _Skipped()
+    for event in each_event(folder / EVENTS, skipped.add):
+        try:
+            history.add(event)
+        except ValueError as error:
+            skipped.add(None, str(error))
+    return history, skipped.notes()
+
+
+class _Skipped:
+    """Lines that were left out: the first few with their reason, and how many there are."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._named: list[str] = []
+
+    def add(self, line: int | None, why: str) -> None:
+        self._count += 1
+        if len(self._named) < _MOST_NOTES:
+            where = f"line {line:,} of {EVENTS}" if line is not None else "an event"
+            self._named.append(f"{where} is left out: {why}")
+
+    def notes(self) -> list[str]:
+        further = self._count - len(self._named)
+        return [*self._named, f"{further:,} further lines are left out"] if further else self._named
+
+
+def _folder(run: Path) -> Path:
+    folder = (run.parent if run.name == EVENTS else run).absolute()
+    if (folder / EVENTS).exists():
+        return folder
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{EVENTS}"))
+    remedy = f"; the runs in it are {', '.join(inside[:5])}" if inside else ""
+    raise ConfigError(
+        f"{run} is not the folder of a run: it has no {EVENTS}{remedy}; give a folder such as "
+        "runs/NAME"
+    )
+
+
+def _read_summary(folder: Path, notes: list[str]) -> SummaryFacts:
+    path = folder / SUMMARY
+    try:
+        return read_facts(read_json(path))
+    except FileNotFoundError:
+        notes.append(f"there is no {SUMMARY}: the run has not ended, or is a loop of your own")
+    except (OSError, ValueError) as error:
+        notes.append(f"{SUMMARY} is left out: {error}")
+    return SummaryFacts()
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with path.open("rb") as stream:
+            return GENERATOR.encode() in stream.read(4096)
+    except OSError:
+        return False
+
+
+def _write(path: Path, pieces: Iterable[str]) -> None:
+    try:
+        write_pieces(path, (piece.encode() for piece in pieces))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error}; choose another file with -o or --trace"
+        ) from None
+
+
+def numbers_text(document: dict[str, Any]) -> str:
+    """Return the numbers of a report as JSON, for programs."""
+    return json.dumps(document, allow_nan=False)

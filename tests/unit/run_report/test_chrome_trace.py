@@ -1,0 +1,122 @@
+"""Against the Trace Event Format: https://chromium.googlesource.com/catapult (tracing docs)."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evener.observe.events import make_event
+from evener.run_report.chrome_trace import laid_out, trace_events, trace_text
+from evener.run_report.history import RunHistory
+from helpers.event_cases import committed_window, started
+
+WHOLE = ("pid", "tid", "ts")
+
+
+def trace_of(history: RunHistory) -> list[dict[str, Any]]:
+    document = json.loads("".join(trace_text(trace_events("x", history))))
+    assert set(document) == {"displayTimeUnit", "traceEvents"}
+    for event in document["traceEvents"]:
+        check(event)
+    return document["traceEvents"]
+
+
+def check(event: dict[str, Any]) -> None:
+    """What the format says of each phase."""
+    assert all(type(event[key]) is int and event[key] >= 0 for key in WHOLE), event
+    assert isinstance(event["name"], str)
+    assert isinstance(event["args"], dict)
+    if event["ph"] == "X":
+        assert type(event["dur"]) is int
+        assert event["dur"] >= 0
+    elif event["ph"] == "i":
+        assert event["s"] in {"g", "p", "t"}
+    elif event["ph"] == "C":
+        assert all(isinstance(value, int | float) for value in event["args"].values())
+    else:
+        assert event["ph"] == "M"
+        assert event["name"] in {"process_name", "process_sort_index", "thread_name"}
+
+
+def check_nesting(events: list[dict[str, Any]]) -> None:
+    """On a track two slices are apart, or one is inside the other."""
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            end = event["ts"] + event["dur"]
+            tracks[event["pid"], event["tid"]].append((event["ts"], -end))
+    for slices in tracks.values():
+        opened: list[int] = []
+        for begin, negated in sorted(slices):
+            end = -negated
+            while opened and opened[-1] <= begin:
+                opened.pop()
+            assert not opened or end <= opened[-1], slices
+            opened.append(end)
+
+
+def full() -> RunHistory:
+    history = RunHistory()
+    for event in (
+        started(),
+        make_event("worker_started", t=0.0, rank=0, member="a", pid=1, host="h", device="cuda:0"),
+        committed_window(0, t=1.0),
+        make_event("eval", t=3.0, window=1, name="heldout", loss=None, weight=1.0, elapsed_s=1.5),
+        make_event("checkpoint", t=3.0, window=1, path="p", num_bytes=9, write_s=2.5),
+        make_event("checkpoint", t=3.5, window=1, path="q", num_bytes=9, write_s=1e300),
+        # Longer parts than there is room for: exchanged in the background.
+        committed_window(1, t=4.0, times_s=((1.0, 2.0, 3.0), (2.0, 0.0, 0.0))),
+        committed_window(2, t=5.0, samples=(10, 0), losses=(2.0, None), times_s=((1, 0, 0),) * 2),
+        make_event("worker_lost", t=5.5, rank=1, member="b", window=3, reason="killed <b>"),
+        make_event("run_finished", t=6.0, window=3, reason="failed", message="x"),
+    ):
+        history.add(event)
+    return history
+
+
+def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
+    events = trace_of(full())
+    check_nesting(events)
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    assert list(names.values()) == ["team of x", "rank 0 (a, cuda:0)", "rank 1 (b)"]
+    assert 0 not in names
+    slices = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("rank 0")]
+    assert [e["name"] for e in slices[:4]] == ["window 0", "compute", "wait", "sync"]
+    assert [(e["ts"], e["dur"]) for e in slices[:4]] == [
+        (0, 1_000_000), (0, 700_000), (700_000, 200_000), (900_000, 100_000),
+    ]  # fmt: skip
+    assert slices[4]["args"]["sync_s"] == 3.0
+    instants = [event["args"]["text"] for event in events if event["ph"] == "i"]
+    assert instants[0] == "lost rank 1 (b): killed <b>"
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert counters == {"loss", "units per second"}
+
+
+def test_a_run_without_windows_is_a_trace():
+    assert [event["ph"] for event in trace_of(RunHistory())] == ["M"] * 5
+
+
+times = st.floats(0, 3, allow_subnormal=False)
+
+
+@given(st.lists(st.tuples(times, times, times, times), max_size=8))
+def test_whatever_ranks_measure_slices_nest(measured):
+    history, t = RunHistory(), 0.0
+    history.add(started())
+    for k, (length, *spent) in enumerate(measured):
+        t += length
+        history.add(committed_window(k, t=t, times_s=(tuple(spent), tuple(spent[::-1]))))
+    check_nesting(trace_of(history))
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.tuples(times, times, times))
+def test_parts_follow_one_another_inside_the_window(begin, length, spent):
+    parts = laid_out(begin, begin + length, spent)
+    bounds = [begin, *(bound for part in parts for bound in part), begin + length]
+    assert bounds == sorted(bounds)
+    assert all(one[1] == other[0] for one, other in pairwise(parts))

@@ -1,0 +1,232 @@
+import json
+
+import numpy as np
+import pytest
+
+from evener.observe.events import make_event
+from evener.run_report import figures as figures_module
+from evener.run_report.figures import figures
+from evener.run_report.history import RunHistory
+from evener.run_report.summary_facts import SummaryFacts, read_facts
+from evener.run_report.timeline import timeline
+from evener.run_report.waiting import count_waits
+from helpers.event_cases import committed_window, started
+
+
+def history_of(*events) -> RunHistory:
+    found = RunHistory()
+    for event in events:
+        found.add(event)
+    return found
+
+
+def ten_windows(**changes) -> RunHistory:
+    """Two ranks, 6 and 4 samples of weight 10, a second a window."""
+    return history_of(started(), *(committed_window(k, t=k + 1.0, **changes) for k in range(10)))
+
+
+def document_of(history: RunHistory, facts: SummaryFacts | None = None):
+    found = figures("run", history, facts or SummaryFacts(), [])
+    json.dumps(found, allow_nan=False)
+    return found
+
+
+def test_speeds_compare_the_team_with_each_rank_alone_and_the_ideal():
+    found = document_of(ten_windows())
+    assert found["team"]["speed"] == 100  # of weight, in a second
+    # What a rank does in a second of its own compute: 60 / 0.7 and 40 / 0.9.
+    assert [rank["alone"] for rank in found["ranks"]] == [85.7143, 44.4444]
+    assert found["team"]["solo_source"] == "compute time"
+    assert found["team"]["ideal"] == pytest.approx(60 / 0.7 + 40 / 0.9, rel=1e-5)
+    assert found["team"]["of_ideal"] == pytest.approx(100 / (60 / 0.7 + 40 / 0.9), rel=1e-5)
+    assert found["team"]["of_best_alone"] == pytest.approx(0.7 * 100 / 60, rel=1e-5)
+    assert [rank["share"] for rank in found["ranks"]] == [0.6, 0.4]
+
+
+def test_what_the_summary_measured_takes_precedence():
+    facts = read_facts(
+        {
+            "tokens_per_s": 90.0,
+            "solo_tokens_per_s": [80.0, 40.0],
+            "solo_source": "measured",
+            "equal_split_tokens_per_s": 70.0,
+            "heldout_loss": 1.5,
+            "steps": 10,
+            "ranks": [{"rank": 0, "member": "a"}, {"rank": 1, "member": "b"}],
+            "versions": {"torch": "2"},
+        }
+    )
+    team = document_of(ten_windows(), facts)["team"]
+    assert (team["speed"], team["ideal"], team["of_ideal"]) == (90, 120, 0.75)
+    assert (team["best_alone"], team["equal_split"], team["heldout_loss"]) == (80, 70, 1.5)
+    assert team["solo_source"] == "measured"
+
+
+def test_the_ideal_is_of_those_who_are_still_there():
+    windows = [committed_window(k, t=k + 1.0) for k in range(20)]
+    gone = [
+        committed_window(k, t=k + 1.0, samples=(10,), losses=(2.0,), times_s=((1, 0, 0),))
+        for k in range(20, 40)
+    ]
+    found = document_of(history_of(started(), *windows, *gone))
+    assert found["ranks"][1]["alone"] is None
+    assert found["team"]["ideal"] == found["ranks"][0]["alone"]
+
+
+def test_losses_shares_and_waits_over_time():
+    series = document_of(ten_windows())["series"]
+    assert series["end_s"] == list(range(1, 11))
+    assert series["samples"] == list(range(10, 101, 10))
+    assert series["loss"] == {"mean": [2] * 10}
+    assert series["speed"] == {"mean": [100] * 10}
+    assert [share["mean"][0] for share in series["shares"]] == [0.6, 0.4]
+    assert [wait["mean"][0] for wait in series["waits"]] == [0.2, 0]
+    assert series["anchor"] is None
+    assert series["sent_bytes"] is None
+
+
+def test_anchor_and_bytes_are_shown_where_events_have_them():
+    events = []
+    for k in range(3):
+        event = committed_window(k, t=k + 1.0) | {"anchor": 5 + k}
+        for row in event["ranks"]:
+            row["sent_bytes"] = 100.0
+        events.append(event)
+    found = document_of(history_of(started(), *events))
+    assert found["series"]["anchor"] == {"mean": [5, 6, 7]}
+    assert found["series"]["sent_bytes"] == {"mean": [200] * 3}
+    assert found["team"]["sent_bytes"] == 600
+
+
+def test_long_runs_keep_their_extremes(monkeypatch):
+    monkeypatch.setattr(figures_module, "MOST_POINTS", 20)
+    events = [
+        committed_window(k, t=k + 1.0, losses=(9.0, 9.0) if k == 777 else (2.0, 2.0))
+        for k in range(1000)
+    ]
+    series = document_of(history_of(started(), *events))["series"]
+    assert len(series["loss"]["mean"]) == 20
+    assert max(series["loss"]["high"]) == 9
+    assert max(series["loss"]["mean"]) == pytest.approx(2 + 7 / 50, rel=1e-5)
+    assert series["windows_per_point"] == 50
+
+
+def test_a_run_without_windows_has_a_document():
+    found = document_of(history_of(started()))
+    assert found["team"]["speed"] is None
+    assert found["ranks"] == []
+    assert found["straggler"]["rank"] is None
+    assert document_of(RunHistory())["run"]["state"] == "no end recorded"
+
+
+def test_numbers_that_overflow_are_null():
+    event = committed_window(0, t=1.0)
+    for row in event["ranks"]:
+        row["weight"] = 1e308
+    assert document_of(history_of(started(), event))["team"]["weight"] is None
+
+
+def test_of_very_many_checkpoints_the_first_and_the_last_are_listed():
+    saved = [
+        make_event("checkpoint", t=float(k), window=k, path=f"s{k}", num_bytes=5, write_s=0.1)
+        for k in range(2000)
+    ]
+    found = document_of(history_of(started(), *saved))
+    assert found["num_checkpoints"] == 2000
+    assert [one["window"] for one in found["checkpoints"]] == [*range(250), *range(1750, 2000)]
+
+
+# ── who waits for whom ───────────────────────────────────────────────────────────────────────────
+
+
+def test_the_rank_that_comes_last_is_named_with_its_cost():
+    slow = ((0.5, 0.4, 0.1), (0.9, 0.0, 0.1))
+    straggler = document_of(ten_windows(times_s=slow))["straggler"]
+    assert (straggler["rank"], straggler["member"]) == (1, "b")
+    assert straggler["waited_for_s"] == 4
+    assert straggler["delay_s"] == 4
+    assert straggler["of_team_time"] == 0.2
+    assert "rank 1 (b)" in straggler["text"]
+    assert "10 of 10 windows" in straggler["text"]
+    assert "20.0% of the team's time" in straggler["text"]
+
+
+def test_nobody_is_named_for_differences_of_milliseconds():
+    equal = ((0.9, 0.01, 0.1), (0.91, 0.0, 0.1))
+    straggler = document_of(ten_windows(times_s=equal))["straggler"]
+    assert straggler["rank"] is None
+    assert "No rank" in straggler["text"]
+
+
+def test_waits_are_counted_against_the_last_to_arrive():
+    # Three ranks; the second is the last by 1 s, then the third by 2 s; the fourth is parked.
+    compute = np.array([[1.0, 1.0], [3.0, 1.0], [2.0, 3.0], [0.0, 0.0]])
+    wait = np.array([[2.0, 2.0], [0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
+    found = count_waits(compute, wait, np.zeros((4, 2)))
+    assert list(found.windows_last) == [0, 1, 1, 0]
+    assert list(found.waited_s) == [0, 3, 4, 0]
+    assert list(found.delay_s) == [0, 1, 2, 0]
+    assert (found.shared_windows, found.team_s, found.straggler) == (2, 18, 2)
+
+
+def test_a_rank_alone_waits_for_nobody():
+    found = count_waits(np.ones((1, 3)), np.zeros((1, 3)), np.zeros((1, 3)))
+    assert (found.shared_windows, found.straggler) == (0, None)
+    assert count_waits(np.zeros((0, 0)), np.zeros((0, 0)), np.zeros((0, 0))).straggler is None
+
+
+# ── the timeline ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_timeline_has_a_cell_for_each_window():
+    found = timeline(ten_windows(), ["a", "b"], 100_000)
+    assert found["merged"] == 1
+    assert found["gap_us"] == [0] * 10
+    assert found["length_us"] == [1_000_000] * 10
+    assert found["ranks"][0]["wait_us"] == [200_000] * 10
+    assert "most_wait" not in found["ranks"][0]
+
+
+def test_windows_are_merged_to_save_room_and_the_largest_wait_is_kept():
+    times = ((0.7, 0.2, 0.1), (0.9, 0.0, 0.1))
+    events = [
+        committed_window(
+            k, t=k + 1.0, times_s=((0.1, 0.8, 0.1), (0.9, 0, 0.1)) if k == 33 else times
+        )
+        for k in range(100)
+    ]
+    history = history_of(started(), *events)
+    found = timeline(history, ["a", "b"], 1000)
+    assert found["merged"] > 1
+    assert len(json.dumps(found)) < 1500
+    assert sum(found["length_us"]) + sum(found["gap_us"]) == 100_000_000
+    assert sum(found["ranks"][1]["compute_us"]) == 90_000_000
+    assert max(found["ranks"][0]["most_wait"]) == 800
+
+
+# ── the summary ──────────────────────────────────────────────────────────────────────────────────
+
+MATRIX = {"labels": ["x", "y"], "confusion": [[3, 1], [0, 2]]}
+
+
+def test_the_confusion_matrix_is_taken_from_the_summary():
+    found = document_of(ten_windows(), read_facts(MATRIX))
+    assert found["confusion"] == {"labels": ["x", "y"], "counts": [[3, 1], [0, 2]]}
+    assert read_facts({"labels": None, "confusion": None}).confusion is None
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ([1], "the document is"),
+        ({"tokens_per_s": "fast"}, "tokens_per_s is 'fast'"),
+        ({"solo_tokens_per_s": [-1.0], "ranks": [{"rank": 0, "member": "a"}]}, "is -1.0"),
+        ({**MATRIX, "confusion": [[1, 2]]}, "1 rows for 2 labels"),
+        ({**MATRIX, "confusion": [[1], [2]]}, "not a count for each"),
+        ({**MATRIX, "confusion": [[1, -1], [0, 0]]}, "a count of confusion is -1"),
+        ({"versions": 3}, "versions is 3"),
+    ],
+)
+def test_a_damaged_summary_is_refused(document, said):
+    with pytest.raises(ValueError, match=said):
+        read_facts(document)

@@ -1,0 +1,223 @@
+"""``evener report`` as users call it, and the page's structure; browsers are tried elsewhere."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from evener import cli
+from evener.observe.events import make_event
+from evener.observe.jsonl import to_line
+from evener.run_report.history import RunHistory
+from evener.run_report.page import page
+from evener.run_report.writing import report
+from helpers.event_cases import committed_window, started
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\0\ud800"
+
+
+class Parsed(HTMLParser):
+    """Elements and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+def write_run(folder: Path, *events, summary: object = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def windows(count: int = 5):
+    return [committed_window(k, t=k + 1.0) for k in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def made(*arguments: str, code: int = 0) -> None:
+    assert cli.main(["report", *arguments]) == code
+
+
+def test_a_page_is_made_and_named(capsys):
+    write_run(Path("runs/first"), started(), *windows(), summary={"tokens_per_s": 5.0})
+    made("runs/first")
+    assert capsys.readouterr().err == "report.html\n"
+    text = Path("report.html").read_text()
+    parsed = Parsed(text)
+    assert "first: evener report" in parsed.texts
+    for heading in ("Overview", "Loss", "What ran on what", "Timeline", "Events"):
+        assert heading in parsed.texts
+    charts = [
+        attributes["data-chart"] for _, attributes in parsed.elements if "data-chart" in attributes
+    ]
+    assert charts == ["loss-by-samples", "loss-by-time", "speed", "shares", "waits"]
+    assert parsed.count("canvas") == 1
+    # Its own pages are replaced without a question.
+    made("runs/first/events.jsonl")
+
+
+def test_the_page_asks_for_nothing_and_runs_its_own_script_only():
+    write_run(Path("first"), started(), *windows())
+    made("first")
+    text = Path("report.html").read_text()
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy is not None
+    for kind in ("script", "style"):
+        (content,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy[1]
+    assert policy[1].startswith("default-src 'none';")
+    assert "unsafe" not in policy[1]
+    parsed = Parsed(text)
+    links = [a[key] for _, a in parsed.elements for key in ("src", "href") if key in a]
+    assert links == ["data:,"]
+    assert not [
+        a for _, a in parsed.elements for name in a if name.startswith("on") or name == "style"
+    ]
+
+
+def test_numbers_are_those_of_the_page(capsys):
+    write_run(Path("first"), started(), *windows())
+    made("first", "--json", "-o", "page.html")
+    printed = json.loads(capsys.readouterr().out)
+    (data,) = re.findall(
+        r'<script type="application/json" id="numbers">(.*?)</script>',
+        Path("page.html").read_text(),
+    )
+    assert json.loads(data) == printed
+    assert printed["runs"][0]["team"]["speed"] == 100
+    assert not Path("report.html").exists()
+
+
+def test_several_runs_stand_side_by_side():
+    write_run(Path("a/run"), started(), *windows())
+    write_run(Path("b/run"), started(policy="cadence"), *windows())
+    made("a/run", "b/run")
+    text = Path("report.html").read_text()
+    parsed = Parsed(text)
+    assert parsed.count("canvas") == 2
+    assert "cadence" in parsed.texts
+    # Runs of one name are told apart by their folders.
+    assert {run["name"] for run in report([Path("a/run"), Path("b/run")])["runs"]} == {
+        str(Path("a/run").absolute()),
+        str(Path("b/run").absolute()),
+    }
+
+
+def test_what_runs_say_of_themselves_is_text_never_markup():
+    events = [
+        started(run=EVIL, policy=EVIL, unit=EVIL, members=[EVIL, "b"]),
+        make_event("worker_started", t=0.0, rank=0, member=EVIL, pid=1, host=EVIL, device=EVIL),
+        make_event("checkpoint", t=3.0, window=1, path=EVIL, num_bytes=9, write_s=2.5),
+        make_event("worker_lost", t=5.5, rank=EVIL, member=EVIL, window=1, reason=EVIL),
+        make_event("run_finished", t=6.0, window=2, reason=EVIL, message=EVIL),
+    ]
+    evil = committed_window(0, t=1.0)
+    evil["ranks"][0]["member"] = EVIL
+    summary = {
+        "labels": [EVIL], "confusion": [[1]], "versions": {EVIL: EVIL}, "machine": {"x": [EVIL]},
+        "solo_source": EVIL,
+    }  # fmt: skip
+    folder = write_run(Path("<b>&'"), events[0], evil, *events[1:], summary=summary)
+    made(str(folder))
+    text = Path("report.html").read_text()
+    parsed = Parsed(text)
+    assert parsed.count("script") == 2
+    assert parsed.count("img") == parsed.count("b") == 0
+    assert "alert(1)</script><img" not in text
+
+
+def test_damaged_lines_are_named_and_left_out():
+    folder = write_run(Path("first"), started(), *windows(3))
+    bad = committed_window(3, t=4.0)
+    bad["ranks"][0]["compute_s"] = -1
+    with (folder / "events.jsonl").open("ab") as stream:
+        stream.write(b'{"t": 1, "type": "window"}\n[]\nnot json\n\xff\n{"t": NaN, "type": "x"}\n')
+        stream.write(b"[" * 10_000 + b"\n")
+        stream.write(to_line(bad))
+        stream.write(b'{"t": 4.5, "type": "unknown", "x": 1}\n')
+        stream.write(to_line(committed_window(3, t=4.0)))
+        stream.write(b'{"t": 5, "type": "wind')
+    (folder / "summary.json").write_text("{")
+    (run,) = report([folder])["runs"]
+    assert run["run"]["windows"] == 4
+    assert len(run["notes"]) == 5
+    assert run["notes"][0].startswith("line 5 of events.jsonl is left out")
+    assert run["notes"][3] == "4 further lines are left out"
+    assert run["notes"][4].startswith("summary.json is left out")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "{}", "null\n", "\0" * 5000])
+def test_a_file_without_events_gives_a_page_that_says_so(content):
+    Path("first").mkdir()
+    Path("first/events.jsonl").write_text(content)
+    made("first")
+    assert "no end recorded" in Path("report.html").read_text()
+
+
+def test_what_is_not_a_run_is_an_error_with_the_remedy(capsys):
+    write_run(Path("runs/first"), started())
+    made("runs", code=2)
+    assert "the runs in it are first; give a folder such as runs/NAME" in capsys.readouterr().err
+    made("nowhere", code=2)
+    assert "nowhere is not the folder of a run" in capsys.readouterr().err
+    made(code=2)
+    made("runs/first", "-o", "no/such/folder.html", code=2)
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_foreign_report_html_is_not_replaced(capsys):
+    write_run(Path("first"), started())
+    Path("report.html").write_text("mine")
+    made("first", code=2)
+    assert "was not made by evener report" in capsys.readouterr().err
+    assert Path("report.html").read_text() == "mine"
+    made("first", "-o", "report.html")
+    assert Path("report.html").read_text() != "mine"
+
+
+def test_a_trace_is_made_of_one_run(capsys):
+    write_run(Path("first"), started(), *windows())
+    write_run(Path("second"), started())
+    made("first", "--trace", "trace.json")
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert not Path("report.html").exists()
+    made("first", "second", "--trace", "trace.json", code=2)
+    assert "--trace takes one run" in capsys.readouterr().err
+
+
+def test_a_long_run_is_a_page_of_less_than_10_megabytes(monkeypatch):
+    history = RunHistory()
+    history.add(started())
+    for k in range(100_000):
+        times = ((0.0912345, 0.0123456, 0.00345678), (0.1034567, 0.0001234, 0.00345678))
+        history.add(committed_window(k, t=0.1071234 * k, times_s=times))
+    from evener.run_report.figures import figures
+    from evener.run_report.summary_facts import SummaryFacts
+
+    document = figures("long", history, SummaryFacts(), [])
+    assert len(page({"version": "0", "runs": [document]})) < 10_000_000
+    assert document["timeline"]["merged"] == 1
