@@ -52,7 +52,9 @@ from evener import (
     shard_files,
 )
 from evener.cli import app
+from evener.observe.jsonl import to_line
 from helpers.classification import TINY_LLAMA, config, samples
+from helpers.event_cases import committed_window, started
 from helpers.language import llama, lm_batch
 from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
@@ -482,6 +484,18 @@ def _(folder: Path) -> None:
         ddp.load(folder)
         found = ddp.assembly.model.state_dict()
         assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+
+
+@row("Timeline")
+def _(folder: Path) -> None:
+    events = [started(), committed_window(0, t=1.0)]
+    (folder / "events.jsonl").write_bytes(b"".join(map(to_line, events)))
+    page, trace = folder / "page.html", folder / "trace.json"
+    options = ["-o", str(page), "--trace", str(trace)]
+    assert CliRunner().invoke(app, ["report", str(folder), *options]).exit_code == 0
+    assert "<h2>Timeline</h2>" in page.read_text()
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert names >= {"compute", "wait", "sync"}
 
 
 # ── entrenar ─────────────────────────────────────────────────────────────────────────────────────

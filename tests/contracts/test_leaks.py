@@ -159,5 +159,5 @@ def test_what_needs_more_than_python_runs_only_when_asked(tmp_path):
     source = "".join(f"\n@pytest.mark.{m}\ndef test_{m}(): pass\n" for m in markers)
     output = run_pytest(tmp_path, source)
     assert "3 skipped" in output, output
-    for reason in ("a GPU", "root and iproute2", "chromium"):
+    for reason in ("a GPU", "root and iproute2", "chromium and playwright"):
         assert f"needs {reason}\n" in output, output
