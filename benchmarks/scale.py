@@ -90,7 +90,7 @@ class SyncTeam:
     def decide(self) -> None:
         """Plans another window, and asks for a rank to park."""
         self.plan = self.policy.plan(0, 0, 0, self.batch_size)
-        self.policy.rank_to_park(self.batch_size)
+        self.policy.ranks_to_park(self.batch_size)
 
 
 class CadenceTeam:

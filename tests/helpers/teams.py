@@ -105,8 +105,8 @@ class ScriptedPolicy(Policy):
     def set_parked(self, ranks: frozenset[int]) -> None:
         pass
 
-    def rank_to_park(self, batch_size: int) -> int | None:
-        return None
+    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+        return frozenset()
 
     def observe(self, reports: Sequence[Report], plan: WindowPlan, sync_s: float) -> None:
         pass

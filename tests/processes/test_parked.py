@@ -35,8 +35,10 @@ def set_up(**options: Any) -> tuple[torch.nn.Module, Ddp]:
 
 def park_from(ddp: Ddp, window: int) -> None:
     """What is worth parking rests on measured times: here nothing does."""
-    ddp.assembly.engine.policy.rank_to_park = (  # type: ignore[method-assign]
-        lambda batch_size: PARKED if ddp.window >= window and not is_anyone_parked(ddp) else None
+    ddp.assembly.engine.policy.ranks_to_park = (  # type: ignore[method-assign]
+        lambda batch_size: frozenset(
+            {PARKED} if ddp.window >= window and not is_anyone_parked(ddp) else ()
+        )
     )
 
 
@@ -167,10 +169,10 @@ def test_a_break_calls_a_parked_rank_back() -> None:
 
 def park_rank_0(rank: Rank, ending: str) -> tuple[list[int], list[float], list[float]]:
     """Rank 0 is away from window 3 on: rank 1 plans, and brings it up to date when it is back."""
-    parking.BOOKKEEPER = -1  # type: ignore[misc]  # nobody keeps books here
+    parking.BOOKKEEPERS = frozenset()
     model, ddp = set_up()
-    ddp.assembly.engine.policy.rank_to_park = (  # type: ignore[method-assign]
-        lambda batch_size: 0 if ddp.window >= 3 and not is_anyone_parked(ddp) else None
+    ddp.assembly.engine.policy.ranks_to_park = (  # type: ignore[method-assign]
+        lambda batch_size: frozenset({0} if ddp.window >= 3 and not is_anyone_parked(ddp) else ())
     )
     seen: list[int] = []
     data = torch.arange(600.0).unsqueeze(1).repeat(1, 3) / 600
@@ -205,13 +207,14 @@ def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
 TRAIN = """
 import torch
 from evener import Ddp, DdpConfig, EvenerError
+from evener.engine import parking
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 config = DdpConfig(speed_hint=(1.0, 1.0), quiet=True, timeout_s=6.0)
 with Ddp.setup(model, optimizer, devices="cpu", config=config) as ddp:
     team = ddp.assembly.engine.team
-    ddp.assembly.engine.policy.rank_to_park = lambda _: None if team.parked else 1
+    ddp.assembly.engine.policy.ranks_to_park = lambda _: frozenset(() if team.parked else {1})
     told = False
     for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):
         ddp.backward(model(x).mean())

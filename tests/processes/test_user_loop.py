@@ -75,8 +75,8 @@ print(i)
 """
 PARKED = """\
 ddp = setup(speed_hint=(1, 1))
-policy = ddp.assembly.engine.policy
-policy.rank_to_park = lambda batch_size: 1  # as where it is predicted to cost more than it brings
+policy, team = ddp.assembly.engine.policy, ddp.assembly.engine.team
+policy.ranks_to_park = lambda _: {1} - team.parked  # as if it cost more than it brought
 loader = ddp.loader(DATA, batch_size=1)
 for batch in loader.epoch(0):
     early = model(batch).mean()

@@ -162,6 +162,11 @@ class Engine(ABC):
         return self.state.is_working
 
     @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes for the team: the lowest one that is present."""
+        return self.rank == self.state.planner
+
+    @property
     def is_training(self) -> bool:
         """Whether this rank is in a training loop, of a loader or of its own."""
         return self.in_epoch or self.share.in_micro_batch

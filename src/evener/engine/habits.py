@@ -75,6 +75,7 @@ class Habits:
         self._flat = flat
         self._warn = warn
         self._rank = rank
+        self._speaks = rank == 0
         #: Windows without weight so far; minus infinity once something of this rank has counted.
         self._weightless = 0.0
         self._stepping = False
@@ -167,9 +168,13 @@ class Habits:
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
 
+    def speak(self, *, for_all: bool) -> None:
+        """Say whether this rank tells the user what ``notice`` is told; one rank does."""
+        self._speaks = for_all
+
     def notice(self, text: str) -> None:
-        """Tell the user something about the team: rank 0 says it for all."""
-        if self._rank == 0:
+        """Tell the user something about the team: the main process says it for all."""
+        if self._speaks:
             self._warn(text)
 
     def tell_once(self, text: str) -> None:

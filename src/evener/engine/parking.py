@@ -1,25 +1,25 @@
 """Parking: a rank that costs more than it brings leaves the windows, and is called back later."""
 
 import math
+import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from evener.averaging.gradients import GradientAverager
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.results import Progress, Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.policies import ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
 from evener.protocol.generation import Answer, Said, answer, without
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ADMIT, CALL, Purpose
+from evener.protocol.row import ADMIT, CALL, PARK, Purpose
 
-#: The rank that writes events and checkpoints; it is not parked, people are told instead.
-BOOKKEEPER: Final = 0
-#: Windows after which a parked rank is tried again, if the epoch does not end before.
-PARKED_WINDOWS: Final = 500
+#: Ranks that write events and checkpoints; they are not parked.
+BOOKKEEPERS = frozenset({0})
 
 
 class ParkingEngine(Engine):
@@ -34,8 +34,12 @@ class ParkingEngine(Engine):
         self._averager = GradientAverager(self.flat, team.comm)
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
+        #: Ranks that the planner wishes to park, where this rank plans.
+        self._misfits: frozenset[int] = frozenset()
+        #: The window at which parked ranks are tried again.
         self._recall_at = 0
-        self._warned_of_rank_0 = False
+        #: Seconds in which parked ranks were called back last; 0 before.
+        self._change_s = 0.0
 
     @property
     @abstractmethod
@@ -52,22 +56,16 @@ class ParkingEngine(Engine):
 
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
-        misfit = self.policy.rank_to_park(self.batch_size)
-        if misfit == BOOKKEEPER:
-            if not self._warned_of_rank_0:
-                speeds = self.policy.solo_speeds(self.batch_size)
-                self.habits.notice(
-                    f"rank 0 makes the team slower: alone it does {speeds[0]:.3g} samples/s of the "
-                    f"team's {sum(speeds):.3g}, and the exchange costs more than that brings; but "
-                    "it keeps the team's books and cannot be parked. Start the fastest device as "
-                    "rank 0 (first in devices, on the first host), or leave this one out"
-                )
-            self._warned_of_rank_0 = True
-        elif misfit is not None:
-            return misfit + 1
-        if self.team.parked and self.window >= self._recall_at:
+        self._misfits = self.policy.ranks_to_park(self.batch_size) - BOOKKEEPERS
+        if self._misfits:
+            return PARK
+        if self.team.parked and self._trial_is_due:
             return ADMIT
         return CALL if self.team.call_is_due else 0
+
+    @property
+    def _trial_is_due(self) -> bool:
+        return self.window >= self._recall_at
 
     def _change(self, found: Round) -> None:
         """Do what the planner wished: the generation changes, or parked ranks are called."""
@@ -75,42 +73,83 @@ class ParkingEngine(Engine):
         wish = found.rows[self.state.planner].change if applied else 0
         if wish == CALL:
             self._call(Said.STAY)
-        elif wish > 0:
-            self._park(wish - 1)
+        elif wish == PARK:
+            self._park_misfits()
         else:
             self._recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
 
-    def _end_generation(self) -> None:
-        """Commit the last window of a generation, as all have applied it; drop all plans."""
-        if self.state.applied:
-            self._meet(Purpose.CHANGE, report=Report(**self._told()))
-        self._drop_plans()
+    def _end_generation(self, *said: float) -> Sequence[float]:
+        """Commit the last window of a generation, as all have applied it; drop all plans.
 
-    def _park(self, rank: int) -> None:
-        """Park a rank and form the next generation; all ranks that are present call it together."""
-        speeds = self.policy.solo_speeds(self.batch_size)
-        self._end_generation()
-        self.team.park(rank)
-        self.state = without(self.state, rank)
-        self._use_team()
-        self._recall_at = self.window + PARKED_WINDOWS
-        why = f"alone it does {speeds[rank]:.3g} samples/s of the team's {sum(speeds):.3g}"
-        if not speeds[rank]:  # never had a sample
-            why = "by the calibration it is too slow for a single sample of a batch"
-        self.habits.notice(
-            f"rank {rank} is parked: {why}, and the exchange costs more than that brings; it is "
-            f"tried again after {PARKED_WINDOWS} windows or at the end of the epoch"
-        )
-        if self.rank != rank:
+        Args:
+            *said: What this rank has to say of the change.
+
+        Returns:
+            What the planner says.
+        """
+        told: Sequence[float] = ()
+        if self.state.applied:
+            found = self._meet(Purpose.CHANGE, report=Report(**self._told()), body=said)
+            told = found.rows[self.state.planner].body
+        self._drop_plans()
+        return told
+
+    def _park_misfits(self) -> None:
+        """Park the ranks that the planner names; all that are present call it together."""
+        before = self.policy.forecast(self.batch_size, self.team.parked)
+        told = self._end_generation(*map(float, sorted(self._misfits)))
+        misfits = tuple(map(int, told))
+        self._park(misfits)
+        self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
+        self.habits.notice(self._parting(misfits, before))
+        if self.rank not in misfits:
             self._exchange_plans(0.0, 0.0)
+
+    def _park_again(self) -> None:
+        """Park those that were parked when the last epoch ended; all ranks call it together."""
+        if self.state.again:
+            self._park(self.state.again)
+
+    def _park(self, ranks: Sequence[int]) -> None:
+        """Form the next generation, without some ranks."""
+        self.team.park(ranks)
+        self.state = without(self.state, ranks)
+        self._use_team()
+
+    def _parting(self, misfits: Sequence[int], before: Forecast) -> str:
+        """Return the warning that ranks were parked, with the numbers that speak for it."""
+        speeds = self.policy.solo_speeds(self.batch_size)
+        after = self.policy.forecast(self.batch_size, self.team.parked)
+        each = [
+            f"rank {rank} alone does {speeds[rank]:.3g} samples/s"
+            if speeds[rank]
+            else f"rank {rank} is too slow for a single sample of a batch, by the calibration"
+            for rank in misfits
+        ]
+        whom = "it" if len(misfits) == 1 else "them"
+        parked = " and ".join(f"rank {rank}" for rank in misfits)
+        text = f"{parked} {'is' if whom == 'it' else 'are'} parked: {', '.join(each)}"
+        if before.window_s and after.window_s:
+            text += (
+                f"; the team does {self.batch_size / before.window_s:.3g} samples/s with {whom} "
+                f"(a window takes {1000 * before.window_s:.3g} ms, of which the exchange "
+                f"{1000 * before.exchange_s:.3g} ms) and {self.batch_size / after.window_s:.3g} "
+                f"without, {before.window_s / after.window_s - 1.0:.0%} more"
+            )
+        apart = self._recall_at - self.window
+        return f"{text}. The team tries again with {whom} after {apart} windows"
 
     def _recall(self, said: Said) -> None:
         """Call parked ranks back with the state of now; all that are present call it together."""
         self._end_generation()
+        started_s = time.perf_counter()
         self._call(said)
+        self._change_s = time.perf_counter() - started_s
 
     def _call(self, said: Said) -> None:
-        self._rejoin(self._come_to_door(Purpose.CALL, body=(float(said),)), receives=False)
+        again = said in (Said.END, Said.LEFT) and not self._trial_is_due
+        body = (float(said), *(map(float, sorted(self.team.parked)) if again else ()))
+        self._rejoin(self._come_to_door(Purpose.CALL, body=body), receives=False)
 
     def _wait_for_recall(self) -> None:
         """Wait, parked, to be called back, and take over the state of the others."""
@@ -138,6 +177,7 @@ class ParkingEngine(Engine):
             "expected_weight": self._expected_weight,
             "cursor": self.cursor.state_dict(),
             "loss_scale": self._scale.state_dict(),
+            "planner": self.policy.state_dict(),
         }
         counters = self.training.send(self.comm, counters, receives, found.source)
         if receives:
@@ -145,6 +185,7 @@ class ParkingEngine(Engine):
             self._expected_weight = counters["expected_weight"]
             self.cursor.load_state_dict(counters["cursor"])
             self._scale.load_state_dict(counters["loss_scale"])
+            self.policy.load_state_dict(counters["planner"])  # it may plan from now on
             self.flat.zero_()
             self.buffers.reset()
         self._use_team()
@@ -154,5 +195,6 @@ class ParkingEngine(Engine):
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
         self.policy.set_parked(self.team.parked)
+        self.habits.speak(for_all=self.is_main)
         self._averager.use(self.comm)
         self.buffers.use(self.comm)

@@ -99,7 +99,9 @@ class SyncEngine(ParkingEngine):
         """Plan the first windows, and go through what is left of the epoch."""
         if self.world_size > 1 and not self.policy.is_calibrated:
             self._calibrate()
-        self._exchange_plans(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
+        self._park_again()
+        if self.state.phase is not Phase.AWAY:
+            self._exchange_plans(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
         while True:
             if self.state.phase is Phase.AWAY:
                 self._wait_for_recall()
@@ -264,20 +266,19 @@ class SyncEngine(ParkingEngine):
         loss_sum = share.loss_sum_of(part, (value for (value,) in values[: len(losses)]))
         index = averager.judge(values[len(losses) :], part)
         found = 0 if index is None else index + 1
-        # The part of the update that its samples stand for goes with a warm-up.
-        warms_up = share.warmup_samples / share.samples if share.warmup_samples else 0.0
         update_s = 0.0 if self._update_lap is None else self._update_lap.seconds
         return Report(
             weight=share.weight if closes_turns else share.weight_of(part),
             loss_sum=loss_sum,
             compute_s=share.compute_s + update_s,
+            update_s=update_s,
             micro_batches=share.micro_batches,
             samples=share.samples,
             non_finite=found if math.isfinite(loss_sum) else LOSS,
             own_norm=averager.own_norm,
             buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
             limit=self.limits.own,
-            warmup_s=share.warmup_s + update_s * warms_up,
+            warmup_s=share.warmup_s,
             warmup_micro_batches=share.warmup_micro_batches,
             warmup_samples=share.warmup_samples,
             **self._told(),

@@ -1,6 +1,7 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from evener.comm.base import Communicator
@@ -64,9 +65,9 @@ class Team:
 
     # ── the door ─────────────────────────────────────────────────────────────────────────────────
 
-    def park(self, rank: int) -> None:
-        """Let a rank leave the exchanges; all ranks that are present call it together."""
-        members = tuple(member for member in self.members if member != rank)
+    def park(self, ranks: Collection[int]) -> None:
+        """Let ranks leave the exchanges; all ranks that are present call it together."""
+        members = tuple(member for member in self.members if member not in ranks)
         old = self.comm
         self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
         self.members = members

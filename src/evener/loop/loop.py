@@ -147,8 +147,12 @@ class Loop(DataSide):
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return self.rank == 0
+        """Whether this rank writes and prints for the team: one that is not parked, usually rank 0.
+
+        It is the lowest rank that is present. So it may change whenever ranks are parked or called
+        back; ask for it each time.
+        """
+        return self._engine.is_main
 
     @property
     def window(self) -> int:

@@ -7,7 +7,7 @@ on other machines, but it is deterministic, as a run that is replayed should be.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
@@ -24,6 +24,22 @@ class ApplyPolicy(StrEnum):
 
     ASYNC = "async"
     """As CADENCE, with the average formed in the background, at most one window late."""
+
+
+#: Windows that a parked rank stays away at least, before it is tried again.
+LEAST_APART: Final = 500
+
+
+class Forecast(NamedTuple):
+    """What a window is predicted to take; zeros where nothing is known.
+
+    Attributes:
+        window_s: Seconds, those of the exchange included.
+        exchange_s: Seconds of the exchange.
+    """
+
+    window_s: float
+    exchange_s: float
 
 
 class Planner(ABC):
@@ -128,9 +144,22 @@ class Policy(Planner):
         """Give these ranks nothing to do until further notice."""
         return
 
-    def rank_to_park(self, batch_size: int) -> int | None:
-        """Return the rank without which a window is predicted to be shorter, asked once a window.
+    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+        """Return the ranks without which a window is predicted to be no longer.
 
-        Rank 0 is named only where no other one is: it keeps the team's books.
+        Asked once a window. At least one rank stays.
         """
-        return None
+        return frozenset()
+
+    def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
+        """Return what a window is predicted to take if these ranks are parked, and no others."""
+        return Forecast(0.0, 0.0)
+
+    def windows_apart(self, batch_size: int, change_s: float) -> int:
+        """Return after how many windows ranks that are parked now are to be tried again.
+
+        Args:
+            batch_size: Samples of a window.
+            change_s: Seconds that it took to call ranks back and to park them; 0 if unknown.
+        """
+        return LEAST_APART

@@ -17,6 +17,8 @@ class Report(NamedTuple):
         weight: Sum of the weights of its micro-batches; steps left out count nothing.
         loss_sum: Sum of weight times loss.
         compute_s: Seconds of compute, without any wait for other ranks.
+        update_s: How much of ``compute_s`` was the optimizer's update, in SYNC: that of the window
+            before, as this window's comes after the report.
         busy_s: Seconds of compute, and of waiting for data in between.
         micro_batches: Micro-batches computed.
         samples: Samples computed, those of steps left out included.
@@ -46,6 +48,7 @@ class Report(NamedTuple):
     weight: float = 0.0
     loss_sum: float = 0.0
     compute_s: float = 0.0
+    update_s: float = 0.0
     busy_s: float = 0.0
     micro_batches: int = 0
     samples: int = 0
@@ -70,9 +73,9 @@ class Report(NamedTuple):
 
     @property
     def per_sample_s(self) -> float | None:
-        """Seconds of compute for each sample; ``None`` where nothing tells."""
+        """Seconds of compute for each sample, without updates; ``None`` where nothing tells."""
         timed = self.samples - self.warmup_samples
-        return (self.compute_s - self.warmup_s) / timed if timed > 0 else None
+        return (self.compute_s - self.update_s - self.warmup_s) / timed if timed > 0 else None
 
 
 #: What users call it, in a ``WindowResult``.

@@ -12,9 +12,6 @@ from evener.planning.speed import CostModel
 _MOST_DEADLINES = 64
 """Deadlines tried at most; after that there is more to take back, but nothing else is lost."""
 
-_WORTHWHILE = 0.05
-"""The team is changed only for a window that is shorter by more than this."""
-
 _Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
 """Costs, most samples in a micro-batch, and least shares, each by rank."""
 
@@ -22,8 +19,9 @@ _Ranks = tuple[Sequence[CostModel], Sequence[int], Sequence[int]]
 def finish_s(
     shares: Sequence[int], costs: Sequence[CostModel], micro_batch_sizes: Sequence[int | None]
 ) -> float:
-    """Predicted seconds until the last rank has finished its share."""
-    return max(_seconds(shares, costs, micro_batch_sizes))
+    """Predicted seconds until the last rank has finished its share, of those that have one."""
+    seconds = _seconds(shares, costs, micro_batch_sizes)
+    return max((s for s, share in zip(seconds, shares, strict=True) if share), default=0.0)
 
 
 def fastest_shares(
@@ -67,22 +65,18 @@ def better_alone(
     micro_batch_sizes: Sequence[int | None],
     together_s: float,
 ) -> int | None:
-    """Return the rank that alone would finish the window clearly before all together, if any.
-
-    No other choice of ranks can be better than all: the exchange takes as long with fewer of them,
-    and the best shares of fewer ranks never finish earlier.
+    """Return the rank that alone would finish the window before all together, if any.
 
     Args:
         total: Samples of the global batch.
         costs: Cost by rank, in seconds.
         micro_batch_sizes: Most samples in one micro-batch by rank, ``None`` for all in one.
-        together_s: Seconds of the window with the best shares of all ranks, its exchange included.
-            Alone a rank must be 5 % faster, so that noise decides nothing.
+        together_s: Seconds of the window with the best shares of all ranks, less what averaging
+            takes of one rank that is alone.
     """
     alone_s = _seconds([total] * len(costs), costs, micro_batch_sizes)
     fastest_s = min(alone_s)
-    is_better = fastest_s < (1.0 - _WORTHWHILE) * together_s
-    return alone_s.index(fastest_s) if is_better else None
+    return alone_s.index(fastest_s) if fastest_s < together_s else None
 
 
 def without_ones(
@@ -151,8 +145,8 @@ def _seconds(
 ) -> list[float]:
     """``CostModel.seconds`` of each rank, without a call for each: teams may be large."""
     return [
-        fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
-        for share, (fixed_s, per_sample_s), size in zip(shares, costs, sizes, strict=True)
+        window_s + fixed_s * -(-share // (size or share or 1)) + per_sample_s * share
+        for share, (fixed_s, per_sample_s, window_s), size in zip(shares, costs, sizes, strict=True)
     ]
 
 
@@ -194,10 +188,11 @@ def _by_deadline(deadline_s: float, ranks: _Ranks) -> list[int]:
     return [
         max(
             least,
-            int(deadline_s // (full_s := fixed_s + per_sample_s * size)) * size
-            + max(int((deadline_s % full_s - fixed_s) / per_sample_s), 0),
+            int((left_s := deadline_s - window_s) // (full_s := fixed_s + per_sample_s * size))
+            * size
+            + max(int((left_s % full_s - fixed_s) / per_sample_s), 0),
         )
-        for (fixed_s, per_sample_s), size, least in zip(*ranks, strict=True)
+        for (fixed_s, per_sample_s, window_s), size, least in zip(*ranks, strict=True)
     ]
 
 

@@ -1,8 +1,12 @@
-"""How long a share takes on one rank: ``fixed_s * micro_batches + per_sample_s * samples``.
+"""How long a share takes on one rank.
 
-Measured seconds are compute only, never a wait for others. At one size of micro-batch the two parts
-of the cost cannot be told apart, and need not: all of it is then put on the samples, which predicts
-exactly at that size. Where sizes differ anyway, the fixed part is fitted.
+That is ``window_s + fixed_s * micro_batches + per_sample_s * samples``.
+
+``window_s`` is the optimizer's update, which is timed by itself: every rank makes it in every
+window, also one without samples. Measured seconds are compute only, never a wait for others. At
+one size of micro-batch the other two parts cannot be told apart, and need not: all of it is then
+put on the samples, which predicts exactly at that size. Where sizes differ anyway, the fixed part
+is fitted.
 
 Noise on real machines is one-sided and heavy-tailed, so everything here rests on medians: a single
 disturbed window moves nothing, a lasting change is recognised by three surprises in a row. A window
@@ -52,21 +56,22 @@ class CostModel(NamedTuple):
     Attributes:
         fixed_s: Seconds for each micro-batch, whatever its size.
         per_sample_s: Seconds for each sample, above 0.
+        window_s: Seconds for each window, also without samples.
     """
 
     fixed_s: float
     per_sample_s: float
+    window_s: float = 0.0
 
     def seconds(self, samples: int, micro_batch_size: int | None) -> float:
         """Seconds for ``samples`` in micro-batches of at most ``micro_batch_size``.
 
         Args:
-            samples: Whole samples; 0 costs nothing.
+            samples: Whole samples; 0 costs ``window_s``.
             micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         """
-        return self.fixed_s * num_micro_batches(samples, micro_batch_size) + (
-            self.per_sample_s * samples
-        )
+        micro_batches = num_micro_batches(samples, micro_batch_size)
+        return self.window_s + self.fixed_s * micro_batches + self.per_sample_s * samples
 
     def samples_per_s(self, samples: int, micro_batch_size: int | None) -> float:
         """Speed at ``samples`` in micro-batches of at most ``micro_batch_size``."""
@@ -74,7 +79,7 @@ class CostModel(NamedTuple):
 
     def scaled(self, factor: float) -> "CostModel":
         """Return the cost of a rank that takes ``factor`` times as long."""
-        return CostModel(self.fixed_s * factor, self.per_sample_s * factor)
+        return CostModel(self.fixed_s * factor, self.per_sample_s * factor, self.window_s * factor)
 
 
 def num_micro_batches(samples: int, micro_batch_size: int | None) -> int:
@@ -102,7 +107,8 @@ class SpeedModel:
         self.hinted: CostModel | None = None
         self._recent: list[_Observation] = []
         self._surprises = 0
-        self._cost: CostModel | None = None
+        self._cost: CostModel | None = None  # without updates
+        self._updates_s: list[float] = []
 
     @property
     def is_known(self) -> bool:
@@ -126,10 +132,16 @@ class SpeedModel:
         Raises:
             ConfigError: Nothing is known; ask ``is_known`` before.
         """
-        cost = self._cost or self.hinted
-        if cost is None:
+        if self._cost is not None:
+            return self._cost._replace(window_s=self.update_s)
+        if self.hinted is None:
             raise ConfigError("the speed of this rank is not known: measure it or give a hint")
-        return cost
+        return self.hinted
+
+    @property
+    def update_s(self) -> float:
+        """Usual seconds of the optimizer's update; 0 before the first."""
+        return median_low(self._updates_s) if self._updates_s else 0.0
 
     def hint(self, relative_speed: float) -> None:
         """Set the speed of this rank until something is measured.
@@ -166,9 +178,18 @@ class SpeedModel:
             self._surprises = 0
         self._cost = _fitted(self._recent)
 
+    def observe_update(self, update_s: float) -> None:
+        """Learn from an update, of whatever window; 0 where none was made."""
+        if 0.0 < update_s < math.inf:
+            self._updates_s = [*self._updates_s[-_MEMORY + 1 :], update_s]
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, as plain JSON types; a hint is not part of it."""
-        return {"recent": [list(one) for one in self._recent], "surprises": self._surprises}
+        return {
+            "recent": [list(one) for one in self._recent],
+            "surprises": self._surprises,
+            "updates_s": list(self._updates_s),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``.
@@ -184,12 +205,15 @@ class SpeedModel:
                 for one in recent
             ):
                 raise ValueError(f"recent={state['recent']}")
+            updates_s = [float(t) for t in state.get("updates_s", [])]
+            if not all(0.0 < update_s < math.inf for update_s in updates_s):
+                raise ValueError(f"{updates_s=}")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"the checkpoint's speed model is damaged ({error!r}): resume from an older "
                 "checkpoint"
             ) from error
-        self._recent, self._surprises = recent, surprises
+        self._recent, self._surprises, self._updates_s = recent, surprises, updates_s
         self._cost = _fitted(recent) if recent else None
 
     def _unexpected(self, observation: _Observation, cost: CostModel) -> float:

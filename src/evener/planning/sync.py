@@ -8,7 +8,7 @@ from typing import Any, final
 from evener.errors import CheckpointError, ConfigError, ProtocolError
 from evener.planning.apportion import apportion
 from evener.planning.plan import WindowPlan
-from evener.planning.policies import ApplyPolicy, Policy
+from evener.planning.policies import LEAST_APART, ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
 from evener.planning.shares import better_alone, fastest_shares, finish_s, without_ones
 from evener.planning.speed import CostModel, SpeedModel
@@ -31,8 +31,21 @@ _RETRY = 0.02
 _MEMORY = 15
 """Exchanges remembered."""
 
-_PATIENCE = 8
+_MEMORY_OF_BEFORE = 3
+"""Of these, how many after the team has changed: what is measured anew soon outvotes them."""
+
+_PATIENCE = 6
 """Windows in a row in which a rank must cost more than it brings before it is parked."""
+
+_TRIALS = 0.01
+"""Part of the time spent on trying parked ranks again."""
+
+_TRIAL_WINDOWS = 3
+"""Windows in which a rank that is tried again has work, though it be slow."""
+
+_TRANSFER = 4
+"""A rank that is called back receives about so many times what is exchanged in a window:
+parameters, and what optimizers keep of them."""
 
 _NUM_SIZES = 4
 """Sizes of windows whose shares are remembered."""
@@ -75,7 +88,11 @@ class SyncPolicy(Policy):
         self._costs: tuple[CostModel, ...] | None = None
         self._best: dict[int, tuple[tuple[int, ...], float]] = {}
         self._idle_windows = [0] * len(members)
-        self._exchanges_s: list[float] = []
+        # Windows in a row in which one rank alone was better; and by rank, in which it was idle.
+        self._alone_windows = 0
+        self._useless_windows = [0] * len(members)
+        # Seconds of exchanges, by the number of ranks that took part.
+        self._exchanges_s: dict[int, list[float]] = {}
         # Shares in use, by size of the window: the short last one of an epoch has its own.
         # With it, for how many windows these have been kept.
         self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -104,8 +121,16 @@ class SyncPolicy(Policy):
 
     @property
     def exchange_s(self) -> float:
-        """Usual seconds of an exchange, without waiting; 0 before the first."""
-        return median_low(self._exchanges_s) if self._exchanges_s else 0.0
+        """Usual seconds of an exchange of the present ranks, without waiting; 0 if unknown."""
+        return self._exchange_of(len(self._present))
+
+    def _exchange_of(self, num_ranks: int) -> float:
+        """Return usual seconds of an exchange of so many ranks: as measured, or as with others."""
+        known = self._exchanges_s.get(num_ranks)
+        if known is None and num_ranks > 1:
+            nearest = min(self._exchanges_s, key=lambda n: (n == 1, abs(n - num_ranks)), default=1)
+            known = self._exchanges_s[nearest] if nearest > 1 else None
+        return median_low(known) if known else 0.0
 
     @property
     def costs(self) -> tuple[CostModel, ...] | None:
@@ -153,15 +178,18 @@ class SyncPolicy(Policy):
             speed.observe(
                 report.samples - report.warmup_samples,
                 report.micro_batches - report.warmup_micro_batches,
-                report.compute_s - report.warmup_s,
+                report.compute_s - report.update_s - report.warmup_s,
             )
+            speed.observe_update(report.update_s)
         self._idle_windows = [
             0 if share else windows + 1
             for share, windows in zip(plan.shares, self._idle_windows, strict=True)
         ]
         self._forget_forecasts()
         if 0.0 <= sync_s < math.inf:
-            self._exchanges_s = [*self._exchanges_s[-_MEMORY + 1 :], sync_s]
+            known = self._exchanges_s.setdefault(len(self._present), [])
+            known.append(sync_s)
+            del known[:-_MEMORY]
 
     def plan(
         self, window: int, epoch: int, start: int, size: int, *, work_for_all: float = 0.0
@@ -183,40 +211,85 @@ class SyncPolicy(Policy):
         """Give these ranks nothing to do until further notice; see ``Policy``."""
         self._parked = ranks
         self._present = [r for r in range(len(self.members)) if r not in ranks]
-        self._misfits: list[int | None] = []
+        for known in self._exchanges_s.values():
+            del known[:-_MEMORY_OF_BEFORE]
+        self._forget_decisions()
         self._in_use = {}
         self._best = {}
 
-    def rank_to_park(self, batch_size: int) -> int | None:
-        """Return the rank without which a window would be shorter; see ``Policy``.
+    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+        """Return the ranks without which a window would be no longer; see ``Policy``.
 
-        It is named only after several windows in a row, so that a noisy one parks nobody. A rank
+        So the team is never slower than its fastest rank alone. It works in one of three ways: all
+        ranks together; those which are worth a sample; the fastest rank alone. Other choices are
+        no better, as long as an exchange takes as long with fewer ranks: the best shares of fewer
+        ranks never finish earlier.
+
+        Ranks are named only after several windows in a row, so that noise parks no rank. A rank
         that is hardly measured counts while it has no work: it brings nothing then, and each
         exchange costs.
         """
-        present = self._present
+        present, costs = self._present, self.costs
         undecided = any(
             not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
         )
-        if len(present) == 1 or undecided:
-            self._misfits = []
-            return None
-        costs, sizes = self.costs, self.micro_batch_sizes
-        assert costs is not None
+        if len(present) == 1 or undecided or costs is None:
+            self._forget_decisions()
+            return frozenset()
+        fastest = self._better_alone(batch_size, costs)
+        self._alone_windows = 0 if fastest is None else self._alone_windows + 1
+        shares = self._best_shares(batch_size, costs)[0]
+        for rank in present:
+            self._useless_windows[rank] = 0 if shares[rank] else self._useless_windows[rank] + 1
+        if fastest is not None and self._alone_windows >= _PATIENCE:
+            return frozenset(present) - {fastest}
+        return frozenset(r for r in present if self._useless_windows[r] >= _PATIENCE)
+
+    def _forget_decisions(self) -> None:
+        self._alone_windows = 0
+        self._useless_windows = [0] * len(self.members)
+
+    def _better_alone(self, batch_size: int, costs: Sequence[CostModel]) -> int | None:
+        present = self._present
+        shares, best_s = self._best_shares(batch_size, costs)
+        num_working = sum(map(bool, shares))
+        together_s = best_s + self._exchange_of(num_working) - self._exchange_of(1)
         fastest = better_alone(
             batch_size,
             [costs[r] for r in present],
-            [sizes[r] for r in present],
-            self._best_shares(batch_size, costs)[1] + self.exchange_s,
+            [self.micro_batch_sizes[r] for r in present],
+            math.inf if num_working == 1 else together_s,
         )
-        slowest = None
-        if fastest is not None:
-            misfits = [r for r in present if r != present[fastest]]
-            others = [r for r in misfits if r != 0]
-            slowest = max(others or misfits, key=lambda r: costs[r].per_sample_s)
-        self._misfits = [*self._misfits[-_PATIENCE + 1 :], slowest]
-        sure = len(self._misfits) == _PATIENCE and set(self._misfits) == {slowest}
-        return slowest if sure else None
+        return None if fastest is None else present[fastest]
+
+    def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
+        """Return what a window takes if these ranks are parked; see ``Policy``."""
+        working = [r for r in range(len(self.members)) if r not in away]
+        costs = self.costs
+        if costs is None:
+            return Forecast(0.0, 0.0)
+        ranks = [costs[r] for r in working], [self.micro_batch_sizes[r] for r in working]
+        exchange_s = self._exchange_of(len(working))
+        finished_s = finish_s(fastest_shares(batch_size, *ranks), *ranks)
+        compute_s = max([finished_s, *(cost.window_s for cost in ranks[0])])
+        return Forecast(compute_s + exchange_s, exchange_s)
+
+    def windows_apart(self, batch_size: int, change_s: float) -> int:
+        """Return after how many windows parked ranks are tried again; see ``Policy``.
+
+        The less often, the more a trial costs: it takes 1 % of the time at most.
+        """
+        costs, everyone = self.costs, self.forecast(batch_size, frozenset())
+        now_s, exchange_s = self.forecast(batch_size, self._parked)
+        if costs is None or not self._parked or now_s <= 0.0:
+            return LEAST_APART
+        sizes = self.micro_batch_sizes
+        slowest_s = max(costs[r].seconds(1, sizes[r]) for r in self._parked)
+        slow_s = max(slowest_s + everyone.exchange_s - now_s, 0.0)
+        idle_s = max(everyone.window_s - now_s, 0.0)
+        moving_s = change_s or _TRANSFER * max(everyone.exchange_s, exchange_s)
+        lost_s = _TRIAL_WINDOWS * slow_s + 2 * _PATIENCE * idle_s + moving_s
+        return max(LEAST_APART, math.ceil(lost_s / (_TRIALS * now_s)))
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Predicted samples per second of each rank alone; see ``Policy``."""
@@ -234,13 +307,15 @@ class SyncPolicy(Policy):
                 for member, speed in zip(self.members, self._speeds, strict=True)
                 if speed.is_measured
             },
+            "team": list(self.members),
+            "exchanges_s": {str(n): list(known) for n, known in self._exchanges_s.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, even of another team: members that are not here are ignored.
 
-        Members of which the state says nothing keep what is known of them. The time of an exchange
-        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
+        Members of which the state says nothing keep what is known of them. The times of exchanges
+        are those of a team, not of its members: another team learns its own. See ``Policy``.
         """
         if state.get("policy") == "fixed":
             return  # that run had given shares and learnt nothing
@@ -258,6 +333,8 @@ class SyncPolicy(Policy):
         for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
+        if state.get("team") == list(self.members):
+            self._exchanges_s = _checked_exchanges(state.get("exchanges_s"))
         self._in_use = {}
         self._forget_forecasts()
 
@@ -362,3 +439,24 @@ def _presumed_costs(speeds: Sequence[SpeedModel]) -> tuple[CostModel, ...] | Non
         else:
             costs.append(middle)
     return tuple(costs)
+
+
+def _checked_exchanges(saved: object) -> dict[int, list[float]]:
+    """Return seconds of exchanges, by number of ranks, as a state holds them.
+
+    Raises:
+        CheckpointError: The state is damaged.
+    """
+    try:
+        found = {int(n): [float(t) for t in known] for n, known in dict(saved).items()}  # type: ignore[call-overload]
+        if not all(
+            n > 0 and known and all(0.0 <= t < math.inf for t in known)
+            for n, known in found.items()
+        ):
+            raise ValueError(found)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's times of exchanges are damaged ({error!r}): resume from an older "
+            "checkpoint"
+        ) from error
+    return found

@@ -6,10 +6,12 @@ changes it, and that is agreed: the planner wishes it in the last window of a ge
 what it knows. Any rank may be parked, rank 0 too: the lowest rank that is present plans.
 
 Ranks that are parked wait at the *door*, where those that work come by now and then. What is said
-there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others.
+there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others. At the end of an epoch all
+ranks come back. Those that were parked are parked again when the next one begins, unless the
+planner says that it is time to try them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -45,18 +47,19 @@ class Answer(NamedTuple):
     source: int
 
 
-def without(state: State, rank: int) -> State:
-    """Return the next generation, in which ``rank`` is parked; it begins with new plans."""
-    members = tuple(member for member in state.members if member != rank)
-    phase = Phase.AWAY if rank == state.me else state.phase
-    return state._replace(generation=state.generation + 1, members=members, phase=phase, plans=())
+def without(state: State, ranks: Collection[int]) -> State:
+    """Return the next generation, in which ``ranks`` are parked; it begins with new plans."""
+    members = tuple(member for member in state.members if member not in ranks)
+    phase = Phase.AWAY if state.me in ranks else state.phase
+    return state._replace(
+        generation=state.generation + 1, members=members, phase=phase, plans=(), again=()
+    )
 
 
 def answer(state: State, rows: Mapping[int, Row]) -> Answer:
     """Return what follows from the rows at the door.
 
     Unless ``Said.STAY`` was said, the next generation has all ranks.
-
 
     Args:
         state: This rank's.
@@ -82,5 +85,6 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
             phase=Phase.OUT if state.phase is Phase.AWAY else state.phase,
             led_out=said is Said.LEFT if state.phase is Phase.AWAY else state.led_out,
             plans=(),
+            again=tuple(map(int, row.body[1:])),
         )
     return Answer(state, said, source)

@@ -126,6 +126,8 @@ class State(NamedTuple):
         stopping: Whether the team has agreed to stop.
         winding: Whether the epoch ends early, with one more window at which all wait.
         led_out: Whether the others have left their loops by ``break``, and this rank with them.
+        again: Ranks that were parked when the last epoch ended, and are parked again when the next
+            one begins.
     """
 
     me: int
@@ -145,6 +147,7 @@ class State(NamedTuple):
     stopping: bool = False
     winding: bool = False
     led_out: bool = False
+    again: tuple[int, ...] = ()
 
     @property
     def plan(self) -> Plan | None:

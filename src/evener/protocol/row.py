@@ -23,6 +23,9 @@ T = TypeVar("T")
 ALL: Final = -1
 """In place of the number of one optimizer: all of them."""
 
+PARK: Final = 1
+"""The planner's wish to park ranks; which, it says in the round of ``CHANGE`` that follows."""
+
 ADMIT: Final = -1
 """The planner's wish to take parked ranks back."""
 
@@ -102,7 +105,7 @@ class Row(NamedTuple):
         busy: Whether an exchange of its own has not landed (ASYNC).
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         turns: Optimizers' turns taken in this window.
-        change: The planner's wish: 0 for none, r + 1 to park rank r, ``ADMIT``, ``CALL``.
+        change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``.
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
         may_skip: Whether what is not finite on it may be left out: an overflow of fp16 that a

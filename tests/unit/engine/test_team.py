@@ -19,7 +19,7 @@ def test_the_present_ranks_join_in_smaller_and_smaller_communicators() -> None:
         team = Team(comm)
         seen = []
         for leaving in (0, 2):
-            team.park(leaving)
+            team.park({leaving})
             seen.append((team.members, team.parked, team.comm.world_size))
             if leaving == comm.rank:
                 assert team.comm is team.whole
@@ -69,7 +69,7 @@ def test_parked_ranks_are_called_when_somebody_is_parked_and_time_has_passed(
         nonlocal now
         team = Team(comm)
         seen = [team.call_is_due]
-        team.park(1)
+        team.park({1})
         seen.append(team.call_is_due)
         team.call(is_parked=comm.rank == 1)
         seen.append(team.call_is_due)

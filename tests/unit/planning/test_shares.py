@@ -18,12 +18,15 @@ from evener.planning.shares import (
 from evener.planning.speed import CostModel
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=300, database=None)
-COSTS = st.builds(CostModel, fixed_s=st.floats(0, 2), per_sample_s=st.floats(0.01, 1))
+COSTS = st.builds(
+    CostModel, fixed_s=st.floats(0, 2), per_sample_s=st.floats(0.01, 1), window_s=st.just(0.0)
+)
 # Round numbers make exact ties, where rounding in the search would show.
 ROUND_COSTS = st.builds(
     CostModel,
     fixed_s=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     per_sample_s=st.sampled_from([0.125, 0.25, 0.5, 1.0]),
+    window_s=st.sampled_from([0.0, 0.5]),
 )
 SIZES = st.one_of(st.none(), st.integers(1, 9))
 
@@ -102,7 +105,8 @@ def test_shares_sum_to_the_total_and_cannot_be_bettered_by_one_sample(ranks, tot
 def test_a_faster_rank_never_gets_less(costs, size, total):
     shares = fastest_shares(total, costs, [size] * len(costs))
     for (mine, cost), (theirs, other) in itertools.permutations(zip(shares, costs, strict=True), 2):
-        if cost.fixed_s <= other.fixed_s and cost.per_sample_s < other.per_sample_s:
+        is_slower = cost.fixed_s > other.fixed_s or cost.window_s > other.window_s
+        if not is_slower and cost.per_sample_s < other.per_sample_s:
             assert mine >= theirs
 
 
@@ -190,8 +194,8 @@ def test_a_rank_is_better_alone_where_the_exchange_takes_longer_than_others_save
     assert better_alone(total, costs, sizes, time_s) == expected
 
 
-@pytest.mark.parametrize(("exchange_s", "expected"), [(0.49, None), (0.51, None), (0.60, 0)])
-def test_alone_must_be_five_percent_shorter(exchange_s, expected):
+@pytest.mark.parametrize(("exchange_s", "expected"), [(0.49, None), (0.5, None), (0.51, 0)])
+def test_alone_must_be_shorter(exchange_s, expected):
     # Alone 1.0 s; together 0.5 s and the exchange.
     assert better_alone(100, [CostModel(0.0, 0.01)] * 2, [None, None], 0.5 + exchange_s) == expected
 
@@ -213,7 +217,7 @@ def test_no_other_choice_of_ranks_is_better(ranks, total, exchange_s):
 
     everyone = list(range(len(ranks)))
     best = min((by_speed[:count] for count in range(len(ranks), 0, -1)), key=window_s)
-    if window_s(best) >= 0.95 * window_s(everyone):
+    if window_s(best) >= window_s(everyone):
         best = everyone
     rank = better_alone(total, costs, sizes, window_s(everyone))
     assert (everyone if rank is None else [rank]) == best

@@ -12,7 +12,9 @@ from evener.errors import CheckpointError, ConfigError
 from evener.planning.speed import CostModel, SpeedModel, num_micro_batches
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=200, database=None)
-LINES = st.builds(CostModel, fixed_s=st.floats(0, 0.2), per_sample_s=st.floats(1e-3, 0.1))
+LINES = st.builds(
+    CostModel, fixed_s=st.floats(0, 0.2), per_sample_s=st.floats(1e-3, 0.1), window_s=st.just(0.0)
+)
 
 
 def measured(line: CostModel, samples: int = 24, windows: int = 3) -> SpeedModel:

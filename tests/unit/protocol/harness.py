@@ -33,6 +33,7 @@ from evener.protocol.row import (
     ALL,
     CALL,
     DATA_LENGTH,
+    PARK,
     Drop,
     Purpose,
     Row,
@@ -142,8 +143,10 @@ class Program(Shown):
     stream: bool = False
     #: Weights of shares, by window.
     shares: tuple[tuple[int, ...], ...] = ((1,) * 9,)
-    #: The planner's wish, by window.
-    wishes: Mapping[int, int] = field(default_factory=dict)
+    #: The planner's wish, by window: ``ADMIT``, ``CALL``, or the ranks to be parked.
+    wishes: Mapping[int, int | frozenset[int]] = field(default_factory=dict)
+    #: Whether ranks that are parked when an epoch ends are parked again in the next one.
+    parks_again: bool = True
     #: Windows in which optimizers take turns.
     turns: frozenset[int] = frozenset()
     #: Windows after whose commit a value is averaged.
@@ -660,6 +663,7 @@ class SyncRank(Rank):
         self.leases: dict[int, Slice] = {}
         self.draft: tuple[float, ...] | None = None
         self.wish = 0
+        self.misfits: tuple[int, ...] = ()
         self.content: list[int] = []
         self.micro = 0
         self.turns: list[int] = []
@@ -738,7 +742,10 @@ class SyncRank(Rank):
 
     def work(self) -> Steps:
         """Windows, as long as there are any."""
-        yield from self.exchange_plans(2)
+        if self.state.again:
+            self.park(self.state.again)
+        if self.state.phase is not Phase.AWAY:
+            yield from self.exchange_plans(2)
         while True:
             if self.state.phase is Phase.AWAY:
                 yield from self.wait_for_recall()
@@ -990,12 +997,11 @@ class SyncRank(Rank):
 
     def wanted_change(self) -> int:
         """The planner's wish, as far as it can be fulfilled."""
-        wish = self.program.wishes.get(self.state.window, 0)
-        if wish in (ADMIT, CALL):
+        wish, members = self.program.wishes.get(self.state.window, 0), set(self.state.members)
+        if isinstance(wish, int):
             return wish if self.state.away else 0
-        if wish and (wish - 1 not in self.state.members or len(self.state.members) == 1):
-            return 0
-        return wish
+        self.misfits = tuple(sorted(wish))
+        return PARK if wish and wish < members else 0
 
     def take_draft(self) -> tuple[float, ...]:
         """What this rank says of the window after the next."""
@@ -1024,26 +1030,35 @@ class SyncRank(Rank):
         self.point("change.before")
         if wish == CALL:
             yield from self.call(Said.STAY)
-        elif wish > 0:
-            yield from self.park(wish - 1)
+        elif wish == PARK:
+            yield from self.park_misfits()
         else:
             yield from self.recall(Said.GO_ON if wish == ADMIT else Said.LEFT)
 
-    def end_generation(self) -> Steps:
-        """The last window of a generation is committed."""
+    def end_generation(self, *said: float) -> Generator[Any, Any, tuple[float, ...]]:
+        """The last window of a generation is committed; returns what the planner says."""
+        told: tuple[float, ...] = ()
         if self.state.applied:
-            yield from self.meet(Purpose.CHANGE)
+            rows, _ = yield from self.meet(Purpose.CHANGE, body=said)
+            told = rows[self.state.planner].body
         self.drop_plans()
         self.point("change.ended")
+        return told
 
-    def park(self, rank: int) -> Steps:
-        """Goes on without a rank."""
-        yield from self.end_generation()
-        self.state = RULES.without(self.state, rank)
+    def park_misfits(self) -> Steps:
+        """Parks the ranks that the planner names."""
+        told = yield from self.end_generation(*map(float, self.misfits))
+        misfits = tuple(map(int, told))
+        assert misfits, "the planner names no rank"
+        self.park(misfits)
+        if self.me not in misfits:
+            yield from self.exchange_plans(2)
+
+    def park(self, ranks: tuple[int, ...]) -> None:
+        """Goes on without some ranks."""
+        self.state = RULES.without(self.state, ranks)
         self.net.agree(self.state.generation, self.state.members, "members of a generation")
         self.point("change.formed")
-        if self.me != rank:
-            yield from self.exchange_plans(2)
 
     def recall(self, said: Said) -> Steps:
         """Calls all who are parked."""
@@ -1052,7 +1067,9 @@ class SyncRank(Rank):
 
     def call(self, said: Said) -> Steps:
         """Comes by at the door."""
-        answer = yield from self.come_to_door(Purpose.CALL, body=(float(said),))
+        again = sorted(self.state.away) if said in (Said.END, Said.LEFT) else []
+        body = (float(said), *map(float, again if self.program.parks_again else ()))
+        answer = yield from self.come_to_door(Purpose.CALL, body=body)
         yield from self.rejoin(answer, receives=False)
 
     def wait_for_recall(self) -> Steps:
@@ -1078,7 +1095,7 @@ class SyncRank(Rank):
         state = answer.state
         told = (answer.said, answer.source, state.stopping)
         if answer.said is not Said.STAY:
-            told = (*told, state.generation, state.members, state.window)  # type: ignore[assignment]
+            told = (*told, state.generation, state.members, state.window, state.again)  # type: ignore[assignment]
         self.net.agree(("door", number), told, "S1")
         self.state = state
         return answer

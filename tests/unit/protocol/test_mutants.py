@@ -44,7 +44,7 @@ MACHINE = (
     ("land", "flight=None", "flight=state.flight"),
 )
 GENERATION = (
-    ("without", "if member != rank", ""),
+    ("without", "if member not in ranks", ""),
     ("answer", "generation=row.generation + 1", "generation=row.generation"),
     ("answer", "tuple(range(state.world_size))", "state.members"),
     ("answer", "window=row.window", "window=state.window"),
@@ -67,7 +67,7 @@ def changed(module: ModuleType, name: str, old: str, new: str) -> dict[str, Any]
 
 def fixed() -> list[Program]:
     """Programs that come to places which drawn ones seldom come to."""
-    parked = {"samples": 20, "batch_size": 2, "wishes": {0: 2, 3: ADMIT}}
+    parked = {"samples": 20, "batch_size": 2, "wishes": {0: frozenset({1}), 3: ADMIT}}
     waves = {"policy": ApplyPolicy.ASYNC, "batch_size": 1, "samples": 60}
     early = Script(announces=True)
     return [

@@ -72,7 +72,7 @@ def test_all_orders_of_three_ranks_and_two_windows():
 
 @pytest.mark.parametrize("parked", [0, 1])
 def test_all_orders_of_a_rank_that_is_parked_and_called_back(parked):
-    wishes = {0: parked + 1, 1: CALL, 2: ADMIT}
+    wishes = {0: frozenset({parked}), 1: CALL, 2: ADMIT}
     for script in (Script(), Script(stops=(3, 0)), Script(breaks=(3, 0))):
         program = Program(scripts=(script,) * 2, samples=12, batch_size=2, wishes=wishes)
         assert len(every_order(program)) == 1, program
@@ -105,7 +105,7 @@ RICH = (
         samples=28,
         epochs=2,
         shares=((1, 1, 1), (0, 1, 2)),
-        wishes={1: 1, 3: ADMIT, 4: 3},
+        wishes={1: frozenset({0}), 3: ADMIT, 4: frozenset({2})},
         turns=frozenset({5}),
     ),
     Program(scripts=(Script(announces=True, full=frozenset({1})), Script(announces=True))),

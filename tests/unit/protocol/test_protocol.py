@@ -81,7 +81,9 @@ def programs(draw, policy: ApplyPolicy = SYNC, *, stream: bool = False, troubles
     if policy is SYNC and not stream:
         whole["turns"] = draw(st.frozensets(st.integers(0, 4), max_size=2))
         whole["rates_at"] = draw(st.frozensets(st.integers(0, 4), max_size=1))
-        wish = st.sampled_from([*range(1, world_size + 1), ADMIT, CALL])
+        parked = st.frozensets(st.integers(0, world_size - 1), min_size=1, max_size=2)
+        wish = st.one_of(parked, st.sampled_from([ADMIT, CALL]))
+        whole["parks_again"] = draw(st.booleans())
         whole["wishes"] = draw(st.dictionaries(st.integers(0, 5), wish, max_size=3))
         weights = st.tuples(*[st.integers(0, 2)] * world_size)
         whole["shares"] = tuple(draw(st.lists(weights, min_size=1, max_size=3)))

@@ -16,6 +16,7 @@ from evener.protocol.row import (
     ADMIT,
     ALL,
     CALL,
+    PARK,
     Drop,
     Purpose,
     Row,
@@ -56,6 +57,7 @@ REPORTS = st.builds(
     warmup_samples=WHOLE,
     wait_s=SECONDS,
     sync_s=SECONDS,
+    update_s=SECONDS,
     elapsed_s=SECONDS,
     divergence=st.floats(allow_nan=False),
     stale_steps=WHOLE,
@@ -170,7 +172,7 @@ def test_every_purpose_says_what_a_rank_is_doing():
 
 
 def test_the_wishes_of_a_planner_are_no_ranks():
-    for change in (CALL, ADMIT, 0, 3):
+    for change in (CALL, ADMIT, 0, PARK):
         row = Row(purpose=Purpose.WINDOW, window=0, change=change)
         assert decode(encode(row, 4)).change == change
 
@@ -289,7 +291,7 @@ def test_a_bad_report_is_refused(field, value, message):
 
 
 def test_a_short_report_is_refused():
-    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 24"):
+    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 25"):
         unpack(Report, [0.0] * 6)
 
 

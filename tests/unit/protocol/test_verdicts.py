@@ -493,15 +493,16 @@ def test_an_epoch_begins_with_nothing_of_the_one_before() -> None:
 
 
 def test_a_generation_without_a_rank() -> None:
-    state = without(working(1), 0)
+    state = without(working(1, again=(0,)), {0})
     assert (state.generation, state.members, state.plans) == (1, (1,), ())
     assert state.planner == 1
-    assert state.phase is Phase.WORK
-    assert without(working(), 0).phase is Phase.AWAY
+    assert (state.phase, state.again) == (Phase.WORK, ())
+    assert without(working(), [0]).phase is Phase.AWAY
+    assert without(working(world_size=4, members=(0, 1, 2, 3)), (0, 2)).members == (1, 3)
 
 
 def door(said: Said, **given: Any) -> dict[int, Row]:
-    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said),), **given)
+    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said), 0.0), **given)
     return {0: row(Purpose.AWAY), 1: calling, 2: calling}
 
 
@@ -521,6 +522,7 @@ def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
     state = answer(away, door(said)).state
     assert (state.generation, state.members, state.window) == (2, (0, 1, 2), 9)
     assert (state.plans, state.phase, state.led_out) == ((), Phase.OUT, said is Said.LEFT)
+    assert state.again == (0,)
     caller = away._replace(me=1, phase=Phase.REST, window=9, led_out=False)
     state = answer(caller, door(said)).state
     assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)

@@ -568,8 +568,10 @@ def test_no_sample_is_lost_when_plans_are_replaced() -> None:
         parked: list[int] = []
         with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
             engine = ddp.assembly.engine
-            engine.policy.rank_to_park = (  # rank 1 from window 3 on
-                lambda batch_size: 1 if engine.window == 3 and not engine.team.parked else None
+            engine.policy.ranks_to_park = (  # rank 1 from window 3 on
+                lambda batch_size: frozenset(
+                    {1} if engine.window == 3 and not engine.team.parked else ()
+                )
             )
             loader = ddp.loader(data, batch_size=8)
             for epoch in range(2):
@@ -594,8 +596,8 @@ def test_a_rank_that_leaves_is_noticed_while_another_one_is_parked() -> None:
         model, optimizer = line()
         ddp = setup(comm, model, optimizer, speed_hint=(1.0, 1.0, 1.0))
         engine = ddp.assembly.engine
-        engine.policy.rank_to_park = lambda batch_size: (
-            1 if engine.window >= 3 and not engine.team.parked else None
+        engine.policy.ranks_to_park = lambda batch_size: frozenset(
+            {1} if engine.window >= 3 and not engine.team.parked else ()
         )
         try:
             with ddp:
@@ -662,24 +664,6 @@ def test_a_window_left_out_still_tells_what_weight_to_expect() -> None:
         return skipped
 
     assert run_team(2, body) == [[True, False, False, False]] * 2
-
-
-def test_a_slow_rank_0_is_named_once() -> None:
-    def body(comm: Communicator) -> list[str]:
-        model, optimizer = line()
-        told: list[str] = []
-        with setup(comm, model, optimizer, speed_hint=(1.0, 1.0)) as ddp:
-            engine = ddp.assembly.engine
-            engine.habits.notice = told.append  # type: ignore[method-assign]
-            engine.policy.rank_to_park = lambda batch_size: 0  # type: ignore[method-assign]
-            go_through(ddp, ddp.loader(Numbered(), batch_size=8))
-        return told
-
-    told, others = run_team(2, body)
-    assert len(told) == 1
-    assert "rank 0 makes the team slower" in told[0]
-    assert "Start the fastest device as rank 0" in told[0]
-    assert others == []
 
 
 def test_one_rank_with_whole_windows_is_bit_for_bit_a_plain_loop() -> None:
