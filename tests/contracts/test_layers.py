@@ -21,6 +21,7 @@ PURE_IMPORTS = {
     "functools",
     "hashlib",
     "heapq",
+    "html",  # escape
     "itertools",
     "json",
     "math",
@@ -41,6 +42,7 @@ def is_pure(name: str) -> bool:
         "averaging.weights",
         "data.cursor",
         "data.leases",
+        "notebook",
         "parsing",
     }
 

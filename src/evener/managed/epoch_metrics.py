@@ -13,6 +13,7 @@ from torch import Tensor
 from evener.devices import float64_device
 from evener.engine.results import WindowResult
 from evener.errors import UsageError
+from evener.notebook import html_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,30 @@ class EpochMetrics:
         """Read back ``document``."""
         lists = {name: tuple(v) for name, v in document.items() if isinstance(v, list)}
         return cls(**{**document, **lists})
+
+    def _repr_html_(self) -> str:
+        means = {"loss": self.avg_loss, **self.scalars, **self.eval}
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+        title = (
+            f"epoch {self.epoch}{'' if self.complete else ' (incomplete)'}: {figures}; "
+            f"{self.samples:,} samples in {self.epoch_ms / 1000:.3g} s, lr {self.lr:.3g}"
+        )
+        shares, speeds = self.per_rank_batch_share, self.per_rank_samples_per_s
+        own = list(self.per_rank) or [{} for _ in self.devices]
+        names = sorted({name for scalars in own for name in scalars})
+        rows = [
+            (
+                rank,
+                device,
+                f"{share:.1%}",
+                f"{speed:,.4g}",
+                *(f"{scalars[name]:.4g}" if name in scalars else "–" for name in names),
+            )
+            for rank, (device, share, speed, scalars) in enumerate(
+                zip(self.devices, shares, speeds, own, strict=True)
+            )
+        ]
+        return html_table(title, ["rank", "device", "share", "samples/s", *names], rows)
 
 
 _figures: ContextVar["EpochFigures | None"] = ContextVar("evener_figures", default=None)

@@ -5,6 +5,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from html import escape
 from typing import Self, final
 
 from evener.errors import WorkerError
@@ -155,6 +156,7 @@ class DdpHandle:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._heard = False
+        self._newest: EpochMetrics | None = None  # that was handed out
         self._finalizer = weakref.finalize(self, _abandon, run)
 
     def metrics(self) -> Iterator[EpochMetrics]:
@@ -174,6 +176,7 @@ class DdpHandle:
             if metrics is None:
                 self._check()
                 return
+            self._newest = metrics
             yield metrics
 
     def poll_metrics(self) -> list[EpochMetrics]:
@@ -181,7 +184,9 @@ class DdpHandle:
 
         With one device, where nothing happens in the background, it trains one epoch.
         """
-        return self._run.poll_metrics()
+        landed = self._run.poll_metrics()
+        self._newest = landed[-1] if landed else self._newest
+        return landed
 
     def join(self, timeout_s: float | None = None) -> TrainedState:
         """Wait for the end of the run; a Ctrl-C stops it.
@@ -232,6 +237,19 @@ class DdpHandle:
         whole optimizer step. Where every rank failed, it is what one of them held when it did.
         """
         return self._run.state if self._run.is_done else None
+
+    def __repr__(self) -> str:
+        state = "running"
+        if self._run.is_done:
+            state = "ended" if self._run.error is None else f"failed ({self._run.error})"
+        known = self._newest
+        told = f", epoch {known.epoch} with loss {known.avg_loss:.4g}" if known else ""
+        return f"<DdpHandle: {state}{told}>"
+
+    def _repr_html_(self) -> str:
+        """Return its state, and the epoch that was handed out last."""
+        table = self._newest._repr_html_() if self._newest else ""
+        return f"<p>{escape(repr(self))}</p>{table}"
 
     def __enter__(self) -> Self:
         return self

@@ -90,6 +90,9 @@ class ElChe:
         self.is_calibrated = False
         self.has_speed_hint = False
 
+    def __repr__(self) -> str:
+        return f"<ElChe: batches {self.batch_counts}, anchor {self.anchor}>"
+
     # ── settings ─────────────────────────────────────────────────────────────────────────────────
 
     def with_speed_ratio(self, slow_rank: int, ratio: float) -> Self:

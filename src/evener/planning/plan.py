@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evener.errors import ProtocolError
+from evener.notebook import html_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +47,17 @@ class WindowPlan:
             )
         first = self.start + sum(self.shares[:rank])
         return range(first, first + self.shares[rank])
+
+    def _repr_html_(self) -> str:
+        parts = ((rank, self.positions(rank)) for rank in range(len(self.shares)))
+        rows = [
+            (
+                rank,
+                f"{len(own):,}",
+                f"{len(own) / self.size if self.size else 0:.1%}",
+                f"[{own.start:,}, {own.stop:,})",
+            )
+            for rank, own in parts
+        ]
+        title = f"window {self.window:,}: {self.size:,} samples of epoch {self.epoch}"
+        return html_table(title, ["rank", "samples", "share", "positions"], rows)

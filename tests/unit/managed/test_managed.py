@@ -481,3 +481,39 @@ def test_a_rank_of_another_launcher_starts_no_workers(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match=r"is rank 1 of 2 already .*start the script plainly"):
         describe_job().run()
+
+
+# ── in a notebook ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_handle_says_how_far_its_run_is():
+    handle = describe_job(num_epochs=2).run()
+    assert repr(handle) == "<DdpHandle: running>"
+    (metrics,) = handle.poll_metrics()
+    assert repr(handle) == f"<DdpHandle: running, epoch 0 with loss {metrics.avg_loss:.4g}>"
+    assert metrics._repr_html_() in handle._repr_html_()
+    handle.join()
+    assert repr(handle).startswith("<DdpHandle: ended, epoch 0 with loss ")
+
+
+def test_a_handle_names_what_ended_its_run():
+    handle = describe_job(train_fn=lambda *_: record_scalar("<b>", [])).run()
+    with pytest.raises(WorkerError):
+        handle.join()
+    assert repr(handle).startswith("<DdpHandle: failed (rank 0 (cpu) failed: UsageError: ")
+    assert "record_scalar(&#x27;&lt;b&gt;&#x27;, ...)" in handle._repr_html_()
+
+
+def test_metrics_are_a_table_with_a_row_for_each_rank():
+    shown = EpochMetrics(
+        epoch=3, complete=False, avg_loss=0.25, scalars={"<i>": 0.5}, per_rank=({"<i>": 0.5}, {}),
+        eval={"eval": 0.75}, samples=4000, weight=4000.0, steps=9, lr=0.1, epoch_ms=1500.0,
+        per_rank_samples_per_s=(2000.0, 1000.0), per_rank_batch_share=(0.75, 0.25),
+        devices=("cuda:0", "cpu"),
+    )._repr_html_()  # fmt: skip
+    assert (
+        "epoch 3 (incomplete): loss 0.25, &lt;i&gt; 0.5, eval 0.75; 4,000 samples in 1.5 s" in shown
+    )
+    first = "<td>0</td><td>cuda:0</td><td>75.0%</td><td>2,000</td><td>0.5</td>"
+    second = "<td>1</td><td>cpu</td><td>25.0%</td><td>1,000</td><td>–</td>"
+    assert f"<tr>{first}</tr><tr>{second}</tr>" in shown

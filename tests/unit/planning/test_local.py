@@ -11,6 +11,7 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard, NoGuard, Verdict
+from evener.planning.local_plan import LocalPlan
 from evener.planning.report import Report
 
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────
@@ -192,3 +193,17 @@ def test_the_first_step_is_always_made_and_never_more_than_allowed():
     assert not clock.wants_another(0.0)
     clock.open(0)
     assert not clock.wants_another(0.0)
+
+
+def test_a_notebook_shows_the_steps_of_each_rank():
+    plan = LocalPlan(
+        window=2, epoch=1, window_s=math.inf, blocking=True,
+        steps=(23, 10), most=(30, 15), queues=(2, 3), anchor=10,
+    )  # fmt: skip
+    shown = plan._repr_html_()
+    assert "window 2 of epoch 1: inf s, anchor 10, stable" in shown
+    assert "<tr><td>1</td><td>10</td><td>15</td><td>3</td></tr>" in shown
+
+
+def test_a_cadence_says_what_it_counts():
+    assert repr(ElChe(2, 10).with_speed_ratio(1, 2.3)) == "<ElChe: batches (23, 10), anchor 10>"
