@@ -4,7 +4,9 @@
 one collective moves a whole group and nothing is concatenated per step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import is_
 from typing import final
 
@@ -28,8 +30,9 @@ class FlatBuffers:
     ``attach_data()``.
 
     A window starts with ``.grad = None``, so that the first backward writes fresh gradients instead
-    of adding to zeros. With several ranks a hook then moves each into its place of the buffer,
-    where further ones are added to it. With one rank they stay where autograd has put them.
+    of adding to zeros. With several ranks, hooks then *move* them into their places of the buffer,
+    a run of parameters at once, while they are in the processor's cache; further ones are added to
+    them there. With one rank they stay where autograd has put them.
 
     Views keep a parameter's shape and, where its memory is dense, its strides (so also
     ``channels_last``). ``state_dict``, ``copy.deepcopy``, safetensors and optimizers see ordinary,
@@ -80,7 +83,7 @@ class FlatBuffers:
         self._buckets: list[tuple[FlatGroup, Bucket]] = []
         self.parameters: tuple[Parameter, ...] = ()
         self.names: tuple[str, ...] = ()
-        self._group_of: list[FlatGroup] = []
+        self._places: list[int] = []
         self._data_ptrs: list[int] = []
         #: What each parameter has accumulated in this window; None before its first gradient.
         self._held: list[Tensor | None] = []
@@ -113,7 +116,11 @@ class FlatBuffers:
 
     def stamps(self) -> list[int]:
         """Return for each parameter a number that changes when its gradient is written."""
-        return [-1 if held is None else held._version for held in self._held]
+        if not self._views:
+            return [-1 if held is None else held._version for held in self._held]
+        versions = [group.grad._version for group in self.groups]  # views share their buffer's
+        places = zip(self._held, self._places, strict=True)
+        return [-1 if held is None else versions[place] for held, place in places]
 
     def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
         """Look for what was done to ``.grad`` since ``attach_grads()`` and ``stamps()``.
@@ -130,14 +137,13 @@ class FlatBuffers:
         if all(map(is_, grads, self._held)) and self.stamps() == unwritten:
             return None, False  # nearly always: no further loop in Python
         dropped = False
-        for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
-            grad = parameter.grad
+        now = self.stamps()
+        for i, (grad, held) in enumerate(zip(grads, self._held, strict=True)):
             if grad is not held:
                 if grad is not None:
                     return i, dropped
                 dropped = True
-            before = stamps[i] if i < len(stamps) else -1
-            if (-1 if held is None else held._version) != before:
+            if now[i] != unwritten[i]:
                 return i, dropped
         return None, dropped
 
@@ -158,18 +164,19 @@ class FlatBuffers:
             thawed = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             self._add(thawed)
-        if not self._views:
-            grads = [parameter.grad for parameter in self.parameters]
-            if all(map(is_, grads, self._held)):
-                return 0
-            if self._nothing_held and all(g is None or g.layout is torch.strided for g in grads):
-                self._held, self._nothing_held = grads, False
-                return 0
+        grads = [parameter.grad for parameter in self.parameters]
+        lies_there = [view.data_ptr() for view in self._views] == self._view_ptrs
+        if lies_there and all(map(is_, grads, self._held)):
+            return 0
+        if self._views:
+            _move_fresh(enumerate(self.parameters), self._held, self._views, self._view_ptrs)
+        elif self._nothing_held and all(g is None or g.layout is torch.strided for g in grads):
+            self._held, self._nothing_held = grads, False
+            return 0
         broken = 0
         for i, (parameter, held) in enumerate(zip(self.parameters, self._held, strict=True)):
-            grad = parameter.grad
-            moved = held is not None and self._views and held.data_ptr() != self._view_ptrs[i]
-            if grad is not held or moved:
+            strays = held is not None and self._views and held.data_ptr() != self._view_ptrs[i]
+            if parameter.grad is not held or strays:
                 broken += held is not None
                 self._restore_grad(i)
         return broken
@@ -204,17 +211,20 @@ class FlatBuffers:
         """
         self.attach_data()
         self.attach_grads()
-        groups = self.groups_of(part)
-        for group in groups if self._views else ():
-            touched = [self._held[i] is not None for i in group.indices]
-            if not any(touched):
+        groups, had_any = self.groups_of(part), False
+        for group in groups:
+            missing = [i for i in group.indices if self._held[i] is None]
+            had_any = had_any or len(missing) < len(group.parameters)
+            if not self._views:
+                continue
+            if len(missing) == len(group.parameters):
                 group.grad.zero_()
                 continue
-            for i in group.indices:
-                if self._held[i] is None:
-                    self._views[i].zero_()
-            group.touched.copy_(torch.tensor(touched))
-        return any(self._held[i] is not None for group in groups for i in group.indices)
+            group.touched.fill_(1)
+            for i in missing:
+                self._views[i].zero_()
+                group.touched[i - group.indices.start] = 0
+        return had_any
 
     def mask_untouched(self, part: int | None = None) -> None:
         """Show optimizers the gradients that some rank had, and ``.grad = None`` where none had.
@@ -223,7 +233,9 @@ class FlatBuffers:
         """
         for group in self.groups_of(part) if self._views else ():
             for i, count in zip(group.indices, group.touched.tolist(), strict=True):
-                self._held[i] = self.parameters[i].grad = self._views[i] if count else None
+                shown = self._views[i] if count else None
+                if self._held[i] is not shown:  # mostly it is: to set .grad takes longer
+                    self._held[i] = self.parameters[i].grad = shown
 
     def gradients(self, group: FlatGroup) -> list[Tensor]:
         """Return a group's gradients, for arithmetic on all; after ``gather``, any shapes."""
@@ -265,14 +277,17 @@ class FlatBuffers:
             self.parameters += group.parameters
             self.names += group.names
             for i, parameter in zip(group.indices, group.parameters, strict=True):
-                self._group_of.append(group)
                 self._data_ptrs.append(parameter.data_ptr())
                 self._held.append(None)
+                self._places.append(len(self.groups) - 1)
                 if self._world_size > 1:
                     self._views.append(self._view(i))
                     self._view_ptrs.append(self._views[i].data_ptr())
-                    mover = _mover(self._held, self._views, i)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            for run in group.runs() if self._views else ():
+                members_of_run = [(i, weakref.ref(self.parameters[i])) for i in run]
+                mover = partial(_move_run, members_of_run, self._held, self._views, self._view_ptrs)
+                last = self.parameters[run[-1]]
+                self._hooks.append(last.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         every = [(group, bucket) for group in self.groups for bucket in group.buckets]
         self._buckets = sorted(every, key=lambda pair: pair[1].number)
 
@@ -294,7 +309,7 @@ class FlatBuffers:
         self._held[i] = parameter.grad = grad
 
     def _restore_data(self, i: int) -> None:
-        parameter, group, name = self.parameters[i], self._group_of[i], self.names[i]
+        parameter, group, name = self.parameters[i], self.groups[self._places[i]], self.names[i]
         now, buffer, before = parameter.data, group.data, group.shapes[i - group.indices.start]
         if (now.device, now.dtype) != (buffer.device, buffer.dtype):
             raise UsageError(
@@ -314,7 +329,7 @@ class FlatBuffers:
                 self._held[i] = parameter.grad = _move_grad(grad, self._views[i])
 
     def _view(self, i: int) -> Tensor:
-        group = self._group_of[i]
+        group = self.groups[self._places[i]]
         return view_like(group.grad, group.offsets[i - group.indices.start], self.parameters[i])
 
 
@@ -339,20 +354,42 @@ def _turns(
     return turns
 
 
-def _mover(held: list[Tensor | None], views: list[Tensor], i: int) -> Callable[[Tensor], None]:
-    """Return a hook that moves a fresh gradient into the buffer, while it is still in the cache.
+def _move_run(
+    run: Sequence[tuple[int, weakref.ref[Parameter]]],
+    held: list[Tensor | None],
+    views: Sequence[Tensor],
+    pointers: Sequence[int],
+    _: Tensor,
+) -> None:
+    """Move the gradients of a run of parameters when that of the last one is there.
 
     It knows lists, not the buffers: a parameter and its hook must not keep one another alive.
     """
+    members = [(i, parameter) for i, weak in run if (parameter := weak()) is not None]
+    _move_fresh(members, held, views, pointers)
 
-    def move(parameter: Tensor) -> None:
-        grad, view = parameter.grad, views[i]
-        if grad is None or grad is held[i] or grad.layout is not torch.strided:
-            return
-        if grad.shape == view.shape:  # else .data was replaced, which gather tells in words
-            held[i] = parameter.grad = _move_grad(grad, view)
 
-    return move
+@torch.no_grad()
+def _move_fresh(
+    members: Iterable[tuple[int, Parameter]],
+    held: list[Tensor | None],
+    views: Sequence[Tensor],
+    pointers: Sequence[int],
+) -> None:
+    """Move first gradients of a window into the buffers; leave all that is unusual alone."""
+    found = [
+        (i, parameter, grad)
+        for i, parameter in members
+        if held[i] is None
+        and (grad := parameter.grad) is not None
+        and grad.layout is torch.strided
+        and grad.shape == views[i].shape  # else .data was replaced, which gather tells in words
+        and grad.data_ptr() != pointers[i]  # else it lies there, perhaps with other strides
+    ]
+    if found:
+        torch._foreach_copy_([views[i] for i, _, _ in found], [grad for _, _, grad in found])
+        for i, parameter, _ in found:
+            held[i] = parameter.grad = views[i]
 
 
 @torch.no_grad()

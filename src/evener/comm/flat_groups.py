@@ -15,6 +15,9 @@ from evener.devices import kind_of
 
 ALIGNMENT_BYTES = 64
 
+_RUN_BYTES = {"cpu": 2**20}
+"""What is moved at once: on a CPU, what its cache still holds; elsewhere, few calls count."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,17 @@ class FlatGroup:
     grad_values: Tensor
     touched: Tensor
     buckets: tuple[Bucket, ...]
+
+    def runs(self) -> list[range]:
+        """Return the flat numbers of parameters whose gradients are moved at once."""
+        most = _RUN_BYTES.get(self.grad.device.type, 2**25)
+        runs, first, size = [], self.indices.start, 0
+        for i, parameter in zip(self.indices, self.parameters, strict=True):
+            size += parameter.numel() * parameter.element_size()
+            if size >= most or i + 1 == self.indices.stop:
+                runs.append(range(first, i + 1))
+                first, size = i + 1, 0
+        return runs
 
     def spans(self) -> list[tuple[int, int]]:
         """First and last-plus-one element of each view."""

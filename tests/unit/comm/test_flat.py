@@ -437,6 +437,57 @@ def test_a_parameter_that_only_another_rank_touched_is_updated(model: Net) -> No
     assert model.embed.weight.grad is None
 
 
+class Deep(nn.Module):
+    """More than a run of parameters: three layers of 4 MiB, a branch that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(3))
+        self.branch = nn.Linear(1024, 1)
+
+    def forward(self, x: Tensor, *, branches: bool) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean() + (self.branch(x).mean() if branches else 0.0)
+
+
+def test_large_gradients_move_into_the_buffer_run_by_run() -> None:
+    torch.manual_seed(0)
+    model, x = Deep(), torch.randn(2, 1024)
+    plain = copy.deepcopy(model)
+    flat = flatten(model)
+    (group,) = flat.groups
+    assert [i for run in group.runs() for i in run] == list(group.indices)
+    assert len(group.runs()) > 2
+    for branches in (False, True, False):
+        plain.zero_grad()
+        flat.zero_()
+        for factor in (1.0, 3.0):  # the second is added in the buffer
+            for one in (plain, model):
+                one(factor * x, branches=branches).backward()
+            assert flat.attach_grads() == 0
+        assert flat.gather()
+        flat.mask_untouched()
+        for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            if expected.grad is None:
+                assert own.grad is None
+            else:
+                assert own.grad is not None
+                assert lies_in(own.grad, group.grad)
+                torch.testing.assert_close(own.grad, expected.grad)
+        total = sum(p.grad.double().sum() for p in plain.parameters() if p.grad is not None)
+        torch.testing.assert_close(group.grad_values.double().sum(), total)
+
+
+def test_a_rank_that_is_alone_keeps_its_gradients_where_they_are(model: Net) -> None:
+    flat = flatten(model, 1)
+    model(*batch(0)).backward()
+    grads = [p.grad for p in model.parameters()]
+    flat.gather()
+    flat.mask_untouched()
+    assert [id(p.grad) for p in model.parameters()] == [id(grad) for grad in grads]
+
+
 def test_closing_ends_the_moving(model: Net) -> None:
     flat = flatten(model)
     flat.close()
