@@ -111,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=some_of(MODELS), default=list(MODELS), metavar="NAME,...")
     parser.add_argument("--tokens", type=tokens, default=[128, 1024], help="per rank and step")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--turn-s", type=float, default=0.6, help="length of a turn, about")
+    parser.add_argument("--turn-s", type=float, default=0.5, help="length of a turn, about")
     parser.add_argument("--quick", action="store_true", help="5 short rounds, 2 models, 128 tokens")
     parser.add_argument(
         "--with",
@@ -190,8 +190,10 @@ def take_turns(
     for number, order in enumerate(shuffled(list(speeds), arguments.rounds + 1)):
         for name in order:
             if name in MAIN or number == 0 or number % OTHERS_EVERY == 1:
-                way = alone[number % len(alone)] if name == "solo" else ways[name]
-                speeds[name][number] = way.run(setting.windows)
+                way, steps = ways.get(name), setting.windows
+                if way is None:  # one rank makes the steps of all
+                    way, steps = alone[number % len(alone)], max(1, steps // len(alone))
+                speeds[name][number] = way.run(steps)
     for way in ways.values():
         way.close()
     return {name: {n: v for n, v in taken.items() if n} for name, taken in speeds.items()}
