@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ def describe_commit() -> str:
 def describe_versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     names = ("torch", "transformers", "numpy", "evener")
+    compared = ("accelerate", "lightning-fabric", "torchft")
+    found = {d.name for d in distributions()}
+    names += tuple(name for name in compared if name in found)
     return {"python": sys.version.split()[0], **{n: version(n) for n in names}}
 
 

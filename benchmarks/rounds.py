@@ -24,7 +24,7 @@ import torch.distributed as dist
 from evener.team.environment import STORE_FD, DistributedTrainConfig
 from evener.team.launch import launch
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 _FOLDER = "EVENER_BENCHMARK_FOLDER"
 _LOOPBACK = "127.0.0.1"
 
