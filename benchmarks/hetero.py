@@ -3,6 +3,7 @@
     python benchmarks/hetero.py --json hetero.json
     python benchmarks/hetero.py --quick
     python benchmarks/hetero.py --speeds 1,0.3333 --slowed-by sleep --ways evener.sync
+    python benchmarks/hetero.py --with accelerate,fabric,torchft
 
 All ways run in the same processes on the same model, data and speeds, one after another in each
 round, in an order that changes, so that a machine whose speed drifts favours none of them. Slow
@@ -26,16 +27,14 @@ At last, a rank with a fiftieth of the speed on a small model: it is parked, wit
 
 import argparse
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
-from typing import Any
 
 import quota
-from lost import TOLERANCE, Lost, lost_time, over_ranks, unnamed
+from comparison import EVENER, Comparison
+from competitors import PACKAGES, enter, missing, ways_of
 from machine import load_average, write_report
-from rounds import Team, is_rank, ratios, run_ranks, shuffled, some_of, spread
+from rounds import Team, is_rank, ratios, run_ranks, some_of, spread
 from tables import text_of
 from ways import Ceiling, Evener, LocalCeiling, Setting, Solo, TorchDdp, TunedDdp, Way, speed_of
 
@@ -46,9 +45,7 @@ FAR = (1.0, 0.02)
 FAR_BELOW = 1 / 16
 #: From this window on it costs nothing any more.
 FAR_FROM = 20
-FAR_MODEL = {"width": 64, "layers": 2, "batch_size": 32, "windows": 60}
-#: What a way may lose of its ranks' time.
-AIMS = {"evener.sync": 0.06, "evener.cadence": 0.03, "evener.async": 0.02}
+FAR_MODEL = {"width": 64, "layers": 2, "batch_size": 32}
 _CASE = "EVENER_BENCHMARK_CASE"
 
 
@@ -61,6 +58,7 @@ def main() -> int:
         case = FarCase if min(speeds) < FAR_BELOW else Case
         case(Team(), speeds, slowed_by, arguments).run()
         return 0
+    enter(arguments.libraries)
     before, rows = load_average(), []
     for slowed_by in arguments.slowed_by:
         if slowed_by == "quota" and (reason := quota.why_not()):
@@ -93,8 +91,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--slowed-by", type=some_of(SLOWED_BY), default=list(SLOWED_BY))
     parser.add_argument("--ways", type=some_of(WAYS), default=list(WAYS), metavar="NAME,...")
+    parser.add_argument(
+        "--with",
+        dest="libraries",
+        type=some_of(tuple(PACKAGES)),
+        default=[],
+        metavar="NAME,...",
+        help=f"other libraries beside torch: {', '.join(PACKAGES)}",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=8, help="global batches a turn")
+    parser.add_argument("--far-windows", type=int, default=60, help="with a rank far slower")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=4, help="of solo and evener")
     parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
@@ -166,21 +173,18 @@ class Case:
         arguments: The command line.
     """
 
-    #: What is not from the command line.
-    model: Mapping[str, int] = {}
-
     def __init__(
         self, team: Team, speeds: Sequence[float], slowed_by: str, arguments: argparse.Namespace
     ) -> None:
+        self.team, self.arguments = team, arguments
         cores = spread_cores(speeds) if arguments.cores is None else arguments.cores
         if cores:
             os.sched_setaffinity(0, {cores[team.rank % len(cores)]})
         quota.join(team.rank)
-        self.team, self.arguments = team, arguments
         self.setting = Setting(
             speeds=tuple(speeds),
             sleeps=slowed_by == "sleep",
-            **{name: getattr(arguments, name) for name in FROM_COMMAND_LINE} | self.model,
+            **{name: getattr(arguments, name) for name in FROM_COMMAND_LINE} | self.sizes(),
         )
         self.facts = {
             "speeds": [round(s, 4) for s in speeds],
@@ -189,52 +193,35 @@ class Case:
             "params": sum(p.numel() for p in Way(team, self.setting).model.parameters()),
         }
 
+    def sizes(self) -> Mapping[str, int]:
+        """What is another than the command line says."""
+        return {}
+
     def run(self) -> None:
         """Measures, and leaves the rows."""
         team, setting, arguments = self.team, self.setting, self.arguments
-        made: list[Way] = [Solo(team, setting, rank) for rank in range(team.world_size)]
-        made += [Ceiling(team, setting), LocalCeiling(team, setting)]
-        made += [WAYS[name](team, setting) for name in arguments.ways]
-        ways = {way.name: way for way in made}
-        figures: dict[str, list[float]] = {name: [] for name in ways}
-        lost: dict[str, list[Mapping[int, Lost]]] = {name: [] for name in ways}
-        unnamed_parts: dict[str, list[float]] = {name: [] for name in ways}
-        team.tell(f"speeds {self.facts['speeds']}, slowed by {self.facts['slowed_by']}")
-        for number, names in enumerate(shuffled(list(ways), arguments.rounds + 1)):
-            for name in names:
-                way = ways[name]
-                figures[name].append(way.run(self.steps_of(way, short=number == 0)))
-                if isinstance(way, Evener):
-                    walls_s = [s for [s] in team.gather([way.walls_s[-1]])]
-                    if way.turns[-1]:
-                        lost[name].append(lost_time(way.inner(way.turns[-1])))
-                        unnamed_parts[name].append(unnamed(way.turns[-1], walls_s))
-            shown = ", ".join(f"{n} {v[-1]:.1f}" for n, v in figures.items())
-            team.tell(f"{f'round {number}' if number else 'warm-up'}: samples/s {shown}")
-        rows = []
-        for name, way in ways.items():
-            rows.append({"name": name, **self.facts, **speeds_of(way, figures)})
-            if lost[name]:
-                rows[-1] |= describe_lost(name, lost[name][1:], unnamed_parts[name][1:])
-                rows[-1] |= describe_windows(way.turns[-1])
-        team.finish(rows)
-        for way in made:
-            way.close()
+        ways: list[Way] = [Solo(team, setting, rank) for rank in range(team.world_size)]
+        ways += [Ceiling(team, setting), LocalCeiling(team, setting)]
+        ways += [WAYS[name](team, setting) for name in arguments.ways]
+        for library in arguments.libraries:
+            ways += [kind(team, setting) for kind in ways_of(library) if not missing([library])]
+        comparison = Comparison(team, ways, setting.windows)
+        self.tell()
+        comparison.run(arguments.rounds)
+        team.finish(comparison.rows(self.facts))
+        comparison.close()
 
-    def steps_of(self, way: Way, *, short: bool) -> int:
-        """Global batches of a turn; slow ways get fewer, a warm-up round the least."""
-        windows: int = self.setting.windows
-        if short and not isinstance(way, Evener):
-            return 1
-        if isinstance(way, Solo):
-            return max(1, round(windows * self.setting.speeds[way.alone] / 2))
-        return max(1, windows // 2 if isinstance(way, Ceiling) else windows // 4)
+    def tell(self) -> None:
+        """Prints who is measured."""
+        self.team.tell(f"speeds {self.facts['speeds']}, slowed by {self.facts['slowed_by']}")
 
 
 class FarCase(Case):
     """A rank that is so slow that the others are faster without it, on a small model."""
 
-    model = FAR_MODEL
+    def sizes(self) -> Mapping[str, int]:
+        """See ``Case``."""
+        return FAR_MODEL | {"windows": self.arguments.far_windows}
 
     def run(self) -> None:
         """Measures, and leaves the rows."""
@@ -242,7 +229,7 @@ class FarCase(Case):
         fastest = max(range(team.world_size), key=lambda rank: setting.speeds[rank])
         solo, sync = Solo(team, setting, fastest), Evener(team, setting)
         figures: dict[str, list[float]] = {solo.name: [], sync.name: []}
-        team.tell(f"speeds {self.facts['speeds']}, slowed by {self.facts['slowed_by']}")
+        self.tell()
         for number in range(self.arguments.rounds + 1):
             figures[solo.name].append(solo.run(setting.windows if number else 1))
             sync.run(setting.windows)
@@ -262,62 +249,9 @@ class FarCase(Case):
         sync.close()
 
 
-def speeds_of(way: Way, figures: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """A row's speeds; ``figures`` are samples per second by way and round, the warm-up first."""
-    solo = [values[1:] for name, values in figures.items() if name.startswith("solo.")]
-    ideal = [sum(speeds) for speeds in zip(*solo, strict=True)]
-    values, ceiling = figures[way.name][1:], figures[way.ceiling][1:]
-    return {
-        **spread("samples_per_s", values),
-        **spread("of_ideal", ratios(values, ideal)),
-        **spread("of_ceiling", ratios(values, ceiling)),
-    }
-
-
-def describe_lost(
-    name: str, turns: Sequence[Mapping[int, Lost]], unnamed_parts: Sequence[float]
-) -> dict[str, Any]:
-    """What a way of evener's lost, and whether its windows' times add up."""
-    of_team = [asdict(over_ranks(turn)) for turn in turns]
-    by_rank = {
-        rank: round(statistics.median(turn[rank].total for turn in turns), 4) for rank in turns[0]
-    }
-    rest = statistics.median(unnamed_parts)
-    return {
-        **spread("lost", [over_ranks(turn).total for turn in turns]),
-        "lost_aim": AIMS.get(name),
-        **{
-            f"lost_{part}": round(statistics.median(turn[part] for turn in of_team), 4)
-            for part in of_team[0]
-        },
-        "lost_by_rank": by_rank,
-        "unnamed": round(rest, 4),
-        "adds_up": abs(rest) <= TOLERANCE,
-    }
-
-
-def describe_windows(windows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last turn of evener's."""
-    shares = [row["samples"] for row in max(windows, key=lambda w: w["window"])["ranks"]]
-    anchors = [window["anchor"] for window in windows if "anchor" in window]
-    return {"windows": len(windows), "shares": shares} | (
-        {"anchor": max(anchors)} if anchors else {}
-    )
-
-
 def make_equal_split(team: Team, setting: Setting) -> Way:
     """evener with equal shares."""
     return Evener(team, setting, equal=True)
-
-
-def make_cadence(team: Team, setting: Setting) -> Way:
-    """evener, whose ranks make local steps and then average."""
-    return Evener(team, setting, "cadence")
-
-
-def make_async(team: Team, setting: Setting) -> Way:
-    """evener, whose ranks average in the background."""
-    return Evener(team, setting, "async")
 
 
 #: What is measured beside each rank alone and the ceilings.
@@ -325,9 +259,7 @@ WAYS: dict[str, Callable[[Team, Setting], Way]] = {
     "torch.ddp": TorchDdp,
     "torch.ddp.tuned": TunedDdp,
     "evener.equal_split": make_equal_split,
-    "evener.sync": Evener,
-    "evener.cadence": make_cadence,
-    "evener.async": make_async,
+    **EVENER,
 }
 
 

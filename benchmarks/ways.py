@@ -51,6 +51,7 @@ class Setting:
         width: Width of the model.
         layers: Its blocks.
         seq_len: Tokens of a sample.
+        sample_sleep_s: How long a rank sleeps for each sample, as it would wait for a device.
     """
 
     speeds: tuple[float, ...]
@@ -64,6 +65,7 @@ class Setting:
     width: int = 128
     layers: int = 4
     seq_len: int = 128
+    sample_sleep_s: float = 0.0
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -80,6 +82,20 @@ class Setting:
         """Samples of some windows in which the slowest rank makes ``anchor`` local steps."""
         steps = sum(self.anchor * s / min(self.speeds) for s in self.speeds)
         return self.local_windows * round(steps) * self.micro_batch_size
+
+
+class SleepingGPT(GPT):
+    """The model, which waits for each sample as long as the setting says."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(width=setting.width, layers=setting.layers, seq_len=setting.seq_len)
+        self.sample_sleep_s = setting.sample_sleep_s
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """See ``GPT``."""
+        if self.sample_sleep_s:
+            time.sleep(self.sample_sleep_s * len(ids_BT))
+        return super().forward(ids_BT)
 
 
 class Way:
@@ -103,9 +119,7 @@ class Way:
         self.rank, self.world_size = team.rank, team.world_size
         self.slowdown = Slowdown(setting.slow.get(self.rank, 1.0))
         self.data = Tokens(4096, setting.seq_len)
-        self.model: nn.Module = GPT(
-            width=setting.width, layers=setting.layers, seq_len=setting.seq_len
-        )
+        self.model: nn.Module = SleepingGPT(setting)
         self.optimizer = self.make_optimizer()
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -1,36 +1,49 @@
-"""What a window's decision costs the rank that plans, by the number of ranks. No process, no torch.
+"""What a window costs in Python, by the number of ranks: plans, data, rows. No process, no torch.
 
-    python benchmarks/scale.py --json scale.json
+    python benchmarks/simulate_scale.py --json simulate_scale.json
+    python benchmarks/simulate_scale.py --ranks 2,64
 
 ``decision`` is a plan and the decision whether a rank should be parked; ``observe``, what is learnt
-from a window's reports before it. In every round a team of unequal ranks, whose speeds are settled,
-reports the window that was planned last, with new timings: 2 % of noise, and one window in twenty
-disturbed. ``seconds`` is the best of the rounds, ``median_s`` their median, both in processor time:
-nothing here waits, and other programs on the machine count less.
+from a window's reports before it: on the rank that plans. In every round a team of unequal ranks,
+whose speeds are settled, reports the window that was planned last, with new timings: 2 % of noise,
+and one window in twenty disturbed. ``take`` and ``commit`` are what every rank does with its copy
+of the cursor: what is leased for a window, in queues for each rank where they make local steps, and
+what is committed of it. ``row`` is one rank's row of numbers in the exchange that ends a window,
+written and read again; each rank reads those of all.
+
+``seconds`` is the best of the rounds, ``median_s`` their median, both in processor time: nothing
+here waits, and other programs on the machine count less. ``bytes`` is the memory that a team's
+planner or cursor holds; of ``row`` what each rank receives in a window.
 """
 
 import argparse
 import random
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from machine import load_average, write_report
 
+from evener.data.cursor import Cursor, Slice
+from evener.data.leases import LeaseBook
 from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard
+from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
+from evener.protocol.row import Purpose, Row, decode, encode, pack
 
 RANKS = (2, 8, 64, 256, 1024, 10240)
 SAMPLES_A_RANK = 32
 MICRO_BATCH_SIZE = 8
+LOCAL_STEPS = 2
 SYNC_S = 0.01
-#: Windows before the first round: more than a speed model remembers.
+#: Windows before the first round of a planner: more than a speed model remembers.
 SETTLING = 20
 
 
@@ -124,6 +137,85 @@ class CadenceTeam:
         self.plan = self.policy.plan(0, 0, left=left, limit=None)
 
 
+class SyncCursor:
+    """Windows of a fixed global batch, planned two ahead."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.batch_size = SAMPLES_A_RANK * num_ranks
+        self.cursor = Cursor(1000 * self.batch_size, seed=0)
+        self.leases: list[Slice] = []
+
+    def compute(self) -> None:
+        """Does nothing: samples are not computed here."""
+
+    def observe(self) -> None:
+        """Commits the oldest window."""
+        if len(self.leases) > 2:
+            self.cursor.commit(self.leases.pop(0))
+
+    def decide(self) -> None:
+        """Takes the samples of another window."""
+        piece = self.cursor.take(self.batch_size)
+        assert piece is not None
+        self.leases.append(piece)
+
+
+class LocalCursor:
+    """Queues of batches, which ranks work off at speeds of their own."""
+
+    def __init__(self, num_ranks: int) -> None:
+        draw = random.Random(num_ranks)
+        self.steps = [draw.randint(LOCAL_STEPS, 4 * LOCAL_STEPS) for _ in range(num_ranks)]
+        batches = 100 * sum(self.steps)
+        self.book = LeaseBook(Cursor(batches * MICRO_BATCH_SIZE, 0), MICRO_BATCH_SIZE, num_ranks)
+        self.decide()
+
+    def compute(self) -> None:
+        """Does nothing: samples are not computed here."""
+
+    def observe(self) -> None:
+        """Commits what ranks have done in a window."""
+        done = [
+            piece
+            for rank, steps in enumerate(self.steps)
+            for piece in self.book.retire(rank, steps, steps * MICRO_BATCH_SIZE)
+        ]
+        for piece in done:
+            self.book.cursor.commit(piece)
+
+    def decide(self) -> None:
+        """Fills queues up for another window, and a quarter of one more."""
+        self.book.fill([steps + steps // 4 for steps in self.steps])
+
+
+class Rows:
+    """The row of the rank that plans."""
+
+    def __init__(self, num_ranks: int) -> None:
+        shares = (SAMPLES_A_RANK,) * num_ranks
+        plan = WindowPlan(0, 0, 0, sum(shares), shares)
+        report = Report(weight=1.0, samples=SAMPLES_A_RANK, micro_batches=4, compute_s=0.1)
+        self.row = Row(purpose=Purpose.WINDOW, window=0, report=report, body=tuple(pack(plan)))
+        self.num_ranks = num_ranks
+        self.decide()
+
+    @property
+    def num_bytes(self) -> int:
+        """What each rank receives in a window."""
+        return 8 * len(self.numbers) * self.num_ranks
+
+    def compute(self) -> None:
+        """Does nothing: the row is the same in every window."""
+
+    def observe(self) -> None:
+        """Reads it."""
+        decode(self.numbers)
+
+    def decide(self) -> None:
+        """Writes it."""
+        self.numbers = encode(self.row, self.num_ranks)
+
+
 @dataclass(frozen=True)
 class Way:
     """A kind of team, and the names of its rows."""
@@ -131,11 +223,16 @@ class Way:
     make: Callable[[int], Team]
     decide: str
     observe: str
+    #: Windows before the first round; planners remember as many.
+    settling: int = 1
 
 
 WAYS = (
-    Way(SyncTeam, "decision", "observe"),
-    Way(CadenceTeam, "decision of cadence", "observe of cadence"),
+    Way(SyncTeam, "decision", "observe", SETTLING),
+    Way(CadenceTeam, "decision of cadence", "observe of cadence", SETTLING),
+    Way(SyncCursor, "take", "commit"),
+    Way(LocalCursor, "take of cadence", "commit of cadence"),
+    Way(Rows, "row written", "row read"),
 )
 
 
@@ -148,11 +245,11 @@ def main() -> None:
         for num_ranks in arguments.ranks:
             for row in measure(way, num_ranks, arguments.rounds):
                 rows.append(row)
-                milliseconds = 1000 * row["seconds"]
-                print(f"{row['name']:20} {num_ranks:6} ranks {milliseconds:10.3f} ms")
+                told = f"{1000 * row['seconds']:10.3f} ms {row['bytes'] / 2**20:10.3f} MiB"
+                print(f"{row['name']:20} {num_ranks:6} ranks {told}", flush=True)
     write_report(
         arguments.json,
-        benchmark="scale",
+        benchmark="simulate_scale",
         load_average=[before, load_average()],
         arguments={"rounds": arguments.rounds, "ranks": arguments.ranks},
         rows=rows,
@@ -164,8 +261,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=sizes, default=list(RANKS), help="such as 2,64,1024")
+    parser.add_argument("--quick", action="store_true", help="2, 1,024 and 10,240 ranks; 3 rounds")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.ranks, arguments.rounds = [2, 1024, 10240], 3
+    return arguments
 
 
 def sizes(text: str) -> list[int]:
@@ -175,9 +276,10 @@ def sizes(text: str) -> list[int]:
 
 def measure(way: Way, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
     """The rows of one kind of team of one size."""
+    held = memory(way, num_ranks)
     team = way.make(num_ranks)
     times: dict[str, list[float]] = {way.decide: [], way.observe: []}
-    for _ in range(SETTLING + rounds):
+    for _ in range(way.settling + rounds):
         team.compute()
         times[way.observe].append(seconds(team.observe))
         times[way.decide].append(seconds(team.decide))
@@ -185,11 +287,26 @@ def measure(way: Way, num_ranks: int, rounds: int) -> list[dict[str, Any]]:
         {
             "name": name,
             "ranks": num_ranks,
-            "seconds": round(min(taken[SETTLING:]), 7),
-            "median_s": round(statistics.median(taken[SETTLING:]), 7),
+            "seconds": round(min(taken[way.settling :]), 7),
+            "median_s": round(statistics.median(taken[way.settling :]), 7),
+            "bytes": held,
         }
         for name, taken in times.items()
     ]
+
+
+def memory(way: Way, num_ranks: int) -> int:
+    """Bytes that a team of one size holds after some windows; of rows, what is received."""
+    tracemalloc.start()
+    try:
+        team = way.make(num_ranks)
+        for _ in range(2):
+            team.compute()
+            team.observe()
+            team.decide()
+        return team.num_bytes if isinstance(team, Rows) else tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 def seconds(action: Callable[[], None]) -> float:
