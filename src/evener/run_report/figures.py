@@ -114,7 +114,7 @@ def _run(history: RunHistory, facts: SummaryFacts) -> dict[str, Any]:
         },
         "total_windows": known.get("total_windows"),
         "unit": _unit(history),
-        "state": str(ending["reason"]) if ending else "no end recorded",
+        "state": ending["reason"] if ending else "no end recorded",
         "message": ending.get("message") if ending else None,
         "sessions": history.sessions,
         "windows": len(history),
@@ -197,8 +197,7 @@ def _ranks(
     solo: tuple[Floats, str],
     waits: Waits,
 ) -> list[dict[str, Any]]:
-    emulated = history.facts.get("emulated")
-    slowed = emulated if isinstance(emulated, dict) else {}
+    slowed = history.facts.get("emulated", {})
     weight = float(table["weight"].sum())
     rows = []
     for i, lane in enumerate(lanes):

@@ -103,8 +103,8 @@ class RunHistory:
     that they took remains.
 
     Attributes:
-        facts: Fields of the newest ``run_started``.
-        ending: Fields of the newest ``run_finished``, if the newest session has one.
+        facts: What the newest ``run_started`` says; ``emulated`` is a factor by rank.
+        ending: ``reason`` and ``message`` of the newest session's ``run_finished``, if it has one.
         elapsed_s: Training time of the newest event.
         sessions: Starts and resumes.
         plans: Plans that differed from the one before.
@@ -146,12 +146,13 @@ class RunHistory:
         t, kind = fields.number("t", least=0.0), event["type"]
         if t > _MOST_T:
             raise ValueError(f"t is {short(t)}, not unix seconds")
+        facts = _read_start(fields) if kind == "run_started" else None
         if kind == "window":
             self._check_rows(event)
         if self._origin_t is None:
             self._origin_t = t
         if kind in ("run_started", "run_resumed"):
-            self._begin_session(t, fields)
+            self._begin_session(t, facts)
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
         if kind == "window":
             self._window(event)
@@ -167,14 +168,15 @@ class RunHistory:
             self._void(event["window"])
             self._incident(event)
         elif kind == "run_finished":
-            self.ending = dict(event)
             self._incident(event)
+            message = event.get("message")
+            self.ending = {"reason": event["reason"], "message": message and str(message)}
         elif kind in ("worker_lost", "worker_joined", "healed", "straggler", "checkpoint_missed"):
             self._incident(event)
 
-    def _begin_session(self, t: float, fields: Fields) -> None:
+    def _begin_session(self, t: float, facts: dict[str, Any] | None) -> None:
         assert self._origin_t is not None
-        is_resume = fields.text("type") == "run_resumed"
+        is_resume = facts is None
         # A resume tells twice: first which windows are void, then who is there.
         if not self._is_resuming:
             self.sessions += 1
@@ -182,8 +184,8 @@ class RunHistory:
         self._is_resuming = is_resume
         self._origin_t = t - self.elapsed_s
         self._free_s = self.elapsed_s
-        if not is_resume:
-            self.facts = dict(fields.values)
+        if facts is not None:
+            self.facts = facts
 
     def _worker(self, fields: Fields) -> None:
         member = fields.text("member")
@@ -276,6 +278,20 @@ class RunHistory:
         self.incidents.append(
             Incident(self.elapsed_s, window if type(window) is int else 0, kind, text)
         )
+
+
+def _read_start(fields: Fields) -> dict[str, Any]:
+    reason, emulated = fields.values.get("backend_reason"), fields.values.get("emulated")
+    total, factors = fields["total_windows"], {}
+    if isinstance(emulated, dict):
+        factors = {rank: _optional(emulated, rank, math.nan) for rank in emulated}
+    return {
+        **{name: fields.text(name) for name in ("run", "policy", "backend", "unit")},
+        "num_samples": fields.whole("num_samples"),
+        "total_windows": None if total is None else fields.whole("total_windows"),
+        "backend_reason": reason if isinstance(reason, str) else None,
+        "emulated": {rank: factor for rank, factor in factors.items() if math.isfinite(factor)},
+    }
 
 
 def _sentence(event: Event) -> str:

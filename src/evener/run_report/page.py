@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
 from typing import Any, Final
@@ -77,6 +78,7 @@ def text(value: Any) -> str:
     return escape(shown)
 
 
+@cache
 def _asset(name: str) -> str:
     return files("evener.run_report").joinpath("assets", name).read_text(encoding="utf-8")
 
