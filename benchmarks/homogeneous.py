@@ -154,6 +154,7 @@ def measure(team: Team, arguments: argparse.Namespace) -> None:
                 "params": count_parameters(setting),
                 "tokens_per_rank": per_rank,
                 "ranks": team.world_size,
+                "anchor": setting.anchor,
             }
             rows += [case | row for row in make_rows(speeds, setting)]
             team.tell(f"{name}, {per_rank} tokens per rank: done")
@@ -188,7 +189,8 @@ def take_turns(
     alone = [Solo(team, setting, rank) for rank in range(team.world_size)]
     speeds: dict[str, dict[int, float]] = {name: {} for name in ("solo", *ways)}
     for number, order in enumerate(shuffled(list(speeds), arguments.rounds + 1)):
-        for name in order:
+        # Those that main ratios are formed from stay next to one another.
+        for name in sorted(order, key=lambda name: name not in MAIN):
             if name in MAIN or number == 0 or number % OTHERS_EVERY == 1:
                 way, steps = ways.get(name), setting.windows
                 if way is None:  # one rank makes the steps of all
