@@ -1,15 +1,42 @@
-"""Averages gradients by the one weight rule: Σ weight · ∇loss over ranks, divided by Σ weight."""
+"""Averages gradients by the one weight rule: Σ weight · ∇loss over ranks, divided by Σ weight.
+
+In the *replicated* update every rank gets all of the mean, and steps all parameters. In the
+*sharded* update each rank owns an equal part of every flat buffer: gradients are summed up where
+they are needed, each rank's optimizer steps the *pieces* of parameters that lie in its part, and
+all ranks copy the result. So the optimizer's state exists once in the team, and parameters have the
+same bits on all ranks, however their devices round: only the owner computes, the others copy.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, final
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
+from evener.averaging.optimizer_state import (
+    DIVIDED,
+    ELEMENTWISE,
+    LOST,
+    DividedState,
+    Place,
+    States,
+    gather,
+    part_of,
+)
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue, float64_device
 from evener.errors import UsageError
 from evener.protocol.machine import check_weight
+
+#: Backends over which ``sharded_update="auto"`` divides the update.
+FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -136,10 +163,7 @@ class GradientAverager:
         Raises:
             UsageError: The total is not finite or not above 0: such a window is not applied.
         """
-        if not 0.0 < total_weight < math.inf:
-            check_weight(total_weight, owner="the window")
-            raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
-        factor = scale / total_weight
+        factor = mean_factor(scale, total_weight)
         if self.comm.world_size > 1:
             self.comm.all_reduce_each(
                 [
@@ -153,14 +177,11 @@ class GradientAverager:
             self._is_known = False
         norm = factor * (self.own_norm if self._is_known else self._norm(part))
         self._is_known = False
-        if math.isfinite(norm):
-            if max_norm is not None:
-                factor *= min(1.0, max_norm / (norm + 1e-6))
-            if factor != 1.0:
-                with torch.no_grad():
-                    for group in self._flat.groups_of(part):
-                        if tensors := self._flat.gradients(group):
-                            torch._foreach_mul_(tensors, factor)
+        if math.isfinite(norm) and (factor := clip(factor, norm, max_norm)) != 1.0:
+            with torch.no_grad():
+                for group in self._flat.groups_of(part):
+                    if tensors := self._flat.gradients(group):
+                        torch._foreach_mul_(tensors, factor)
         return norm
 
     def _norm(self, part: int | None) -> float:
@@ -185,6 +206,298 @@ class GradientAverager:
                 self.comm.all_gather_parts(group.data, what=what)
             else:  # ranks are parked, the buffer was padded for all: the lowest present rank gives
                 self.comm.broadcast(group.data, 0, what=what)
+
+
+@final
+class ShardedUpdate:
+    """Divides the update of the parameters, and the optimizers' state, among ranks.
+
+    The user's own optimizer object makes the step. Outside of the step its groups hold the user's
+    parameters; for the step each holds the pieces of those that some rank had a gradient of.
+
+    While it is *on*, ``optimizer.state`` is a ``DividedState``, and ``optimizer.load_state_dict``
+    keeps this rank's part of what it is given.
+
+    Args:
+        flat: The parameters.
+        optimizers: Those that step them.
+        is_wanted: Whether to divide the update at all.
+        is_must: Whether the user has asked for it, so that a reason against it is an error.
+    """
+
+    def __init__(
+        self,
+        flat: FlatBuffers,
+        optimizers: Sequence[Optimizer],
+        *,
+        is_wanted: bool,
+        is_must: bool = False,
+    ) -> None:
+        self._flat = flat
+        self._optimizers = optimizers
+        self._is_wanted = is_wanted
+        self._is_must = is_must
+        #: The ranks among which the update is divided; ``None`` while it is not.
+        self._comm: Communicator | None = None
+        self._places: dict[Tensor, Place] = {}
+        self._num_groups = 0
+        #: By flat number, whether some rank had a gradient of the parameter.
+        self._touched: list[bool] = []
+        #: By optimizer, the states of this rank's pieces, and those of parameters that are frozen.
+        self._own: list[States] = []
+        self._rest: list[States] = []
+        self._faces: list[DividedState] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the update is divided now."""
+        return self._comm is not None
+
+    # ── dividing, and putting together ───────────────────────────────────────────────────────────
+
+    def divide(self, comm: Communicator) -> None:
+        """Keep this rank's part of the state alone; all ranks of ``comm`` call it together.
+
+        Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
+        the buffers cannot be cut into equal parts: then each rank goes on with the whole state.
+        """
+        if not self._is_wanted or comm.world_size == 1 or not _has_equal_parts(self._flat, comm):
+            return
+        self._comm = comm
+        self._own = [defaultdict(dict) for _ in self._optimizers]
+        self._rest = [{} for _ in self._optimizers]
+        self._faces = [
+            DividedState(DIVIDED.format(type(optimizer).__name__, comm.world_size))
+            for optimizer in self._optimizers
+        ]
+        self._make_places()
+        for number, optimizer in enumerate(self._optimizers):
+            self._take_over(number)
+            vars(optimizer)["load_state_dict"] = partial(self._load, number)
+
+    def join_if_needed(self, hooked: Sequence[int]) -> None:
+        """Put the state together where the next update cannot be divided; all call it together.
+
+        Args:
+            hooked: Ranks on which the step of an optimizer has a hook of the user's. It has to see
+                all gradients and parameters.
+
+        Raises:
+            UsageError: The user wants the update divided.
+        """
+        if hooked and self._is_must:
+            raise UsageError(
+                f"an optimizer of rank {hooked[0]} has a hook on its step "
+                "(register_step_pre_hook or register_step_post_hook), which has to see all "
+                "gradients, but sharded_update is 'on': remove the hook, or use 'auto'"
+            )
+        assert self._comm is not None
+        if hooked or not _has_equal_parts(self._flat, self._comm):  # a buffer may be new
+            self.join()
+
+    def join(self) -> None:
+        """Give the optimizers back their whole state; all ranks call it together."""
+        if self._comm is not None:
+            whole = self._gather(range(len(self._optimizers)), keeps=True)
+            for optimizer, states in zip(self._optimizers, whole, strict=True):
+                _set_state(optimizer, states)
+            self._end()
+
+    def abandon(self) -> None:
+        """End without the other ranks: their parts of the state are lost; idempotent."""
+        if self._comm is not None:
+            for optimizer in self._optimizers:
+                vars(optimizer)["state"] = DividedState(LOST.format(type(optimizer).__name__))
+            self._end()
+
+    def _end(self) -> None:
+        for optimizer in self._optimizers:
+            vars(optimizer).pop("load_state_dict", None)
+        self._comm, self._num_groups = None, 0
+        self._places, self._own, self._rest, self._faces = {}, [], [], []
+
+    def state_dicts(self, numbers: Sequence[int], *, keeps: bool) -> list[dict[str, Any]]:
+        """Return what ``state_dict()`` of optimizers is with the parts of all ranks.
+
+        All ranks call it together. The tensors are copies.
+
+        Args:
+            numbers: The optimizers'.
+            keeps: Whether this rank wants the result; otherwise it is empty here.
+        """
+        found = []
+        for number, states in zip(numbers, self._gather(numbers, keeps=keeps), strict=True):
+            if keeps:
+                optimizer = self._optimizers[number]
+                _set_state(optimizer, states)
+                try:
+                    found.append(type(optimizer).state_dict(optimizer))
+                finally:
+                    vars(optimizer)["state"] = self._faces[number]
+        return found
+
+    # ── the update ───────────────────────────────────────────────────────────────────────────────
+
+    def average(
+        self,
+        scale: float,
+        total_weight: float,
+        part: int | None = None,
+        *,
+        what: str,
+        max_norm: float | None = None,
+    ) -> float:
+        """Replace this rank's part of the gradients by the weighted mean over ranks.
+
+        All ranks call it together. See ``GradientAverager.average``; the other parts are of no use
+        afterwards.
+        """
+        factor = mean_factor(scale, total_weight)
+        self._make_places()
+        comm, groups = self._comm, self._flat.groups_of(part)
+        assert comm is not None
+        for group in groups:
+            comm.reduce_scatter_parts(group.grad_values, what=f"gradients of {what}")
+        own = [[group.grad_values.chunk(comm.world_size)[comm.rank]] for group in groups]
+        flags = [flag for group in groups for flag in group.touched.tolist()]
+        norm = norm_of(own)
+        norm = norm if math.isfinite(norm) else norm_of(own, torch.float64)
+        rows = comm.all_gather_rows([norm, *flags], what=f"gradient norms of {what}")
+        norms, *columns = zip(*rows, strict=True)
+        for group in groups:
+            size = len(group.parameters)
+            self._touched[group.indices.start : group.indices.stop] = map(any, columns[:size])
+            columns = columns[size:]
+        norm = factor * math.hypot(*norms)
+        if math.isfinite(norm) and (factor := clip(factor, norm, max_norm)) != 1.0:
+            with torch.no_grad():
+                for tensors in own:
+                    torch._foreach_mul_(tensors, factor)
+        return norm
+
+    @contextmanager
+    def stepping(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Show optimizers this rank's pieces, with their states, for the length of a block."""
+        numbers = [n for n, one in enumerate(self._optimizers) if any(one is o for o in optimizers)]
+        before = []
+        for number in numbers:
+            optimizer = self._optimizers[number]
+            self._take_over(number)
+            for group in optimizer.param_groups:
+                before.append((group, group["params"]))
+                group["params"] = [
+                    place.piece
+                    for parameter in group["params"]
+                    if (place := self._places.get(parameter)) is not None
+                    and place.piece is not None
+                    and self._touched[place.number]
+                ]
+            vars(optimizer)["state"] = self._own[number]
+        try:
+            yield
+        finally:
+            for group, parameters in before:
+                group["params"] = parameters
+            for number in numbers:
+                vars(self._optimizers[number])["state"] = self._faces[number]
+
+    # ── pieces and their states ──────────────────────────────────────────────────────────────────
+
+    def _make_places(self) -> None:
+        """Make pieces of the groups that are new, as parameters were made trainable."""
+        if self._num_groups == len(self._flat.groups):
+            return
+        comm = self._comm
+        assert comm is not None
+        for group in self._flat.groups[self._num_groups :]:
+            size = group.data.numel() // comm.world_size
+            first, last = size * comm.rank, size * (comm.rank + 1)
+            for i, (a, b) in zip(group.indices, group.spans(), strict=True):
+                start, stop = max(a, first), min(b, last)
+                piece = None
+                # A parameter without elements has a state, too: on the first rank.
+                if start < stop or (a == b and comm.rank == 0):
+                    piece = Parameter(group.data[start:stop], requires_grad=False)
+                    piece.grad = group.grad_values[start:stop]
+                place = Place(i, group, a, start - a, stop - a, piece)
+                self._places[self._flat.parameters[i]] = place
+        self._num_groups = len(self._flat.groups)
+        self._touched += [False] * (len(self._flat.parameters) - len(self._touched))
+        for number, rest in enumerate(self._rest):
+            self._rest[number] = {}
+            self._cut(number, rest)
+
+    def _take_over(self, number: int) -> None:
+        """Cut the state that an optimizer was given since the last step, if any."""
+        optimizer, face = self._optimizers[number], self._faces[number]
+        if optimizer.state is not face:
+            self._own[number], self._rest[number] = defaultdict(dict), {}
+            self._cut(number, optimizer.state)
+            vars(optimizer)["state"] = face
+
+    def _load(self, number: int, state_dict: Mapping[str, Any]) -> None:
+        """Do what ``optimizer.load_state_dict`` does, and keep this rank's part."""
+        optimizer = self._optimizers[number]
+        type(optimizer).load_state_dict(optimizer, dict(state_dict))
+        self._take_over(number)
+
+    @torch.no_grad()
+    def _cut(self, number: int, states: Mapping[Any, dict[str, Any]]) -> None:
+        """Keep this rank's part of the states of parameters; all of those that are frozen."""
+        by_element = ELEMENTWISE[type(self._optimizers[number])]
+        for parameter, state in states.items():
+            place = self._places.get(parameter)
+            if place is None:
+                self._rest[number][parameter] = state
+            elif place.piece is not None and state:
+                self._own[number][place.piece] = {
+                    name: part_of(value, parameter, place.start, place.stop)
+                    if name in by_element and value is not None
+                    else value
+                    for name, value in state.items()
+                }
+
+    def _gather(self, numbers: Sequence[int], *, keeps: bool) -> list[States]:
+        """Put the parts of all ranks together: the states of each of these optimizers."""
+        assert self._comm is not None
+        self._make_places()
+        for number in numbers:
+            self._take_over(number)
+        found = []
+        for number in numbers:
+            optimizer, rest = self._optimizers[number], self._rest[number]
+            whole = gather(self._comm, optimizer, self._own[number], self._places, keeps=keeps)
+            # As a plain optimizer has them: in the order of its groups.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            whole |= rest if keeps else {}
+            order = dict.fromkeys([*(p for p in parameters if p in whole), *rest])
+            found.append({key: whole[key] for key in order if keeps})
+        return found
+
+
+def _has_equal_parts(flat: FlatBuffers, comm: Communicator) -> bool:
+    return all(group.data.numel() % comm.world_size == 0 for group in flat.groups)
+
+
+def _set_state(optimizer: Optimizer, states: States) -> None:
+    vars(optimizer)["state"] = defaultdict(dict, states)
+
+
+def mean_factor(scale: float, total_weight: float) -> float:
+    """Return what turns a sum of gradients into their mean; see ``GradientAverager.average``.
+
+    Raises:
+        UsageError: The total is not finite or not above 0: such a window is not applied.
+    """
+    if not 0.0 < total_weight < math.inf:
+        check_weight(total_weight, owner="the window")
+        raise UsageError("a window of weight 0 has no mean gradient: it must not be applied")
+    return scale / total_weight
+
+
+def clip(factor: float, norm: float, max_norm: float | None) -> float:
+    """Return ``factor``, made smaller so that a gradient of 2-norm ``norm`` gets ``max_norm``."""
+    return factor if max_norm is None else factor * min(1.0, max_norm / (norm + 1e-6))
 
 
 def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = None) -> float:

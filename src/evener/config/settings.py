@@ -30,6 +30,11 @@ def _not_all_zero(shares: Sequence[float]) -> Sequence[float]:
     return shares
 
 
+def _as_word(switch: object) -> object:
+    """Return the word that was written where YAML reads ``on`` and ``off`` as truth values."""
+    return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+
 @checked
 class LocalOptions:
     """Options that act in CADENCE and ASYNC alone, where ranks make local steps.
@@ -111,6 +116,10 @@ class TrainingOptions(LocalOptions):
             raise ``ReplicasDifferError`` where they differ; 0 does not look. In CADENCE and ASYNC
             it is their consensus, when the next window is exchanged or the epoch ends. If left out,
             0, and 1 in a ``DistributedTrainer``.
+        sharded_update: In SYNC, ``"on"`` divides the update among ranks: each steps its part of the
+            parameters and keeps the optimizer's state of that part alone. ``"off"`` repeats the
+            update on every rank; ``"auto"`` divides it where ranks exchange over shared memory or
+            NCCL, and the optimizers are elementwise ones of ``torch.optim``.
         timeout_s: Longest wait for another rank, in seconds.
     """
 
@@ -132,6 +141,7 @@ class TrainingOptions(LocalOptions):
         ),
     ] = None
     verify_every: NotNegativeInt | None = None
+    sharded_update: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
     timeout_s: AboveZero = 600.0
 
     @model_validator(mode="after")
@@ -224,6 +234,11 @@ class DdpConfig(TrainingOptions):
                     "averages gradients in every optimizer step; leave it out, or use policy "
                     "'cadence' or 'async'"
                 )
+        if policy is not ApplyPolicy.SYNC and self.sharded_update == "on":
+            raise ConfigError(
+                f"sharded_update is 'on' with policy {policy.value!r}, in whose windows every rank "
+                "makes steps of its own; leave it out, or use policy 'sync'"
+            )
         if policy is not ApplyPolicy.SYNC and self.partition_ratios is not None:
             raise ConfigError(
                 f"partition_ratios is {list(self.partition_ratios)} with policy {policy.value!r}, "

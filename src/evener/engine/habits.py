@@ -10,11 +10,13 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from evener.comm.flat import FlatBuffers
@@ -26,6 +28,9 @@ _ZERO_GRAD = (
     "zero_grad() inside a window is ignored: ddp.step() drops gradients when a window has been "
     "applied; you can remove the call"
 )
+
+#: Shows optimizers nothing else than what they hold.
+_PLAIN: Final = nullcontext()
 
 #: The watch over each model that is in a team.
 _owners: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[Habits]"] = weakref.WeakKeyDictionary()
@@ -87,9 +92,8 @@ class Habits:
         #: How many parameters each optimizer had when all of them were known to be averaged.
         self._checked = [len(_parameters(optimizer)) for optimizer in optimizers]
         self._hooks: list[RemovableHandle] = []
-        for number, optimizer in enumerate(optimizers):
-            hook = partial(self._before_step, number)
-            self._hooks.append(optimizer.register_step_pre_hook(hook))
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             # On the instance, as torch's schedulers wrap ``step``; not part of what is pickled.
             vars(optimizer)["zero_grad"] = partial(self._zero_grad, optimizer)
 
@@ -103,12 +107,35 @@ class Habits:
         for model in models:
             _owners[model] = weakref.ref(self)
 
-    def step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step optimizers, which the user's loop may not."""
+    @property
+    def are_hooked(self) -> bool:
+        """Whether the user has hooks on the steps of optimizers."""
+        if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+            return True
+        return any(
+            len(one._optimizer_step_pre_hooks) > 1 or one._optimizer_step_post_hooks
+            for one in self._optimizers
+        )
+
+    def step(
+        self, optimizers: Sequence[Optimizer], within: AbstractContextManager[None] = _PLAIN
+    ) -> None:
+        """Step optimizers, which the user's loop may not.
+
+        Args:
+            optimizers: Those to step.
+            within: Shows them what to step, in place of their parameters.
+
+        Raises:
+            UsageError: One was given a parameter that is not averaged.
+        """
+        for optimizer in optimizers:
+            self._check_parameters(optimizer)
         self._stepping = True
         try:
-            for optimizer in optimizers:
-                optimizer.step()
+            with within:
+                for optimizer in optimizers:
+                    optimizer.step()
         finally:
             self._stepping = False
 
@@ -197,14 +224,17 @@ class Habits:
                 "already, and would come out too small; otherwise nothing is wrong"
             )
 
-    def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() was called in the loop, where gradients are "
                 "not averaged yet; remove it: ddp.step() steps the optimizers when a window has "
                 "been averaged. With a GradScaler: remove that too, and use precision="
             )
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
         parameters = _parameters(optimizer)
+        number = next(n for n, one in enumerate(self._optimizers) if one is optimizer)
         if len(parameters) == self._checked[number]:
             return
         averaged = set(map(id, self._flat.parameters))

@@ -32,6 +32,7 @@ class ParkingEngine(Engine):
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options, ApplyPolicy.SYNC)
         self._averager = GradientAverager(self.flat, team.comm)
+        self._sharded = training.sharded
         #: Weight of the last applied window, the guess for the next; 0 for none.
         self._expected_weight = 0.0
         #: Ranks that the planner wishes to park, where this rank plans.
@@ -112,6 +113,7 @@ class ParkingEngine(Engine):
 
     def _park(self, ranks: Sequence[int]) -> None:
         """Form the next generation, without some ranks."""
+        self._sharded.join()
         self.team.park(ranks)
         self.state = without(self.state, ranks)
         self._use_team()
@@ -171,6 +173,8 @@ class ParkingEngine(Engine):
         """All ranks are present again, with one state; without effect where they stay away."""
         if found.said is Said.STAY:
             return
+        if not receives:
+            self._sharded.join()
         self.team.rejoin()
         counters: dict[str, Any] = {
             "progress": asdict(self.progress),
@@ -198,3 +202,5 @@ class ParkingEngine(Engine):
         self.habits.speak(for_all=self.is_main)
         self._averager.use(self.comm)
         self.buffers.use(self.comm)
+        if self.state.phase is not Phase.AWAY:
+            self._sharded.divide(self.comm)

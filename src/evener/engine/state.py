@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.gradients import ShardedUpdate
 from evener.checkpoint import unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator
@@ -92,6 +93,7 @@ class TrainingState:
         buffers: Keeps the model's buffers equal.
         optimizers: Those that step the parameters.
         schedule: Their learning rates.
+        sharded: Divides their state among ranks, where that is wanted.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class TrainingState:
         buffers: BufferAverager,
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
+        sharded: ShardedUpdate,
     ) -> None:
         self.model = model
         self.flat = flat
         self.buffers = buffers
         self.optimizers = optimizers
         self.schedule = schedule
+        self.sharded = sharded
         #: Objects of the user, by name, in the order in which they were registered.
         self._registered: dict[str, Stateful] = {}
         #: Restored states whose objects have not been registered yet.

@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, NoReturn, final
 
+from torch.optim import Optimizer
+
 from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
+from evener.checkpoint import flatten_optimizer
 from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
@@ -69,6 +72,9 @@ class SyncEngine(ParkingEngine):
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
         self._equal_batches = EqualBatches()
+        #: Optimizer states as ``prepare_save`` gathered them, until they are asked for.
+        self._gathered: list[OptimizerState] | None = None
+        self._sharded.divide(team.comm)
 
     @property
     def policy(self) -> Policy:
@@ -250,6 +256,7 @@ class SyncEngine(ParkingEngine):
             change=self._wish,
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
+            hooked=self.habits.are_hooked,
             may_skip=self._skips or may_shrink,
             report=self._report(part),
             body=self._draft or (),
@@ -352,9 +359,13 @@ class SyncEngine(ParkingEngine):
         verdict, closes = found.verdict, Do.APPLY in found.verdict.do
         part, weight, skipped = verdict.part, verdict.weight, verdict.skip
         what, norm, started_s = f"window {plan.window}", math.nan, time.perf_counter()
+        if self._sharded.is_on:
+            hooked = [rank for rank, row in found.rows.items() if row.hooked]
+            self._sharded.join_if_needed(hooked)
         if not skipped:
+            averager = self._sharded if self._sharded.is_on else self._averager
             max_norm = self.options.max_grad_norm
-            norm = self._averager.average(
+            norm = averager.average(
                 self.share.scale_of(part), weight, part, what=what, max_norm=max_norm
             )
         if closes:
@@ -365,14 +376,19 @@ class SyncEngine(ParkingEngine):
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
         lr = float(self.optimizers[part or 0].param_groups[0]["lr"])
+        stepped = self.optimizers if part is None else [self.optimizers[part]]
         if not skipped:
-            self._update(part, what)
+            self._step(stepped, part)
         # Also of a window left out: it may have overflowed because another weight was expected.
         self._expected_weight = weight or self._expected_weight
         if weight and self._scale.is_used:
             self._scale.update(overflowed=skipped)
         self.flat.zero_(part)
         self._update_lap = watch.stop()
+        if not skipped:
+            self._share_parameters(part, what)
+            if not self._schedule.is_empty:
+                self._schedule.after_update(None if part is None else stepped[0])
         return self._result_of(
             found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
         )
@@ -408,15 +424,21 @@ class SyncEngine(ParkingEngine):
         self.flat.zero_(part)
         raise overflow(plan, self.progress.steps + 1)
 
-    def _update(self, part: int | None, what: str) -> None:
-        stepped = self.optimizers if part is None else [self.optimizers[part]]
-        self.flat.mask_untouched(part)
-        self.habits.step(stepped)
+    def _step(self, stepped: Sequence[Optimizer], part: int | None) -> None:
+        """Update the parameters, or this rank's part of them."""
+        if self._sharded.is_on:
+            self.habits.step(stepped, self._sharded.stepping(stepped))
+        else:
+            self.flat.mask_untouched(part)
+            self.habits.step(stepped)
         self.flat.attach_data()
-        if self.options.unlike_devices:
+
+    def _share_parameters(self, part: int | None, what: str) -> None:
+        """Give every rank the bits of the rank that owns them; waits for slower ranks."""
+        if self._sharded.is_on or self.options.unlike_devices:
+            started_s = time.perf_counter()
             self._averager.unify(part, what=f"parameters of {what}")
-        if not self._schedule.is_empty:
-            self._schedule.after_update(None if part is None else stepped[0])
+            self._sync_s += time.perf_counter() - started_s
 
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
         plan, code = self.state.plan, rows[rank].report.non_finite
@@ -504,6 +526,17 @@ class SyncEngine(ParkingEngine):
         """Take the buffers as they are for the agreed ones."""
         self.buffers.reset()
 
+    def prepare_save(self) -> None:
+        """Gather optimizer states on the rank that saves; all ranks call it together."""
+        if self._sharded.is_on:
+            every = range(len(self.optimizers))
+            whole = self._sharded.state_dicts(every, keeps=self.comm.rank == 0)
+            self._gathered = [flatten_optimizer(one) for one in whole]
+
     def optimizer_states(self) -> list[OptimizerState]:
-        """Return this rank's optimizer states, which are every rank's."""
-        return self.training.own_states()
+        """Return the states that every rank has, or those of the last ``prepare_save``."""
+        if not self._sharded.is_on:
+            return self.training.own_states()
+        gathered, self._gathered = self._gathered, None
+        assert gathered is not None, "prepare_save was not called"
+        return gathered

@@ -3,15 +3,19 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.gradients import FAST_BACKENDS, ShardedUpdate
+from evener.averaging.optimizer_state import why_replicated
 from evener.averaging.replicas import ReplicaAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
@@ -27,7 +31,7 @@ from evener.engine.schedule import Schedule
 from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
-from evener.errors import UsageError
+from evener.errors import CollectiveError, ConfigError, UsageError
 from evener.loop.likeness import check_alike, describe_training
 from evener.loop.models import (
     Models,
@@ -42,6 +46,7 @@ from evener.planning.guard import make_guard
 from evener.planning.hints import HintWatch
 from evener.planning.policies import ApplyPolicy, Planner, Policy
 from evener.planning.sync import SyncPolicy
+from evener.protocol.row import Purpose
 from evener.team.backends import check_backend, check_policy, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
@@ -126,11 +131,11 @@ class Assembly:
             self._start_alike()
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
-            self.state = TrainingState(
-                self.model, self.flat, self.buffers, optimizers, Schedule(optimizers, scheduler)
-            )
+            self._sharded = self._make_sharded()
+            self.state = self._make_state(Schedule(optimizers, scheduler))
             self.engine = self._make_engine()
             self._habits = self.engine.habits
+            self._face_optimizers()
         except BaseException:
             self.comm.close()
             raise
@@ -169,13 +174,69 @@ class Assembly:
         """Give back hooks and connections; idempotent."""
         self.engine.close_down()
         self._habits.close()
+        self._sharded.abandon()
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("state_dict", None)
         self.flat.close()
         while self._autocast:
             self._autocast.pop().remove()
         self.comm.close()
         tell(place=LEFT)
 
+    def hand_back(self) -> None:
+        """Give optimizers their whole state back, where all ranks come; they call it together."""
+        if self._sharded.is_on:
+            with suppress(CollectiveError):  # who reads a state that stays divided is told
+                self.engine.ask(Purpose.CLOSE)
+                self._sharded.join()
+
+    def _face_optimizers(self) -> None:
+        """Let ``state_dict()`` of optimizers return the whole of a state that is divided."""
+        for number, optimizer in enumerate(self.optimizers if self._sharded.is_on else ()):
+            # On the instance, as ``Habits`` does with ``zero_grad``.
+            vars(optimizer)["state_dict"] = partial(self._state_dict_of, number)
+
+    def _state_dict_of(self, number: int) -> dict[str, Any]:
+        sharded, optimizer = self._sharded, self.optimizers[number]
+        if not sharded.is_on:
+            return type(optimizer).state_dict(optimizer)
+        try:
+            self.engine.ask(Purpose.STATE)
+            return sharded.state_dicts([number], keeps=True)[0]
+        except CollectiveError as error:
+            raise type(error)(
+                f"{error}. optimizer.state_dict() was called, and its state is divided among ranks "
+                "(sharded_update): call it on all ranks together, or write a checkpoint with "
+                "ddp.save",
+                **vars(error),
+            ) from error
+
     # ── who is there ─────────────────────────────────────────────────────────────────────────
+
+    def _make_state(self, schedule: Schedule) -> TrainingState:
+        parts = (self.model, self.flat, self.buffers, self.optimizers)
+        return TrainingState(*parts, schedule, self._sharded)
+
+    def _make_sharded(self) -> ShardedUpdate:
+        """Return what divides the update among ranks, or not; all ranks call it together.
+
+        Raises:
+            ConfigError: The user wants it divided, and the optimizers do not allow it.
+        """
+        given = self._config.sharded_update
+        is_wanted = self.apply_policy is ApplyPolicy.SYNC and (
+            given == "on" or (given == "auto" and self.comm.backend in FAST_BACKENDS)
+        )
+        if is_wanted:
+            # A rank's optimizer may be of another class of the same name.
+            reasons = self.team.introduce(why_replicated(self.optimizers))
+            reason = next(filter(None, reasons), "")
+            if reason and given == "on":
+                raise ConfigError(
+                    f"sharded_update is 'on', but {reason}: use 'auto' or another optimizer"
+                )
+            is_wanted = not reason
+        return ShardedUpdate(self.flat, self.optimizers, is_wanted=is_wanted, is_must=given == "on")
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""

@@ -1,7 +1,8 @@
 """Whether what a checkpoint holds can be put into a rank's parts, which stay as they are."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from evener.averaging.optimizer_state import ELEMENTWISE
 from evener.errors import CheckpointError
 from evener.parsing import MOST_WHOLE, Fields, short
 
 #: What torch's optimizers keep for a parameter in a tensor of its shape.
-_OF_PARAMETER_SHAPE = frozenset(
-    {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"}
-    | {"momentum_buffer", "prev", "square_avg", "step_size", "sum"}
-)
+_OF_PARAMETER_SHAPE = frozenset[str]().union(*ELEMENTWISE.values())
 
 
 def check_weights(path: Path, saved: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -65,7 +64,7 @@ def check_optimizer(state: Any, optimizer: Optimizer) -> None:
     Raises:
         ValueError: It is of another one; says what differs.
     """
-    own = optimizer.state_dict()["param_groups"]
+    own = _numbered(optimizer.param_groups)
     groups = Fields(state).tables("param_groups")
     if len(groups) != len(own):
         raise ValueError(f"it has {len(groups)} parameter groups instead of {len(own)}")
@@ -82,6 +81,12 @@ def check_optimizer(state: Any, optimizer: Optimizer) -> None:
             if key in group or not optional:
                 check_kind(group[key], value, f"{place}.{key}")
     _check_states(Fields(state).fields("state").values, optimizer)
+
+
+def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups as ``state_dict()`` has them: a parameter is its number over all groups."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def _check_states(states: dict[Any, Any], optimizer: Optimizer) -> None:

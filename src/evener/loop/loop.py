@@ -347,6 +347,7 @@ class Loop(DataSide):
                     engine.leave()
                 engine.hurry(CLOSING_S)
                 engine.settle()
+                self.assembly.hand_back()
         except BaseException as broken:
             failed, error = True, broken
             raise

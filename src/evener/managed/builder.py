@@ -134,6 +134,7 @@ class DdpBuilder:
     non_finite = Option[Literal["raise", "skip"]]()
     partition_ratios = Option[Sequence[float]]()
     verify_every = Option[int]()
+    sharded_update = Option[Literal["auto", "on", "off"]]()
     timeout_s = Option[float]()
     anchor = Option[int]()
     max_anchor = Option[int]()

@@ -256,6 +256,8 @@ _ANSWERS = frozenset(
         Purpose.GATHER,
         Purpose.PROBE,
         Purpose.REHEARSE,
+        Purpose.STATE,
+        Purpose.CLOSE,
     }
 )
 # What a rank without work may take part in: it joins whatever the others do.

@@ -67,6 +67,8 @@ class Purpose(IntEnum):
     EVALUATE = 12, "starting an evaluation (iterating over its loader)"
     GATHER = 13, "gathering rows (ddp.gather, or the end of an evaluation's loop)"
     CHANGE = 14, "changing the team (a rank is parked or called back)"
+    STATE = 15, "gathering optimizer state (optimizer.state_dict)"
+    CLOSE = 16, "leaving the team (ddp.close)"
 
     def __new__(cls, number: int, deed: str) -> Self:
         """Make a member of its number and words."""
@@ -108,6 +110,7 @@ class Row(NamedTuple):
         change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``.
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
+        hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
         may_skip: Whether what is not finite on it may be left out: an overflow of fp16 that a
             smaller scale may mend, or the user's wish.
         report: Its part of the window.
@@ -128,6 +131,7 @@ class Row(NamedTuple):
     change: int = 0
     trainable: int = 0
     rates: float = 0.0
+    hooked: bool = False
     may_skip: bool = False
     report: Report = NOTHING
     body: tuple[float, ...] = ()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from evener.averaging.buffers import BufferAverager
+from evener.averaging.gradients import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.schedule import Schedule
@@ -66,7 +67,9 @@ def test_ranks_that_were_away_take_over_all_that_another_holds(source: int) -> N
             for optimizer in optimizers:
                 optimizer.step()
             scheduler.step()
-        state = TrainingState(model, flat, BufferAverager(model, comm), optimizers, schedule)
+        whole = ShardedUpdate(flat, optimizers, is_wanted=False)
+        buffers = BufferAverager(model, comm)
+        state = TrainingState(model, flat, buffers, optimizers, schedule, whole)
         state.register("counter", counter)
         state.register("average", average)
         counters = {"rank": comm.rank, "least": float("-inf"), "place": (1, None)}
