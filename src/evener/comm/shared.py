@@ -126,6 +126,13 @@ class SharedCommunicator(Communicator, NotInherited):
             text = f"this process was forked from rank {self.rank}, which keeps the connections; "
             self._end(CollectiveError(f"{text}call collectives in the rank itself"))
 
+    def _begin(self, kind: str, what: str, timeout_s: float | None, size: str) -> Call:
+        # Waking up takes longer than what this rank does until it arrives, so it starts now.
+        number = self._num_barriers + 1
+        if self._spins and self._are_here(number):
+            self._wake_all(number)
+        return super()._begin(kind, what, timeout_s, size)
+
     # ── operations ───────────────────────────────────────────────────────────────────────────────
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
@@ -386,16 +393,19 @@ class SharedCommunicator(Communicator, NotInherited):
             for rank, _ in self._others:
                 self._links.wake(rank)
         if self._are_here(number):
-            # Whoever is last sees that all are here, and who sleeps: see ``_sleep``.
-            for rank, page in self._others:
-                if page.asleep == number:
-                    self._links.wake(rank)
+            self._wake_all(number)  # this may be the last: see ``_sleep``
         elif not (self._spins and self._look_for_all(number)):
             self._sleep(number, call)
         for _, page in self._others:
             if 0 < page.ended <= number:  # it gave up here, just before the last has come
                 raise self._explain(call, timed_out=False)
         self._num_passed = number
+
+    def _wake_all(self, number: int) -> None:
+        """Wake up who sleeps in a barrier."""
+        for rank, page in self._others:
+            if KEEPS_ORDER and page.asleep == number:  # else each byte counts
+                self._links.wake(rank)
 
     def _are_here(self, number: int) -> bool:
         """Whether all others have arrived at a barrier."""
@@ -419,19 +429,31 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def _sleep(self, number: int, call: Call) -> None:
         """Sleep until all have arrived at a barrier."""
+        try:
+            while not (self._lie_down(number) or (self._spins and self._look_for_all(number))):
+                if self._ended is not None or self._is_lost(number):
+                    raise self._explain(call, timed_out=False)
+                if self._left_s <= 0:
+                    raise self._explain(call, timed_out=True)
+        finally:
+            self._own.sleep(0)
+
+    def _lie_down(self, number: int) -> bool:
+        """Sleep until woken up, or for a slice; whether all have arrived at the barrier."""
         self._own.sleep(number)
         # Either the last to arrive sees that this rank sleeps, or this rank sees that it has come.
         self._own.fence()
-        try:
-            while not self._are_here(number):
-                if self._links.gone or self._ended is not None:
-                    raise self._explain(call, timed_out=False)
-                left_s = self._left_s
-                if left_s <= 0:
-                    raise self._explain(call, timed_out=True)
-                self._links.wait(min(left_s, _SLICE_S))
-        finally:
+        if not self._are_here(number):
+            self._links.wait(max(0.0, min(self._left_s, _SLICE_S)))
             self._own.sleep(0)
+        return self._are_here(number)
+
+    def _is_lost(self, number: int) -> bool:
+        """Whether a rank has gone before it could pass a barrier.
+
+        One that has passed it may close while bytes of others are still on their way to this one.
+        """
+        return any(self._pages[rank].ended <= number for rank in self._links.gone)
 
     @property
     def _left_s(self) -> float:

@@ -103,6 +103,7 @@ class Door:
                 connection.settimeout(_left(deadline))
                 received += _receive(connection, len(_WAKE), len(descriptors))[1]
         except BaseException:
+            self.close()  # or those who have come would wait for an answer
             for arrival in arrivals.values():
                 _drop(arrival)
             raise

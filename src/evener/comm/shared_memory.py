@@ -106,7 +106,7 @@ class SharedMemory:
     at the same time, and a tensor that lies here can be exchanged over each of them. It grows and
     never shrinks: a piece is given back when all of it is.
 
-    A forked child keeps the values that it has inherited, and what it writes there is its own.
+    A forked child sees what the rank sees, until it writes: a page that it writes to is its own.
     """
 
     def __init__(self, number: int) -> None:

@@ -13,7 +13,7 @@ from evener.comm.shared_links import Door, Links
 from evener.comm.shared_memory import SharedMemory
 from evener.comm.shared_pages import ControlPage
 
-_FORM_S = 60.0  # the longest that connecting on one host may take, however busy it is
+_FORM_S = 30.0  # the longest that connecting on one host may take, however busy it is
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 

@@ -36,7 +36,7 @@ _CELL_BYTES = _HEADER_BYTES + PAYLOAD_BYTES
 _STAGE = -(-(_CELLS + 2 * _CELL_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Bytes of a tensor outside of shared memory that are copied into it at a time; a multiple of
 #: every element size.
-STAGE_BYTES: Final = 1 << 20
+STAGE_BYTES: Final = 2 << 20
 PAGE_BYTES: Final = _STAGE + 2 * STAGE_BYTES
 
 

@@ -1,0 +1,332 @@
+"""What only ranks that share memory have: mapped pages, forks, sandboxes, limits."""
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.stage import TIMEOUT_S, Line, Seen, SharedProcesses, watch
+from evener.comm import shared, shared_memory, shared_slots
+from evener.comm.base import Communicator
+from evener.errors import CollectiveError
+from helpers.ranks import Rank, RankTeam, run_ranks
+
+DEADLINE_S = 1.5
+SOON_S = 50.0
+CPU = torch.device("cpu")
+
+
+# ── in the middle of a sum ───────────────────────────────────────────────────────────────────────
+
+
+def end_inside_a_sum(comm: Communicator, line: Line, way: signal.Signals) -> Seen | None:
+    """Rank 1 gets a signal when it has summed one piece of many."""
+    gradient = comm.allocate(2_000_000, torch.float32, CPU)
+    comm.all_reduce(gradient, what="first gradients")
+    if comm.rank == 1:
+        add = torch.Tensor.add_
+
+        def fail(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), way)
+            return add(self, other)
+
+        torch.Tensor.add_ = fail
+    return watch(comm, line, lambda: comm.all_reduce(gradient, what="sum", timeout_s=DEADLINE_S))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_inside_a_sum_is_named(world_size: int, way: signal.Signals) -> None:
+    with SharedProcesses(end_inside_a_sum, world_size, way) as stage:
+        survivors = [rank for rank in range(world_size) if rank != 1]
+        if way is signal.SIGSTOP:
+            stage.stopped.add(1)
+        for seen in stage.all_seen(survivors):
+            if way is signal.SIGKILL:
+                assert seen.kind == "PeerLostError", seen
+                assert "rank 1 has died" in seen.message
+            else:
+                assert seen.kind == "CollectiveTimeoutError", seen
+                assert seen.missing == (1,)
+            assert seen.took_s < SOON_S
+
+
+def interrupt_a_wait(rank: Rank) -> str:
+    comm = rank.connect(backend="shared")
+    comm.barrier(what="start")
+    if rank.rank == 0:
+        rank.receive()
+        with pytest.raises(CollectiveError, match="rank 1 has closed this communicator"):
+            comm.barrier(what="barrier")
+        return "lost"
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        comm.barrier(what="barrier")
+    with pytest.raises(CollectiveError, match="was interrupted in 'barrier'"):
+        comm.barrier(what="next")
+    rank.send("interrupted")
+    return "interrupted"
+
+
+def test_signals_are_heard_inside_a_wait() -> None:
+    with RankTeam(interrupt_a_wait, 2) as team:
+        assert team.receive(1) == "interrupted"
+        team.send(0, "go")
+        assert [outcome.value for outcome in team.wait()] == ["lost", "interrupted"]
+
+
+# ── forks and threads ────────────────────────────────────────────────────────────────────────────
+
+
+def fork_with_memory(rank: Rank) -> tuple[int, float, float]:
+    with rank.connect(backend="shared") as comm:
+        gradient = comm.allocate(70_000, torch.float32, CPU)
+        gradient.fill_(rank.rank + 1)
+        child = os.fork()
+        if child == 0:
+            with pytest.raises(CollectiveError, match="was forked from rank"):
+                comm.barrier(what="in the child")
+            gradient.fill_(100)  # its own copy, whatever it does there
+            os._exit(0 if float(gradient.min()) == 100 else 1)
+        comm.all_reduce(gradient, what="sum")
+        _, status = os.waitpid(child, 0)
+        comm.all_reduce(gradient, what="sum after the child has written and ended")
+        return os.waitstatus_to_exitcode(status), float(gradient[0]), float(gradient[-1])
+
+
+def test_a_forked_child_writes_to_copies() -> None:
+    assert run_ranks(fork_with_memory, 2) == [(0, 6.0, 6.0)] * 2
+
+
+def exchange_in_two_threads(rank: Rank) -> list[float]:
+    comm = rank.connect(backend="shared")
+    beside = comm.split(range(comm.world_size), name="background")
+    assert beside is not None
+    sums = []
+
+    def work(own: Communicator) -> None:
+        tensor = comm.allocate(50_000, torch.float32, CPU)
+        for number in range(40):
+            tensor.fill_(number)
+            own.all_reduce(tensor, what=f"exchange {number}")
+            assert (tensor == number * comm.world_size).all()
+        sums.append(float(tensor[-1]))
+
+    # Every rank allocates in the same order, so the memory of the second comes from the split.
+    background = threading.Thread(target=work, args=(beside,))
+    background.start()
+    background.join(TIMEOUT_S)
+    own = comm.allocate(50_000, torch.float32, CPU)
+    other = comm.allocate(50_000, torch.float32, CPU)
+
+    def both(which: Communicator, tensor: torch.Tensor) -> None:
+        for number in range(40):
+            tensor.fill_(number)
+            which.all_reduce(tensor, what=f"exchange {number}")
+        sums.append(float(tensor[-1]))
+
+    background = threading.Thread(target=both, args=(beside, other))
+    background.start()
+    both(comm, own)
+    background.join(TIMEOUT_S)
+    comm.barrier(what="end")
+    beside.close()
+    comm.close()
+    return sums
+
+
+def test_threads_exchange_at_the_same_time_over_a_split() -> None:
+    assert run_ranks(exchange_in_two_threads, 2) == [[78.0] * 3] * 2
+
+
+def count_what_is_kept(rank: Rank) -> list[tuple[int, int]]:
+    counts = []
+    with rank.connect(backend="shared") as comm:
+        for _ in range(6):
+            part = comm.split([1, 0], name="generation")
+            assert part is not None
+            with part:
+                part.all_reduce(torch.ones(3_000_000), what="sum")
+            del part
+            descriptors = len(list(Path("/proc/self/fd").iterdir()))
+            counts.append((descriptors, Path("/proc/self/maps").read_text().count("memfd:")))
+            comm.barrier(what="next")
+    return counts
+
+
+def test_splits_that_end_leave_nothing() -> None:
+    for counts in run_ranks(count_what_is_kept, 2):
+        assert counts == [counts[0]] * len(counts)
+
+
+def outlive_the_team(rank: Rank) -> tuple[float, int]:
+    comm = rank.connect(backend="shared")
+    tensor = comm.allocate(10_000, torch.float32, CPU)
+    tensor.fill_(rank.rank + 1)
+    comm.all_reduce(tensor, what="sum")
+    comm.barrier(what="end")
+    comm.close()
+    kept = float(tensor.sum())
+    del tensor, comm
+    return kept, Path("/proc/self/maps").read_text().count("memfd:")
+
+
+def test_tensors_outlive_the_team_and_take_their_memory_along() -> None:
+    assert run_ranks(outlive_the_team, 2) == [(30_000.0, 0)] * 2
+
+
+# ── where memory cannot be shared ────────────────────────────────────────────────────────────────
+
+
+def refuse_by_seccomp() -> None:
+    """Let this process's ``memfd_create`` fail with EPERM, as the sandboxes of containers do."""
+    load, jump_if_equal, answer = 0x20, 0x15, 0x06
+    program = b"".join(
+        struct.pack("HBBI", *line)
+        for line in (
+            (load, 0, 0, 0),  # the number of the system call
+            (jump_if_equal, 0, 1, 319),  # memfd_create on x86-64
+            (answer, 0, 0, 0x00050000 | errno.EPERM),
+            (answer, 0, 0, 0x7FFF0000),  # allow
+        )
+    )
+    buffer = ctypes.create_string_buffer(program)
+    filters = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(buffer)))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    arguments = [ctypes.c_ulong(each) for each in (1, 0, 0, 0)]
+    assert prctl(38, *arguments) == 0  # PR_SET_NO_NEW_PRIVS
+    assert prctl(22, ctypes.c_ulong(2), filters, *arguments[1:3]) == 0, ctypes.get_errno()
+
+
+def without_descriptors() -> None:
+    taken = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, resource.getrlimit(7)[1]))
+
+
+def without_the_function() -> None:
+    del os.memfd_create
+
+
+REFUSALS = {
+    "seccomp": (refuse_by_seccomp, "PermissionError: [Errno 1] Operation not permitted"),
+    "no descriptors": (without_descriptors, "OSError: [Errno 24] Too many open files"),
+    "an old C library": (without_the_function, "has no attribute 'memfd_create'"),
+}
+
+
+def try_to_share(rank: Rank, name: str) -> tuple[str, str, float]:
+    with rank.connect() as comm:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank.rank == 1:
+            REFUSALS[name][0]()
+        formed, obstacle = shared.share_memory(comm)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert formed is comm
+        tensor = torch.ones(3000)
+        formed.all_reduce(tensor, what="over Gloo")
+        return formed.backend, obstacle, float(tensor[0])
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_one_rank_that_cannot_share_keeps_all_on_gloo(name: str) -> None:
+    if name == "seccomp" and platform.machine() != "x86_64":
+        pytest.skip("the filter is for x86-64")
+    found = run_ranks(try_to_share, 3, name)
+    assert found == [found[0]] * 3
+    backend, obstacle, total = found[0]
+    assert (backend, total) == ("gloo", 3.0)
+    assert obstacle.startswith("rank 1 cannot share memory (")
+    assert REFUSALS[name][1] in obstacle
+
+
+def connect_in_vain(rank: Rank) -> tuple[str, str]:
+    with rank.connect() as comm:
+        if rank.rank == 1:
+
+            def refuse(*_: Any) -> None:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            shared_memory.SharedMemory.meet = refuse
+        formed, obstacle = shared.share_memory(comm)
+        comm.barrier(what="over Gloo")
+        return formed.backend, obstacle
+
+
+def test_a_rank_that_fails_while_connecting_keeps_all_on_gloo() -> None:
+    expected = "rank 1 could not connect its memory ([Errno 24] Too many open files)"
+    assert run_ranks(connect_in_vain, 3) == [("gloo", expected)] * 3
+
+
+def run_out_of_memory(rank: Rank) -> list[float]:
+    with rank.connect(backend="shared") as comm:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        # On rank 1 it does not fit into shared memory any more.
+        tensor = comm.allocate(1_000_000, torch.float32, CPU)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (comm._memory.find(tensor) == shared_memory.ELSEWHERE) == (rank.rank == 1)
+        sums = []
+        for number in range(2):
+            tensor.fill_(rank.rank + 1)
+            comm.all_reduce(tensor, what="sum")
+            sums += [float(tensor.min()), float(tensor.max())]
+            whole = tensor[:999_999]
+            whole.fill_(rank.rank)
+            comm.all_gather_parts(whole, what="parts")
+            sums += [float(part.mean()) for part in whole.chunk(3)]
+            comm.broadcast(tensor, number, what="copy")
+        return sums
+
+
+def test_memory_that_runs_out_on_one_rank_is_no_end() -> None:
+    assert run_ranks(run_out_of_memory, 3) == [[6.0, 6.0, 0.0, 1.0, 2.0] * 2] * 3
+
+
+def test_nobody_can_take_pages_away() -> None:
+    descriptor = shared_memory.create_file("test")
+    shared_memory.reserve(descriptor, 0, 1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 0)  # else whoever maps it would end by SIGBUS
+    os.close(descriptor)
+
+
+# ── other processors ─────────────────────────────────────────────────────────────────────────────
+
+
+def run_cases_by_bytes(rank: Rank) -> dict[str, str]:
+    from conformance.cases import run_cases
+
+    shared.KEEPS_ORDER = False
+    with rank.connect(backend="shared") as comm:
+        return run_cases(comm)
+
+
+def test_where_writes_are_not_ordered_bytes_say_who_has_arrived() -> None:
+    assert run_ranks(run_cases_by_bytes, 3) == [{}] * 3
+
+
+# ── meeting ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_parts_of_a_sum_are_cut_without_gaps() -> None:
+    for size in (1, 15, 16, 17, 1000, 700_001):
+        slots = [torch.ones(size) for _ in range(3)]
+        for rank in range(3):
+            shared_slots.Slots(slots, rank, equal_parts=False).sum_for_all()
+        # Each element was summed once, whoever did it.
+        assert all((slot == 3).all() for slot in slots)
