@@ -7,7 +7,8 @@
                       chromium or a GPU
   test [--all] ARGS   pytest with these arguments, and nothing else
   lint                ruff, mypy and import-linter
-  bench [NAME] [...]  measure: benchmarks/NAME.py, hetero by default
+  bench               measure the short forms of the benchmarks, and print their tables
+  bench NAME [...]    benchmarks/NAME.py with these options
 
 .venv is made anew only when the dependencies in pyproject.toml or constraints.txt have changed.
 CONTRIBUTING.md says how to get torch without CUDA.
@@ -62,6 +63,9 @@ EXTRAS = "hf,data,tensorboard,dev"
 
 # These hold peers to short deadlines and have the cores for themselves; others run side by side.
 SERIAL_TESTS = ("conformance",)
+
+# They have a short form, ``--quick``, and take some minutes together.
+SHORT_BENCHMARKS = ("allreduce", "homogeneous", "hetero", "scaling", "simulate_scale")
 
 
 # ── setup ────────────────────────────────────────────────────────────────────────────────────────
@@ -363,16 +367,41 @@ def run_tool(tool: str, *arguments: str) -> NoReturn:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    """Runs a benchmark; its own options follow its name."""
+    """Runs a benchmark, whose own options follow its name, or the short forms of the main ones."""
+    if not arguments:
+        return bench_all()
+    name, *options = arguments
     known = sorted(
         p.stem for p in (ROOT / "benchmarks").glob("*.py") if "def main" in p.read_text()
     )
-    named = bool(arguments) and not arguments[0].startswith("-")
-    name, options = (arguments[0], arguments[1:]) if named else ("hetero", arguments)
     if name not in known:
         say(f"no benchmark {name!r}; choose from {', '.join(known)}")
         return 2
     run_tool("python", str(ROOT / "benchmarks" / f"{name}.py"), *options)
+
+
+def bench_all() -> int:
+    """Runs short forms; their reports go to ``runs/bench``."""
+    import subprocess
+
+    folder, python = ROOT / "runs" / "bench", str(BIN / "python")
+    folder.mkdir(parents=True, exist_ok=True)
+    reports, failed = [], []
+    for name in SHORT_BENCHMARKS:
+        say(f"{name}.py --quick")
+        report = folder / f"{name}.json"
+        report.unlink(missing_ok=True)
+        script = str(ROOT / "benchmarks" / f"{name}.py")
+        command = [python, script, "--quick", "--json", str(report)]
+        # Some make files of their own where they are run.
+        done = subprocess.run(command, cwd=folder, check=False)
+        failed += [name] if done.returncode else []
+        reports += [str(report)] if report.exists() else []
+    if reports:
+        subprocess.run([python, str(ROOT / "benchmarks" / "tables.py"), *reports], check=False)
+    if failed:
+        say(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 def say(text: str) -> None:

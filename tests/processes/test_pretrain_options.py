@@ -269,6 +269,7 @@ def test_speeds_are_measured_when_asked_and_leave_no_trace(lab):
     assert plain.summary["equal_split_tokens_per_s"] is None
     assert run.summary["solo_source"] == "measured"
     assert run.summary["equal_split_tokens_per_s"] > 0
+    assert run.summary["ceiling"] > 0
     assert relative_difference(run.checkpoints[-1], plain.checkpoints[-1]) <= 1e-5
 
 

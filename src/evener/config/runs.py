@@ -129,7 +129,7 @@ class JobConfig(TaskConfig, TrainingOptions):
         policy: When ranks average, and what; see ``ApplyPolicy``.
         backend: How ranks exchange; see ``AverageBackend``.
         devices: What ranks compute on.
-        measure: Measure each rank alone and an equal split, at the end.
+        measure: Measure each rank alone, all side by side, and an equal split, at the end.
         precision: ``"auto"``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         tensorboard: Write TensorBoard files.
         sinks: Import paths of functions that make a ``Sink``, such as ``tracking:make_sink``.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # A contribution below this part of the run is within what two equal runs differ by.
 _NEGLIGIBLE = 0.01
+# Where ranks side by side do less than this part of what each does alone, a run tells little.
+_DISTURBED = 0.9
 # A rank that does this part of the best other rank's speed alone is as fast as that one.
 _EQUAL = 0.9
 _ALIKE = "as any other"
@@ -51,6 +53,8 @@ class RunSummary:
             the run was too short to tell.
         solo_tokens_per_s: Speed of each rank alone, by rank; ``None`` where unknown.
         solo_source: Whether those were measured by running alone, or come from the speed model.
+        side_by_side_tokens_per_s: The sum of the ranks' speeds when all work at the same time
+            without any exchange, if that was measured.
         equal_split_tokens_per_s: Speed of the team with equal shares, if that was measured.
         heldout_loss: Mean loss on held-out data at the end, if it was evaluated.
         committed_tokens: Weight of all committed windows, in ``unit``.
@@ -87,6 +91,7 @@ class RunSummary:
     checkpoint: str | None
     run_folder: str
     elapsed_s: float
+    side_by_side_tokens_per_s: float | None = None
     unit: str = "tokens"
     ranks: tuple[RankSummary, ...] = ()
     emulated: Mapping[int, float] = field(default_factory=dict)
@@ -105,11 +110,22 @@ class RunSummary:
             return None
         return self.tokens_per_s / sum(solos) if sum(solos) > 0 else None
 
+    @property
+    def ceiling(self) -> float | None:
+        """Speed of the ranks side by side without any exchange, over that of each alone.
+
+        What is missing to 1 is lost to other programs, and to what ranks share, such as cores.
+        """
+        alone = sum(speed or 0.0 for speed in self.solo_tokens_per_s)
+        if self.side_by_side_tokens_per_s is None or not alone:
+            return None
+        return self.side_by_side_tokens_per_s / alone
+
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, ``of_ideal`` too, as values that ``json.dumps`` accepts."""
+        """Return all figures, also the derived ones, as values that ``json.dumps`` accepts."""
         document = strict_json(self)
         details = document.pop("details")
-        return {**document, **details, "of_ideal": self.of_ideal}
+        return {**document, **details, "of_ideal": self.of_ideal, "ceiling": self.ceiling}
 
     def write(self, path: Path) -> None:
         """Write the JSON file, whole or not at all.
@@ -205,6 +221,13 @@ def verdict(summary: RunSummary) -> list[str]:
                 f"an equal split does {human_count(equal)} {summary.unit}/s (measured): "
                 f"shares by speed did {summary.tokens_per_s / equal:.2f}x that"
             )
+    ceiling = summary.ceiling
+    if ceiling is not None and ceiling < _DISTURBED:
+        lines.append(
+            f"this is no verdict on the team: side by side, without any exchange, its ranks did "
+            f"{ceiling:.2f} of what each does alone. Other programs, or ranks on the same cores, "
+            "take the rest; run it again on a quiet machine"
+        )
     if summary.skipped_records:
         lines.append(
             f"left out {summary.skipped_records:,} lines or rows of the data that hold no text; "

@@ -422,7 +422,7 @@ class Job(EpochLoop):
         return self._result(checkpoint, stopped=stopped)
 
     def _measure(self) -> Speeds | None:
-        self.say("measuring each rank alone and an equal split ...")
+        self.say("measuring each rank alone, all side by side, and an equal split ...")
         return Rehearsal(
             self.ddp.assembly,
             self._train_samples,

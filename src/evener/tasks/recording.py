@@ -114,6 +114,7 @@ def summarise(
         tokens_per_s=sums.speed(),
         solo_tokens_per_s=speeds.solo if speeds else _modelled_speeds(ddp, sums, batch_size),
         solo_source="measured" if speeds else "speed model",
+        side_by_side_tokens_per_s=speeds.side_by_side if speeds else None,
         equal_split_tokens_per_s=speeds.equal_split if speeds else None,
         committed_tokens=ddp.progress.weight,
         committed_samples=ddp.progress.samples,

@@ -1,4 +1,4 @@
-"""Measures what the team is worth: each rank alone, an equal split, the team; then forgets it."""
+"""Measures what ranks do alone, side by side, and with an equal split; then forgets it."""
 
 import copy
 import math
@@ -31,11 +31,14 @@ class Speeds:
 
     Attributes:
         solo: Each rank alone, with an optimizer step for each global batch, others idle.
+        side_by_side: The sum of what ranks do when all work at the same time, on shares by speed,
+            each stepping its optimizer by itself, without any exchange; ``None`` for one rank.
         equal_split: All ranks with equal shares, exchanging gradients; ``None`` where the team's
             policy exchanges none.
     """
 
     solo: tuple[float, ...]
+    side_by_side: float | None
     equal_split: float | None
 
 
@@ -71,6 +74,9 @@ class Rehearsal:
         """
         world_size, ranks = self._team.world_size, range(self._team.world_size)
         ways = [[self._batch_size * (rank == one) for rank in ranks] for one in ranks]
+        if world_size > 1:
+            ways.append(self._shares_by_speed())
+        num_alone = len(ways)
         if isinstance(self._engine, SyncEngine):
             ways.append([*apportion(self._batch_size, [1.0] * world_size)])
         speeds: list[list[float]] = [[] for _ in ways]
@@ -78,19 +84,32 @@ class Rehearsal:
         try:
             for number in range(ROUNDS + 1):
                 for place, shares in enumerate(ways):
-                    speed = self._run(shares, alone=place < world_size, short=number == 0)
+                    speed = self._run(shares, alone=place < num_alone, short=number == 0)
                     speeds[place].append(speed)
                 if self._engine.stopping:
                     return None
         finally:
             self._restore(state)
         # The first round, a short one, pays for caches and allocations.
-        solo = [median(of_way[1:]) for of_way in speeds]
-        equal_split = solo.pop() if len(ways) > world_size else None
-        return Speeds(solo=tuple(solo), equal_split=equal_split)
+        medians = [median(of_way[1:]) for of_way in speeds]
+        return Speeds(
+            solo=tuple(medians[:world_size]),
+            side_by_side=medians[world_size] if world_size > 1 else None,
+            equal_split=medians[num_alone] if len(ways) > num_alone else None,
+        )
+
+    def _shares_by_speed(self) -> list[int]:
+        """Return a global batch's shares as ranks were measured; alike where nothing is known."""
+        speeds = self._engine.policy.solo_speeds(self._batch_size)
+        known = speeds if any(speeds) else [1.0] * self._team.world_size
+        return [*self._team.introduce([*apportion(self._batch_size, known)])[0]]
 
     def _run(self, shares: Sequence[int], *, alone: bool, short: bool) -> float:
-        """Run a window in one way; return weight units per second of the slowest clock."""
+        """Run a window in one way; return weight units per second.
+
+        They count by the slowest rank's clock, and where ranks do not wait for one another, each
+        by its own.
+        """
         engine, team = self._engine, self._team
         self._meet([0.0, 0.0])
         started_s = time.perf_counter()
@@ -109,9 +128,10 @@ class Rehearsal:
             weight = share.weight
             self._update(weight, alone=alone)
         elapsed_s = time.perf_counter() - started_s
-        weights, times_s = zip(*self._meet([weight, elapsed_s if parts else 0.0]), strict=True)
-        slowest_s: float = max(times_s)
-        return math.fsum(weights) / slowest_s
+        worked = [pair for pair in self._meet([weight, elapsed_s]) if pair[0]]
+        if alone:
+            return math.fsum(weight / own_s for weight, own_s in worked)
+        return math.fsum(weight for weight, _ in worked) / max(own_s for _, own_s in worked)
 
     def _update(self, weight: float, *, alone: bool) -> None:
         engine = self._engine

@@ -193,7 +193,7 @@ def test_json_has_every_figure_and_no_infinity(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
     content = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
     own = {part.name for part in dataclasses.fields(summary)} - {"details"}
-    assert set(content) == own | {"of_ideal", "accuracy"}
+    assert set(content) == own | {"of_ideal", "ceiling", "accuracy"}
     assert content["accuracy"] == 0.5
     assert content["of_ideal"] == 1310.0 / 1400.0
     assert content["heldout_loss"] is None
@@ -228,3 +228,12 @@ def test_summary_from_a_tally() -> None:
     )
     assert "60%" in table_text(summary)
     assert verdict(summary)[0] == "the team did 1.25x rank 0 alone"
+
+
+@pytest.mark.parametrize(("side_by_side", "told"), [(1200.0, True), (1300.0, False), (None, False)])
+def test_other_load_prevents_a_verdict(side_by_side: float | None, told: bool) -> None:
+    summary = make((1000.0, 400.0), 1150.0, side_by_side_tokens_per_s=side_by_side)
+    said = "\n".join(verdict(summary))
+    assert ("no verdict on the team" in said) is told
+    assert ("did 0.86 of what each does alone" in said) is told
+    assert summary.to_json()["ceiling"] == (side_by_side and pytest.approx(side_by_side / 1400.0))

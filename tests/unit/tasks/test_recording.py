@@ -43,7 +43,7 @@ def summary_of(ddp: Ddp, folder: Path, speeds: Speeds | None, num_windows: int =
 
 
 def test_the_figures_of_a_run(ddp: Ddp, tmp_path: Path) -> None:
-    summary = summary_of(ddp, tmp_path, Speeds(solo=(120.0,), equal_split=90.0))
+    summary = summary_of(ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, equal_split=90.0))
     assert summary.tokens_per_s == 100.0  # ten samples of ten tokens each second
     assert (summary.solo_tokens_per_s, summary.solo_source) == ((120.0,), "measured")
     assert summary.equal_split_tokens_per_s == 90.0
@@ -79,7 +79,7 @@ def test_what_is_shown_ends_with_the_run_folder(
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    show(summary_of(ddp, tmp_path, Speeds(solo=(120.0,), equal_split=90.0)))
+    show(summary_of(ddp, tmp_path, Speeds(solo=(120.0,), side_by_side=None, equal_split=90.0)))
     text = stream.getvalue()
     assert "held-out loss 1.25" in text
     assert "contribution" in text
