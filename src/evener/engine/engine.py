@@ -33,6 +33,9 @@ from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
 
+#: What ranks tell of a window only in their report of the next one.
+_TOLD_LATER = ("wait_s", "sync_s", "elapsed_s", "divergence", "stale_steps")
+
 
 @dataclass(slots=True, kw_only=True)
 class EngineOptions:
@@ -523,14 +526,8 @@ class Engine(ABC):
         """Return the result with what ranks tell of it a round later: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            told = row.report
-            ranks[rank] = ranks[rank]._replace(
-                wait_s=told.wait_s,
-                sync_s=told.sync_s,
-                elapsed_s=told.elapsed_s,
-                divergence=told.divergence,
-                stale_steps=told.stale_steps,
-            )
+            later = {name: getattr(row.report, name) for name in _TOLD_LATER}
+            ranks[rank] = ranks[rank]._replace(**later)
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
@@ -592,8 +589,7 @@ class Engine(ABC):
 
     def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:
         """Return what each rank did, as in ``WindowResult``; times of waiting come later."""
-        later: dict[str, Any] = dict.fromkeys(("wait_s", "sync_s", "elapsed_s", "divergence"), 0.0)
-        later["stale_steps"] = 0
+        later = {name: getattr(NOTHING, name) for name in _TOLD_LATER}
         return tuple(report._replace(**later) for report in self._reports(rows))
 
 
