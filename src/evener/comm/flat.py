@@ -55,6 +55,7 @@ class FlatBuffers:
         parts: Mapping[int, int] | None = None,
         buckets: Sequence[tuple[str, Sequence[str]]] | None = None,
         comm: Communicator | None = None,
+        is_divided: bool = False,
     ) -> None:
         """Move the trainable ones of ``parameters`` into flat buffers.
 
@@ -68,6 +69,8 @@ class FlatBuffers:
                 exchanged; those that no bucket names follow in one without a label. By default one
                 bucket holds all.
             comm: What gradients are exchanged over: they lie in its memory.
+            is_divided: Ranks own parts of the buffers: parameters are exchanged over ``comm``, too,
+                and keep their order in memory, which that of optimizer states follows.
 
         Raises:
             ConfigError: A parameter has no shape yet, or two of them overlap in memory; a bucket
@@ -77,6 +80,7 @@ class FlatBuffers:
             raise ConfigError(f"world_size is {world_size}: it is the number of ranks, 1 or more")
         self._world_size = world_size
         self._comm = SingleCommunicator() if comm is None else comm
+        self._is_divided = is_divided
         self._parts = dict(parts or {})
         self._turns = _turns(buckets or (), {name for name, _ in parameters})
         self.groups: tuple[FlatGroup, ...] = ()
@@ -271,7 +275,13 @@ class FlatBuffers:
         for (part, *_), members in by_kind.items():
             turns = [turn_of[name] for name, _ in members]
             group = build_group(
-                members, part, len(self.parameters), self._world_size, turns, self._comm
+                members,
+                part,
+                len(self.parameters),
+                self._world_size,
+                turns,
+                self._comm,
+                shares_data=self._is_divided,
             )
             self.groups += (group,)
             self.parameters += group.parameters
@@ -322,7 +332,8 @@ class FlatBuffers:
                 f"parameter {name!r} had shape {tuple(before)} when the team was set up and has "
                 f"{tuple(now.shape)} now: change the model before Ddp.setup"
             )
-        move_parameter(parameter, buffer, group.offsets[i - group.indices.start])
+        like = self._views[i] if self._is_divided else None
+        move_parameter(parameter, buffer, group.offsets[i - group.indices.start], like)
         if self._views:  # their strides follow the parameter's
             grad, self._views[i] = parameter.grad, self._view(i)
             if grad is not None:

@@ -1,8 +1,9 @@
 """Where parameters and gradients lie: groups of one device and dtype, side by side in memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from evener.comm.trainable import is_dense
 from evener.devices import kind_of
 
 ALIGNMENT_BYTES = 64
+#: With up to so many ranks any number of them can share a buffer in equal parts: 840 is divisible
+#: by each of 1 to 8.
+_MOST_PARTS: Final = 8
 
 _RUN_BYTES = {"cpu": 2**20}
 """What is moved at once: on a CPU, what its cache still holds; elsewhere, few calls count."""
@@ -99,6 +103,8 @@ def build_group(
     world_size: int,
     turns: Sequence[tuple[int, str]],
     comm: Communicator,
+    *,
+    shares_data: bool = False,
 ) -> FlatGroup:
     """Move parameters of one device and dtype into a group of their own; see ``FlatGroup``.
 
@@ -109,6 +115,7 @@ def build_group(
         world_size: Number of ranks.
         turns: Of each member, number and label of its bucket; the numbers do not fall.
         comm: In whose memory gradients lie.
+        shares_data: Whether parameters lie there, too.
     """
     names, parameters = zip(*members, strict=True)
     unit = ALIGNMENT_BYTES // parameters[0].element_size()
@@ -116,10 +123,15 @@ def build_group(
     for parameter in parameters:
         offsets.append(end)
         end = _round_up(end + parameter.numel(), unit)
-    size = _round_up(end, world_size)
-    total = _round_up(size + len(parameters), world_size)
+    # In equal parts also for those that remain when ranks are parked, where that costs little.
+    most = world_size if world_size > _MOST_PARTS else math.lcm(*range(1, world_size + 1))
+    size = _round_up(end, most)
+    total = _round_up(size + len(parameters), most)
     dtype, device = parameters[0].dtype, parameters[0].device
-    data = torch.zeros(size, dtype=dtype, device=device)
+    if shares_data:
+        data = comm.allocate(size, dtype, device)
+    else:
+        data = torch.zeros(size, dtype=dtype, device=device)
     grad = comm.allocate(total if world_size > 1 else 0, dtype, device)
     for offset, parameter in zip(offsets, parameters, strict=True):
         move_parameter(parameter, data, offset)
@@ -158,14 +170,23 @@ def _cut(
     return tuple(buckets)
 
 
-def move_parameter(parameter: Parameter, buffer: Tensor, offset: int) -> None:
-    """Copy a parameter into the buffer, and let it live there."""
+def move_parameter(
+    parameter: Parameter, buffer: Tensor, offset: int, like: Tensor | None = None
+) -> None:
+    """Copy a parameter into the buffer, and let it live there.
+
+    Args:
+        parameter: The parameter.
+        buffer: The buffer.
+        offset: Its first element there.
+        like: What has the order in memory that it gets; its own by default.
+    """
     # Through DLPack it gets a storage object of its own over its part of the buffer. With that of
     # the whole buffer, safetensors.save_model refuses it and torch.save writes all of the buffer.
     part = buffer[offset : offset + parameter.numel()]
     if kind_of(buffer.device).has_addresses:
         part = from_dlpack(part)
-    view = view_like(part, 0, parameter)
+    view = view_like(part, 0, parameter if like is None else like)
     view.copy_(parameter.data)
     parameter.data = view
 

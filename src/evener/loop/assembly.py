@@ -120,19 +120,16 @@ class Assembly:
             self.members = self._introduce(
                 describe_training(self.model, optimizers, scheduler, chosen, config)
             )
-            self.flat = FlatBuffers(
-                list(self.model.named_parameters()),
-                # Local steps exchange no gradients, so these stay where autograd has put them.
-                self.comm.world_size if chosen is ApplyPolicy.SYNC else 1,
-                parts=parts_of(optimizers, self.model),
-                buckets=config.gradient_buckets,
-                comm=self.comm,
-            )
+            is_divided = self._divides_update()
+            self.flat = self._make_flat(is_divided=is_divided)
             self._start_alike()
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
-            self._sharded = self._make_sharded()
-            self.state = self._make_state(Schedule(optimizers, scheduler))
+            self._sharded = ShardedUpdate(
+                self.flat, optimizers, is_wanted=is_divided, is_must=config.sharded_update == "on"
+            )
+            parts = (self.model, self.flat, self.buffers, optimizers)
+            self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
             self.engine = self._make_engine()
             self._habits = self.engine.habits
             self._face_optimizers()
@@ -213,30 +210,36 @@ class Assembly:
 
     # ── who is there ─────────────────────────────────────────────────────────────────────────
 
-    def _make_state(self, schedule: Schedule) -> TrainingState:
-        parts = (self.model, self.flat, self.buffers, self.optimizers)
-        return TrainingState(*parts, schedule, self._sharded)
+    def _make_flat(self, *, is_divided: bool) -> FlatBuffers:
+        return FlatBuffers(
+            list(self.model.named_parameters()),
+            # Local steps exchange no gradients, so these stay where autograd has put them.
+            self.comm.world_size if self.apply_policy is ApplyPolicy.SYNC else 1,
+            parts=parts_of(self.optimizers, self.model),
+            buckets=self._config.gradient_buckets,
+            comm=self.comm,
+            is_divided=is_divided,
+        )
 
-    def _make_sharded(self) -> ShardedUpdate:
-        """Return what divides the update among ranks, or not; all ranks call it together.
+    def _divides_update(self) -> bool:
+        """Return whether each rank updates its part of the parameters; all call it together.
 
         Raises:
             ConfigError: The user wants it divided, and the optimizers do not allow it.
         """
         given = self._config.sharded_update
-        is_wanted = self.apply_policy is ApplyPolicy.SYNC and (
-            given == "on" or (given == "auto" and self.comm.backend in FAST_BACKENDS)
-        )
-        if is_wanted:
-            # A rank's optimizer may be of another class of the same name.
-            reasons = self.team.introduce(why_replicated(self.optimizers))
-            reason = next(filter(None, reasons), "")
-            if reason and given == "on":
-                raise ConfigError(
-                    f"sharded_update is 'on', but {reason}: use 'auto' or another optimizer"
-                )
-            is_wanted = not reason
-        return ShardedUpdate(self.flat, self.optimizers, is_wanted=is_wanted, is_must=given == "on")
+        if self.apply_policy is not ApplyPolicy.SYNC or given == "off":
+            return False
+        if given == "auto" and self.comm.backend not in FAST_BACKENDS:
+            return False
+        # A rank's optimizer may be of another class of the same name.
+        reasons = self.team.introduce(why_replicated(self.optimizers))
+        reason = next(filter(None, reasons), "")
+        if reason and given == "on":
+            raise ConfigError(
+                f"sharded_update is 'on', but {reason}: use 'auto' or another optimizer"
+            )
+        return not reason
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""

@@ -80,6 +80,9 @@ class Rehearsal:
         if isinstance(self._engine, SyncEngine):
             ways.append([*apportion(self._batch_size, [1.0] * world_size)])
         speeds: list[list[float]] = [[] for _ in ways]
+        sharded, comm = self._assembly.state.sharded, self._team.comm
+        is_divided = sharded.is_on
+        sharded.join()  # ranks train alone, too
         state = self._remember()
         try:
             for number in range(ROUNDS + 1):
@@ -90,6 +93,8 @@ class Rehearsal:
                     return None
         finally:
             self._restore(state)
+            if is_divided:
+                sharded.divide(comm)
         # The first round, a short one, pays for caches and allocations.
         medians = [median(of_way[1:]) for of_way in speeds]
         return Speeds(
