@@ -34,7 +34,8 @@ class Milestone:
         self._event.synchronize()
 
     def seconds_to(self, later: "Milestone") -> float:
-        """Return the device's seconds from this point to a later one; both must have passed."""
+        """Return the device's seconds from this point to a later one; wait until it is there."""
+        later.wait()
         return float(self._event.elapsed_time(later._event)) / 1000
 
 

@@ -109,18 +109,28 @@ class BufferAverager:
         self.comm = comm
 
     @torch.no_grad()
-    def average(self, weight: float, total_weight: float, *, what: str) -> None:
+    def average(
+        self,
+        weight: float,
+        total_weight: float,
+        *,
+        what: str,
+        unless: torch.Tensor | None = None,
+    ) -> None:
         """Agree on the buffers; all ranks call it together.
 
         Args:
             weight: Weight of this rank's part of the window.
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
+            unless: Shape ``()``: where it is not 0, the buffers become those of the last agreement.
         """
         if not self.is_empty:
             self._snapshots = self._buffers  # no copies: nothing is written before the last step
             packed = self._differences()
             self.exchange(packed, self.comm, weight, total_weight, what=what)
+            if unless is not None:
+                packed.masked_fill_(unless.bool().to(packed.device), 0.0)
             self.agree(packed, moved_on=False)
 
     # ── in three steps, so that a rank can continue meanwhile ────────────────────────────────────

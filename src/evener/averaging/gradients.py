@@ -177,12 +177,19 @@ class GradientAverager:
             self._is_known = False
         norm = factor * (self.own_norm if self._is_known else self._norm(part))
         self._is_known = False
-        if math.isfinite(norm) and (factor := clip(factor, norm, max_norm)) != 1.0:
-            with torch.no_grad():
-                for group in self._flat.groups_of(part):
-                    if tensors := self._flat.gradients(group):
-                        torch._foreach_mul_(tensors, factor)
+        if math.isfinite(norm):
+            self.multiply(clip(factor, norm, max_norm), part)
         return norm
+
+    @torch.no_grad()
+    def multiply(self, factor: float | torch.Tensor, part: int | None = None) -> None:
+        """Multiply the gradients; a tensor of shape ``()`` is one that a device computes."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        for group in self._flat.groups_of(part):
+            if tensors := self._flat.gradients(group):
+                own = factor if isinstance(factor, float) else factor.to(tensors[0].dtype)
+                torch._foreach_mul_(tensors, own)
 
     def _norm(self, part: int | None) -> float:
         """2-norm of the gradients as they are; finite whenever they are."""

@@ -247,6 +247,10 @@ class FlatBuffers:
             return [group.grad_values]
         return [held for i in group.indices if (held := self._held[i]) is not None]
 
+    def with_gradients(self) -> list[int]:
+        """Return the flat numbers of parameters that have a gradient in this window."""
+        return [i for i, held in enumerate(self._held) if held is not None]
+
     def first_non_finite(self, part: int | None = None) -> int | None:
         """Flat number of the first parameter whose gradient holds an inf or a NaN, if any."""
         for i in (i for group in self.groups_of(part) for i in group.indices):

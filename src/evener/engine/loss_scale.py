@@ -57,10 +57,16 @@ class LossScale:
         """Return whether what is not finite on a rank may be an overflow, which less mends."""
         return self.can_shrink and rank in self.fp16_ranks
 
-    def update(self, *, overflowed: bool) -> None:
-        """Learn from a window that had weight; every rank calls it with the same argument."""
+    def update(self, *, overflowed: bool, used: float | None = None) -> None:
+        """Learn from a window that had weight; every rank calls it with the same arguments.
+
+        Args:
+            overflowed: Whether it did.
+            used: The scale that it was computed with, where that may be an earlier one.
+        """
         if self.is_used:
-            self._learn(1, max(self.value / 2, SMALLEST_SCALE) if overflowed else None)
+            half = max((used or self.value) / 2, SMALLEST_SCALE)
+            self._learn(1, min(half, self.value) if overflowed else None)
 
     def reset(self) -> None:
         """Go on with what the team has agreed on, in this rank's local steps."""

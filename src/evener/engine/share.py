@@ -29,7 +29,7 @@ class Lap(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took; to be asked when the device has passed both points."""
+        """How long it took; waits until the device has passed both points."""
         if isinstance(self.start, Milestone):
             assert isinstance(self.stop, Milestone)
             return self.start.seconds_to(self.stop) + self.added_s
@@ -144,7 +144,7 @@ class Share:
 
     @property
     def compute_s(self) -> float:
-        """Seconds that the micro-batches took; to be asked when a device has done them."""
+        """Seconds that the micro-batches took; waits for the device."""
         return sum(lap.seconds for lap in self._laps)
 
     @property

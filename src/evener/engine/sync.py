@@ -5,8 +5,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from evener.averaging.gradients import Reading
@@ -16,6 +17,7 @@ from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
+from evener.engine.late import LateUpdate, late_update
 from evener.engine.moments import OptimizerState
 from evener.engine.parking import ParkingEngine
 from evener.engine.results import Applied, Round, WindowResult, Work
@@ -66,6 +68,9 @@ class SyncEngine(ParkingEngine):
         #: The last update: this rank's own work too, and part of what it costs a window.
         self._update_lap: Lap | None = None
         self._sync_s = 0.0
+        #: The update of this window, and that of the window before, where the device decides.
+        self._late: LateUpdate | None = None
+        self._undecided: LateUpdate | None = None
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
@@ -248,7 +253,6 @@ class SyncEngine(ParkingEngine):
         if self.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` are not for what follows it
         self._result = None
-        may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
         self._meet(
             purpose,
             part=ALL if part is None else part,
@@ -257,16 +261,45 @@ class SyncEngine(ParkingEngine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
-            may_skip=self._skips or may_shrink,
             report=self._report(part),
             body=self._draft or (),
         )
         return self._result
 
+    def _meet(self, purpose: Purpose, **said: Any) -> Round:
+        """Say also whether the device has found the update before finite, if it was to decide."""
+        may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
+        late = self._undecided
+        return super()._meet(
+            purpose,
+            may_skip=self._skips or may_shrink,
+            late_non_finite=0 if late is None else late.non_finite,
+            **said,
+        )
+
     def _report(self, part: int | None) -> Report:
         """Return what this rank did; in an optimizer's turn, as far as its own losses go."""
         share, averager = self.share, self._averager
         closes_turns = bool(self._turns) and part is None
+        done = Report(
+            weight=share.weight if closes_turns else share.weight_of(part),
+            micro_batches=share.micro_batches,
+            samples=share.samples,
+            buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
+            limit=self.limits.own,
+            warmup_micro_batches=share.warmup_micro_batches,
+            warmup_samples=share.warmup_samples,
+            **self._told(),
+        )
+        self._late = None
+        # Several ranks hear of one another's numbers before they exchange gradients.
+        alone = self.world_size == 1 and self.slowdown.factor == 1
+        if self.queue is not None and part is None and not closes_turns and alone:
+            self._late = late_update(
+                share, averager, self.flat, self.queue, self.optimizers, self._update_lap
+            )
+        if self._late is not None:
+            return done
         norms = [] if closes_turns else averager.gather(part)
         losses = share.losses_of(part)
         values = Reading([*losses, *norms]).read()  # the one wait for a device
@@ -274,21 +307,13 @@ class SyncEngine(ParkingEngine):
         index = averager.judge(values[len(losses) :], part)
         found = 0 if index is None else index + 1
         update_s = 0.0 if self._update_lap is None else self._update_lap.seconds
-        return Report(
-            weight=share.weight if closes_turns else share.weight_of(part),
+        return done._replace(
             loss_sum=loss_sum,
-            compute_s=share.compute_s + update_s,
-            update_s=update_s,
-            micro_batches=share.micro_batches,
-            samples=share.samples,
             non_finite=found if math.isfinite(loss_sum) else LOSS,
             own_norm=averager.own_norm,
-            buffers_changed=not self.buffers.is_empty and self.buffers.changed(),
-            limit=self.limits.own,
+            compute_s=share.compute_s + update_s,
+            update_s=update_s,
             warmup_s=share.warmup_s,
-            warmup_micro_batches=share.warmup_micro_batches,
-            warmup_samples=share.warmup_samples,
-            **self._told(),
         )
 
     # ── what a round leads to ────────────────────────────────────────────────────────────────────
@@ -306,6 +331,8 @@ class SyncEngine(ParkingEngine):
         elif do is Do.RESTORE:
             self.flat.zero_(found.verdict.part)
             self._turns.clear()
+        elif do is Do.UNDO:
+            self._undo(failed=found.verdict.culprit is not None)
         elif do is Do.CHANGE:
             self._change(found)
 
@@ -317,7 +344,8 @@ class SyncEngine(ParkingEngine):
             self._check_plan(found.rows, self.window + len(self.state.plans))
             self._take_draft()
             leases.append(self._leases.pop(plan.window))
-            self._unlearnt.append((reports, plan, self._exchange_s(found)))
+            if self._late is None:
+                self._unlearnt.append((reports, plan, self._exchange_s(found)))
         else:
             plan = self._unplanned(reports)
             if warning := self._equal_batches.see(reports):
@@ -327,11 +355,13 @@ class SyncEngine(ParkingEngine):
         if self._check.every and self._check.is_due(plan.window):
             self._check.compare(self.comm, plan.window)
         sync_s = self._sync_s + time.perf_counter() - started_s
-        made, weight = not result.skipped, 0.0 if result.skipped else result.weight
+        made = self._late is not None or not result.skipped
+        weight = result.weight if made else 0.0
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self._result = replace(result, progress=self.progress)
+        self._result = result.changed(progress=self.progress)
         told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
         self._applied = Applied(self._result, leases, told)
+        self._undecided, self._late = self._late, None
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
         """Return the plan that a window without one has followed."""
@@ -356,6 +386,8 @@ class SyncEngine(ParkingEngine):
         Raises:
             NonFiniteGradientError: The sum over ranks overflowed.
         """
+        if self._late is not None:
+            return self._apply_late(found, plan, self._late)
         verdict, closes = found.verdict, Do.APPLY in found.verdict.do
         part, weight, skipped = verdict.part, verdict.weight, verdict.skip
         what, norm, started_s = f"window {plan.window}", math.nan, time.perf_counter()
@@ -393,6 +425,51 @@ class SyncEngine(ParkingEngine):
             found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
         )
 
+    def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
+        """Queue the update of one rank, which the device leaves out if it is not finite."""
+        started_s, weight = time.perf_counter(), found.verdict.weight
+        late.apply(plan, self.progress, self._scale.value, self.options.max_grad_norm)
+        self._average_buffers(found, weight, f"window {plan.window}", late.found_inf)
+        self._sync_s = time.perf_counter() - started_s
+        watch = Stopwatch(self.slowdown, self.queue)
+        if not self._schedule.is_empty:
+            self._schedule.before_update(self.progress)
+        lr = float(self.optimizers[0].param_groups[0]["lr"])
+        self.habits.step(self.optimizers, late.deciding(self.optimizers))
+        self.flat.attach_data()
+        self._expected_weight = weight
+        self.flat.zero_()
+        self._update_lap = watch.stop()
+        result = self._result_of(
+            found, plan, start=plan.start, size=plan.size, grad_norm=late, lr=lr, skipped=late
+        )
+        return result.changed(loss=late)
+
+    def _undo(self, *, failed: bool) -> None:
+        """Take back that the update of the window before counts: the device left it out."""
+        late, applied = self._undecided, self._applied
+        assert late is not None
+        assert applied is not None
+        self.progress = late.before if failed else late.left_out(self.progress)
+        result = applied.result.changed(progress=self.progress)
+        self._applied = None if failed else applied._replace(result=result)
+        if failed:
+            self.drop_share()
+            self._drop_plans()
+
+    def _commit(self, rows: Mapping[int, Row]) -> None:
+        """Commit the window before; if the device was to decide about its update, it has."""
+        late, applied, self._undecided = self._undecided, self._applied, None
+        if late is not None and applied is not None:
+            result = late.complete(applied.result)
+            self._applied = applied._replace(result=result)
+            if applied.leases:
+                self._unlearnt.append((list(result.ranks), late.plan, math.nan))
+            if not (result.skipped or self._schedule.is_empty):
+                self._schedule.after_update()
+            self._scale.update(overflowed=result.skipped, used=late.scale)
+        super()._commit(rows)
+
     def _end_turns(self, found: Round) -> WindowResult:
         """Return what optimizers have done in their turns, as one window."""
         turns, self._turns, self._sync_s = self._turns, [], 0.0
@@ -407,12 +484,14 @@ class SyncEngine(ParkingEngine):
             ranks=self._records(found.rows),
         )
 
-    def _average_buffers(self, found: Round, weight: float, what: str) -> None:
+    def _average_buffers(
+        self, found: Round, weight: float, what: str, unless: Tensor | None = None
+    ) -> None:
         """Average the model's buffers by weight; a window without weight leaves them as before."""
         if not any(row.report.buffers_changed for row in found.rows.values()):
             return
         if weight:
-            self.buffers.average(self.share.weight, weight, what=what)
+            self.buffers.average(self.share.weight, weight, what=what, unless=unless)
         else:
             self.buffers.restore()
 
@@ -442,6 +521,8 @@ class SyncEngine(ParkingEngine):
 
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
         plan, code = self.state.plan, rows[rank].report.non_finite
+        if (late := self._undecided) is not None and rows[rank].late_non_finite:
+            plan, code, self._undecided = late.plan, rows[rank].late_non_finite, None
         if plan is None:
             plan = self._unplanned(self._reports(rows))
         error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)

@@ -34,6 +34,10 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
 
+Where a device decides whether an update is made, rows tell a window late what was not finite. Then
+``UNDO`` comes first. If no skip is allowed, nothing else is done: the window before is not
+committed, and it is an error on every rank.
+
 ``COMMIT`` is about the window before, and only where one was applied: rows of all ranks show that
 all have applied it. In a line that has it, it precedes everything but ``VERIFY``, errors included.
 """
@@ -76,6 +80,8 @@ class Do(Enum):
     """Compare replicas, where that is wanted."""
     COMMIT = auto()
     """The window before is known to be applied everywhere."""
+    UNDO = auto()
+    """The device has not made the update of the window before: something was not finite."""
     RATES = auto()
     """Exchange learning rates, which differ; ranks without a share adopt those of the others."""
     DROP = auto()
@@ -285,11 +291,17 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
         return Ruling(state=state)
     if purpose is Purpose.PLAN:
         return _begin(state, rows)
+    late = [r for r, row in rows.items() if row.late_non_finite] if state.applied else []
+    if late and not all(rows[rank].may_skip for rank in late):
+        state = state.release()._replace(applied=False, window=state.window - 1)
+        return Ruling(state=state, do=(Do.UNDO,), culprit=late[0])
     if purpose in (Purpose.REST, Purpose.IDLE):
-        return _settle(state, rows)
-    if purpose is Purpose.CHANGE:
-        return Ruling(state=state._replace(applied=False), do=_commit(state))
-    return _judge_window(state, rows, purpose)
+        verdict = _settle(state, rows)
+    elif purpose is Purpose.CHANGE:
+        verdict = Ruling(state=state._replace(applied=False), do=_commit(state))
+    else:
+        verdict = _judge_window(state, rows, purpose)
+    return verdict._replace(do=(Do.UNDO, *verdict.do)) if late else verdict
 
 
 def _common_purpose(rows: Mapping[int, Row]) -> Purpose | None:

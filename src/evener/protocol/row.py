@@ -40,7 +40,7 @@ _LARGEST_EXACT: Final = 2**53
 
 _NUMBERS: Final = (int, bool, float)
 
-_LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "round": -1}
+_LEAST: Final = {"part": ALL, "change": CALL, "non_finite": -2, "late_non_finite": -2, "round": -1}
 """Where a whole number may be negative."""
 
 
@@ -113,6 +113,8 @@ class Row(NamedTuple):
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.
         may_skip: Whether what is not finite on it may be left out: an overflow of fp16 that a
             smaller scale may mend, or the user's wish.
+        late_non_finite: ``non_finite`` of the window before, where a device decides whether an
+            update is made: its report did not tell, as the host did not wait for the device.
         report: Its part of the window.
         body: Further numbers; what they are depends on the purpose.
     """
@@ -133,6 +135,7 @@ class Row(NamedTuple):
     rates: float = 0.0
     hooked: bool = False
     may_skip: bool = False
+    late_non_finite: int = 0
     report: Report = NOTHING
     body: tuple[float, ...] = ()
 

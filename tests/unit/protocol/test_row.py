@@ -79,6 +79,7 @@ ROWS = st.builds(
     trainable=WHOLE,
     rates=st.integers(0, 2**32 - 1).map(float),
     may_skip=st.booleans(),
+    late_non_finite=st.integers(-2, 10**6),
     report=REPORTS,
     body=st.lists(st.floats(allow_nan=False), max_size=room_of(1)).map(tuple),
 )

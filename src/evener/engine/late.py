@@ -1,0 +1,175 @@
+"""An update that a device makes or leaves out by itself, while the host is ahead of it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Final, NamedTuple, final
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from evener.averaging.gradients import GradientAverager, Reading
+from evener.comm.flat import FlatBuffers
+from evener.devices import DeviceQueue
+from evener.engine.results import LateNumbers, Progress, WindowResult
+from evener.engine.share import Lap, Share
+from evener.planning.plan import WindowPlan
+from evener.planning.report import LOSS
+
+_TAKING: Final = (Adam, AdamW, Adagrad, SGD)
+"""Optimizers whose fused kernels leave an update out where ``found_inf`` is 1."""
+
+
+class Values(NamedTuple):
+    """What the host has read of an update.
+
+    Attributes:
+        loss_sum: Σ weight · loss.
+        norm: 2-norm of the gradients as they were summed.
+        non_finite: See ``Report``.
+    """
+
+    loss_sum: float
+    norm: float
+    non_finite: int
+
+
+@final
+class LateUpdate(LateNumbers):
+    """The update of one rank whose numbers the host reads when it closes the next window.
+
+    Loss and norm are computed on the device, where they decide by ``found_inf`` whether the update
+    is made. Whoever asks for one of the numbers waits for the device. A norm above 1.8e19 counts as
+    not finite where gradients are in float32 or narrower: squares are added up there.
+
+    Args:
+        share: The rank's part of the window: all of it.
+        averager: Of the gradients, which nothing has been done to.
+        flat: Knows the gradients.
+        queue: Of the device that all of it is on.
+        update: The update before, which counts for the time of this share.
+
+    Attributes:
+        found_inf: Shape ``()``, float32: 1 where the update has to be left out, else 0.
+        plan: What window it is; after ``apply``.
+        before: The team's progress before it.
+        scale: The loss scale that it was computed with.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        averager: GradientAverager,
+        flat: FlatBuffers,
+        queue: DeviceQueue,
+        update: Lap | None,
+    ) -> None:
+        self._share, self._averager, self._update = share, averager, update
+        losses, norms = share.losses_of(), averager.gather()
+        self._num_losses, self._numbers = len(losses), flat.with_gradients()
+        self._reading = Reading([*losses, *norms], queue)
+        every = torch.cat([part.reshape(-1) for part in (*losses, *norms)])
+        self.found_inf = every.isfinite().all().logical_not().to(torch.float32)
+        self._norm = torch.linalg.vector_norm(every[len(losses) :])
+        self._weight, self._factor = share.weight, 1.0
+        self.plan, self.before, self.scale = WindowPlan(0, 0, 0, 0, ()), Progress(), 1.0
+
+    def apply(
+        self, plan: WindowPlan, before: Progress, scale: float, max_norm: float | None
+    ) -> None:
+        """Divide the gradients by their weight, and clip them; for the attributes see above."""
+        self.plan, self.before, self.scale = plan, before, scale
+        self._factor = self._share.scale_of() / self._weight
+        self._averager.multiply(self._factor)
+        if max_norm is not None:
+            clip = max_norm / (self._norm * self._factor + 1e-6)
+            self._averager.multiply(clip.clamp(max=1.0))
+
+    @contextmanager
+    def deciding(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Let fused optimizers leave their steps out, as ``GradScaler`` does, in a block."""
+        for optimizer in optimizers:
+            vars(optimizer)["found_inf"] = self.found_inf
+        try:
+            yield
+        finally:
+            for optimizer in optimizers:
+                del vars(optimizer)["found_inf"]
+
+    @cached_property
+    def _values(self) -> Values:
+        read = self._reading.read()
+        losses, norms = read[: self._num_losses], read[self._num_losses :]
+        loss_sum = self._share.loss_sum_of(None, (value for (value,) in losses))
+        squares, non_finite = 0.0, 0
+        for number, norm in zip(self._numbers, (n for own in norms for n in own), strict=True):
+            squares += norm * norm
+            if not (non_finite or math.isfinite(norm)):
+                non_finite = number + 1
+        non_finite = non_finite if all(math.isfinite(value) for (value,) in losses) else LOSS
+        return Values(loss_sum, math.sqrt(squares), non_finite)
+
+    @property
+    def non_finite(self) -> int:
+        """What is not finite, as in ``Report``; waits for the device, as all that follows."""
+        return self._values.non_finite
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per unit of weight."""
+        return self._values.loss_sum / self._weight
+
+    @property
+    def grad_norm(self) -> float:
+        """2-norm of the mean gradient, before clipping; ``nan`` where the update was left out."""
+        return math.nan if self.skipped else self._values.norm * self._factor
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out."""
+        return self._values.non_finite != 0
+
+    def left_out(self, progress: Progress) -> Progress:
+        """Return the team's progress without this update, which it has counted."""
+        steps, skipped = progress.steps - 1, progress.skipped + 1
+        return replace(progress, steps=steps, skipped=skipped, weight=self.before.weight)
+
+    def complete(self, result: WindowResult) -> WindowResult:
+        """Return the window's result with all that its report could not tell."""
+        share, values = self._share, self._values
+        update_s = 0.0 if self._update is None else self._update.seconds
+        warms_up = share.warmup_samples / share.samples if share.samples else 0.0
+        own = result.ranks[0]._replace(
+            loss_sum=values.loss_sum,
+            own_norm=values.norm,
+            non_finite=values.non_finite,
+            compute_s=share.compute_s + update_s,
+            warmup_s=share.warmup_s + update_s * warms_up,
+        )
+        return replace(result, ranks=(own,))
+
+
+def late_update(
+    share: Share,
+    averager: GradientAverager,
+    flat: FlatBuffers,
+    queue: DeviceQueue,
+    optimizers: Sequence[Optimizer],
+    update: Lap | None,
+) -> LateUpdate | None:
+    """Return the update that a device will make or leave out; ``None`` where it cannot decide.
+
+    Optimizers must be exactly torch's, and fused. SGD must not have momentum: where its first
+    update is left out, torch leaves the momentum uninitialised. See ``LateUpdate``.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    decides = (
+        queue.has_milestones
+        and share.weight > 0
+        and all(type(optimizer) in _TAKING for optimizer in optimizers)
+        and all(group.get("fused") and not group.get("momentum") for group in groups)
+        and len({group.data.device for group in flat.groups}) == 1
+    )
+    return LateUpdate(share, averager, flat, queue, update) if decides else None
