@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Final, NamedTuple, final
+from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -13,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue
-from evener.engine.results import LateNumbers, Progress, WindowResult
+from evener.engine.results import Progress, WindowResult
 from evener.engine.share import Lap, Share
 from evener.planning.plan import WindowPlan
 from evener.planning.report import LOSS
@@ -37,7 +38,7 @@ class Values(NamedTuple):
 
 
 @final
-class LateUpdate(LateNumbers):
+class LateUpdate:
     """The update of one rank whose numbers the host reads when it closes the next window.
 
     Loss and norm are computed on the device, where they decide by ``found_inf`` whether the update
@@ -131,6 +132,12 @@ class LateUpdate(LateNumbers):
         """Whether the update was left out."""
         return self._values.non_finite != 0
 
+    def show(self, result: WindowResult, progress: Progress) -> WindowResult:
+        """Return the window's result, whose late numbers are read when they are asked for."""
+        made = object.__new__(LateResult)
+        vars(made).update(vars(result), progress=progress, late=self)
+        return made
+
     def left_out(self, progress: Progress) -> Progress:
         """Return the team's progress without this update, which it has counted."""
         steps, skipped = progress.steps - 1, progress.skipped + 1
@@ -149,6 +156,40 @@ class LateUpdate(LateNumbers):
             warmup_s=share.warmup_s + update_s * warms_up,
         )
         return replace(result, ranks=(own,))
+
+
+@final
+class LateResult(WindowResult):
+    """The result of a window whose update a device makes or leaves out.
+
+    Attributes:
+        late: The update.
+    """
+
+    late: ClassVar[LateUpdate]  # of each instance: no field
+
+    def __new__(cls, **values: Any) -> WindowResult:  # type: ignore[misc]
+        """Make a plain result of values, as where ``dataclasses.replace`` has read them."""
+        return WindowResult(**values)
+
+    @property
+    def loss(self) -> float:
+        """See ``LateUpdate``."""
+        return self.late.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """See ``LateUpdate``."""
+        return self.late.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """See ``LateUpdate``."""
+        return self.late.skipped
+
+    def __reduce__(self) -> Any:
+        """Return plain values, for pickle."""
+        return copy, (replace(self),)
 
 
 def late_update(

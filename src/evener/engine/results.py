@@ -1,16 +1,13 @@
 """The result of a window, what led to it, and the progress of the team: plain values."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, Self, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
 from evener.protocol.machine import Ruling
 from evener.protocol.row import Row
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,46 +48,6 @@ class CadenceRecord:
     guard: str = "stable"
 
 
-class LateNumbers(ABC):
-    """Numbers of an update that a device may not have computed yet: asking for one waits for it."""
-
-    @property
-    @abstractmethod
-    def loss(self) -> float:
-        """See ``WindowResult``."""
-
-    @property
-    @abstractmethod
-    def grad_norm(self) -> float:
-        """See ``WindowResult``."""
-
-    @property
-    @abstractmethod
-    def skipped(self) -> bool:
-        """See ``WindowResult``."""
-
-
-@final
-class Read(Generic[T]):
-    """A field of a result that is a value, or is to be asked of ``LateNumbers``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        """Keep the name of the field."""
-        self._name = name
-
-    def __get__(self, result: Any, owner: type | None = None) -> T:
-        """Return the value; wait for the device where it is late."""
-        if result is None:
-            raise AttributeError(self._name)  # to dataclasses: the field has no default
-        value = vars(result)[self._name]
-        found: T = getattr(value, self._name) if isinstance(value, LateNumbers) else value
-        return found
-
-    def __set__(self, result: Any, value: T | LateNumbers) -> None:
-        """Take a value, or what to ask for it."""
-        vars(result)[self._name] = value
-
-
 @dataclass(frozen=True, kw_only=True)
 class WindowResult:
     """A window that has been applied; the same on every rank, but for times of this moment.
@@ -122,11 +79,11 @@ class WindowResult:
     epoch: int
     start: int
     size: int
-    loss: Read[float] = Read()
+    loss: float
     weight: float
-    grad_norm: Read[float] = Read()
+    grad_norm: float
     lr: float
-    skipped: Read[bool] = Read()
+    skipped: bool
     progress: Progress
     applied_t: float
     ranks: tuple[RankRecord, ...]
@@ -137,16 +94,6 @@ class WindowResult:
     def committed(self) -> tuple[int, int]:
         """The range of the epoch's permutation that a SYNC window covers, end exclusive."""
         return self.start, self.start + self.size
-
-    def changed(self, **changes: Any) -> Self:
-        """Return the result with other fields; ``dataclasses.replace`` would read late ones."""
-        made = object.__new__(type(self))
-        vars(made).update(vars(self), **changes)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return plain values, for pickle."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Work(NamedTuple):

@@ -358,7 +358,9 @@ class SyncEngine(ParkingEngine):
         made = self._late is not None or not result.skipped
         weight = result.weight if made else 0.0
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
-        self._result = result.changed(progress=self.progress)
+        self._result = replace(result, progress=self.progress)
+        if self._late is not None:
+            self._result = self._late.show(result, self.progress)
         told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
@@ -440,10 +442,9 @@ class SyncEngine(ParkingEngine):
         self._expected_weight = weight
         self.flat.zero_()
         self._update_lap = watch.stop()
-        result = self._result_of(
-            found, plan, start=plan.start, size=plan.size, grad_norm=late, lr=lr, skipped=late
+        return self._result_of(
+            found, plan, start=plan.start, size=plan.size, grad_norm=math.nan, lr=lr, skipped=False
         )
-        return result.changed(loss=late)
 
     def _undo(self, *, failed: bool) -> None:
         """Take back that the update of the window before counts: the device left it out."""
@@ -451,7 +452,7 @@ class SyncEngine(ParkingEngine):
         assert late is not None
         assert applied is not None
         self.progress = late.before if failed else late.left_out(self.progress)
-        result = applied.result.changed(progress=self.progress)
+        result = replace(applied.result, progress=self.progress)
         self._applied = None if failed else applied._replace(result=result)
         if failed:
             self.drop_share()

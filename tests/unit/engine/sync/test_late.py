@@ -3,7 +3,7 @@
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from evener.comm.base import SingleCommunicator
 from evener.devices import Cpu
-from evener.engine.late import LateUpdate
 from evener.engine.results import WindowResult
 from evener.errors import NonFiniteGradientError
 from helpers.models import mlp
@@ -148,7 +147,7 @@ def test_reading_a_result_waits_for_the_device(queue: Queue) -> None:
             assert result.grad_norm > 0
             assert not result.skipped
             assert queue.waited == before
-            assert pickle.loads(pickle.dumps(result)) == result
+            assert pickle.loads(pickle.dumps(result)) == replace(result)
 
 
 @pytest.mark.parametrize("bad", [0, 2, WINDOWS - 1, 2 * WINDOWS - 1])
@@ -198,4 +197,4 @@ def test_other_optimizers_have_the_host_decide(queue: Queue, optimizer: Any) -> 
             ddp.backward(model(x).square().mean())
             result = ddp.step()
             assert result is not None
-            assert not any(isinstance(value, LateUpdate) for value in vars(result).values())
+            assert type(result) is WindowResult
