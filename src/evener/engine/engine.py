@@ -21,7 +21,7 @@ from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
-from evener.engine.share import Share
+from evener.engine.share import Share, needs_plans
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
@@ -591,11 +591,3 @@ class Engine(ABC):
         """Return what each rank did, as in ``WindowResult``; times of waiting come later."""
         later = {name: getattr(NOTHING, name) for name in _TOLD_LATER}
         return tuple(report._replace(**later) for report in self._reports(rows))
-
-
-def needs_plans() -> UsageError:
-    """Return the error of a window without a plan, where the policy needs one."""
-    return UsageError(
-        "windows of local steps need ddp.loader over a map-style data set, whose samples can "
-        "be queued for each rank; use one, or policy 'sync'"
-    )

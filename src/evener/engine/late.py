@@ -147,13 +147,13 @@ class LateUpdate:
         """Return the window's result with all that its report could not tell."""
         share, values = self._share, self._values
         update_s = 0.0 if self._update is None else self._update.seconds
-        warms_up = share.warmup_samples / share.samples if share.samples else 0.0
         own = result.ranks[0]._replace(
             loss_sum=values.loss_sum,
             own_norm=values.norm,
             non_finite=values.non_finite,
             compute_s=share.compute_s + update_s,
-            warmup_s=share.warmup_s + update_s * warms_up,
+            update_s=update_s,
+            warmup_s=share.warmup_s,
         )
         return replace(result, ranks=(own,))
 

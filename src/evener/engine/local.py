@@ -18,14 +18,14 @@ from torch import Tensor
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.engine import Engine, EngineOptions, needs_plans
+from evener.engine.engine import Engine, EngineOptions
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState, RecentMoments
 from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
-from evener.engine.share import Share
+from evener.engine.share import Share, needs_plans
 from evener.engine.state import TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team

@@ -362,3 +362,11 @@ def refuse_loss(loss: Tensor) -> None:
             "compute it from the model's output, with gradients on, or give weight=0 to leave the "
             "micro-batch out"
         )
+
+
+def needs_plans() -> UsageError:
+    """Return the error of a window without a plan, where the policy needs one."""
+    return UsageError(
+        "windows of local steps need ddp.loader over a map-style data set, whose samples can "
+        "be queued for each rank; use one, or policy 'sync'"
+    )
