@@ -1,6 +1,8 @@
 """An update that a device makes or leaves out by itself, while the host is ahead of it."""
 
 import math
+import time
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -9,15 +11,20 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from evener.averaging.gradients import GradientAverager, Reading
 from evener.comm.flat import FlatBuffers
 from evener.devices import DeviceQueue
-from evener.engine.results import Progress, WindowResult
-from evener.engine.share import Lap, Share
+from evener.engine.engine import EngineOptions
+from evener.engine.parking import ParkingEngine
+from evener.engine.results import Progress, Round, WindowResult
+from evener.engine.share import Lap, Share, Stopwatch
+from evener.engine.state import TrainingState
+from evener.engine.team import Team
 from evener.planning.plan import WindowPlan
-from evener.planning.report import LOSS
+from evener.planning.report import LOSS, Report
 
 _TAKING: Final = (Adam, AdamW, Adagrad, SGD)
 """Optimizers whose fused kernels leave an update out where ``found_inf`` is 1."""
@@ -192,25 +199,85 @@ class LateResult(WindowResult):
         return copy, (replace(self),)
 
 
-def late_update(
-    share: Share,
-    averager: GradientAverager,
-    flat: FlatBuffers,
-    queue: DeviceQueue,
-    optimizers: Sequence[Optimizer],
-    update: Lap | None,
-) -> LateUpdate | None:
-    """Return the update that a device will make or leave out; ``None`` where it cannot decide.
+class LateEngine(ParkingEngine):
+    """Windows of SYNC, as far as devices decide about updates."""
 
-    Optimizers must be exactly torch's, and fused. SGD must not have momentum: where its first
-    update is left out, torch leaves the momentum uninitialised. See ``LateUpdate``.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    decides = (
-        queue.has_milestones
-        and share.weight > 0
-        and all(type(optimizer) in _TAKING for optimizer in optimizers)
-        and all(group.get("fused") and not group.get("momentum") for group in groups)
-        and len({group.data.device for group in flat.groups}) == 1
-    )
-    return LateUpdate(share, averager, flat, queue, update) if decides else None
+    def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
+        super().__init__(team, training, options)
+        #: The update of this window, and that of the window before, where the device decides.
+        self._late: LateUpdate | None = None
+        self._undecided: LateUpdate | None = None
+        #: The last update: this rank's own work too, and part of what it costs a window.
+        self._update_lap: Lap | None = None
+        self._sync_s = 0.0
+        #: Windows that the policy has not learnt from.
+        self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
+
+    @abstractmethod
+    def _average_buffers(
+        self, found: Round, weight: float, what: str, unless: Tensor | None = None
+    ) -> None:
+        """Average the model's buffers by weight; leave them as before where ``unless`` is 1."""
+
+    def _let_decide(self, queue: DeviceQueue) -> None:
+        """Let the device decide about the update of this window, if it can.
+
+        Not with several ranks: they hear of one another's numbers before they exchange gradients.
+        Optimizers must be exactly torch's, and fused. SGD must not have momentum: where its first
+        update is left out, torch leaves the momentum uninitialised.
+        """
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        can_decide = (
+            self.world_size == 1
+            and queue.has_milestones
+            and self.slowdown.factor == 1
+            and self.share.weight > 0
+            and all(type(optimizer) in _TAKING for optimizer in self.optimizers)
+            and all(group.get("fused") and not group.get("momentum") for group in groups)
+            and len({group.data.device for group in self.flat.groups}) == 1
+        )
+        if can_decide:
+            self._late = LateUpdate(self.share, self._averager, self.flat, queue, self._update_lap)
+
+    def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
+        """Queue the update of one rank, which the device leaves out if it is not finite."""
+        started_s, weight = time.perf_counter(), found.verdict.weight
+        late.apply(plan, self.progress, self._scale.value, self.options.max_grad_norm)
+        self._average_buffers(found, weight, f"window {plan.window}", late.found_inf)
+        self._sync_s = time.perf_counter() - started_s
+        watch = Stopwatch(self.slowdown, self.queue)
+        if not self._schedule.is_empty:
+            self._schedule.before_update(self.progress)
+        lr = float(self.optimizers[0].param_groups[0]["lr"])
+        self.habits.step(self.optimizers, late.deciding(self.optimizers))
+        self.flat.attach_data()
+        self._expected_weight = weight
+        self.flat.zero_()
+        self._update_lap = watch.stop()
+        return self._result_of(
+            found, plan, start=plan.start, size=plan.size, grad_norm=math.nan, lr=lr, skipped=False
+        )
+
+    def _undo(self, *, failed: bool) -> None:
+        """Take back that the update of the window before counts: the device left it out."""
+        late, applied = self._undecided, self._applied
+        assert late is not None
+        assert applied is not None
+        self.progress = late.before if failed else late.left_out(self.progress)
+        result = replace(applied.result, progress=self.progress)
+        self._applied = None if failed else applied._replace(result=result)
+        if failed:
+            self.drop_share()
+            self._drop_plans()
+
+    def _learn_late(self, late: LateUpdate) -> None:
+        """Complete the result of the window before, and learn from it."""
+        applied, self._undecided = self._applied, None
+        assert applied is not None
+        result = late.complete(applied.result)
+        self._applied = applied._replace(result=result)
+        if applied.leases:
+            self._unlearnt.append((list(result.ranks), late.plan, math.nan))
+        if not (result.skipped or self._schedule.is_empty):
+            self._schedule.after_update()
+        self._scale.update(overflowed=result.skipped, used=late.scale)

@@ -17,11 +17,10 @@ from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.late import LateUpdate, late_update
+from evener.engine.late import LateEngine
 from evener.engine.moments import OptimizerState
-from evener.engine.parking import ParkingEngine
 from evener.engine.results import Applied, Round, WindowResult, Work
-from evener.engine.share import Lap, Share, Stopwatch
+from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
@@ -38,7 +37,7 @@ _LONGER_EPOCH: Final = 0.01
 
 
 @final
-class SyncEngine(ParkingEngine):
+class SyncEngine(LateEngine):
     """A rank's windows of SYNC.
 
     The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
@@ -63,14 +62,6 @@ class SyncEngine(ParkingEngine):
         #: What this rank wants to say of the window after the next: a plan, where it plans.
         self._draft: tuple[float, ...] | None = None
         self._wish = 0
-        #: Windows that the policy has not learnt from.
-        self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
-        #: The last update: this rank's own work too, and part of what it costs a window.
-        self._update_lap: Lap | None = None
-        self._sync_s = 0.0
-        #: The update of this window, and that of the window before, where the device decides.
-        self._late: LateUpdate | None = None
-        self._undecided: LateUpdate | None = None
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
@@ -292,14 +283,10 @@ class SyncEngine(ParkingEngine):
             **self._told(),
         )
         self._late = None
-        # Several ranks hear of one another's numbers before they exchange gradients.
-        alone = self.world_size == 1 and self.slowdown.factor == 1
-        if self.queue is not None and part is None and not closes_turns and alone:
-            self._late = late_update(
-                share, averager, self.flat, self.queue, self.optimizers, self._update_lap
-            )
-        if self._late is not None:
-            return done
+        if self.queue is not None and part is None and not closes_turns:
+            self._let_decide(self.queue)
+            if self._late is not None:
+                return done
         norms = [] if closes_turns else averager.gather(part)
         losses = share.losses_of(part)
         values = Reading([*losses, *norms]).read()  # the one wait for a device
@@ -427,48 +414,10 @@ class SyncEngine(ParkingEngine):
             found, plan, start=plan.start, size=plan.size, grad_norm=norm, lr=lr, skipped=skipped
         )
 
-    def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
-        """Queue the update of one rank, which the device leaves out if it is not finite."""
-        started_s, weight = time.perf_counter(), found.verdict.weight
-        late.apply(plan, self.progress, self._scale.value, self.options.max_grad_norm)
-        self._average_buffers(found, weight, f"window {plan.window}", late.found_inf)
-        self._sync_s = time.perf_counter() - started_s
-        watch = Stopwatch(self.slowdown, self.queue)
-        if not self._schedule.is_empty:
-            self._schedule.before_update(self.progress)
-        lr = float(self.optimizers[0].param_groups[0]["lr"])
-        self.habits.step(self.optimizers, late.deciding(self.optimizers))
-        self.flat.attach_data()
-        self._expected_weight = weight
-        self.flat.zero_()
-        self._update_lap = watch.stop()
-        return self._result_of(
-            found, plan, start=plan.start, size=plan.size, grad_norm=math.nan, lr=lr, skipped=False
-        )
-
-    def _undo(self, *, failed: bool) -> None:
-        """Take back that the update of the window before counts: the device left it out."""
-        late, applied = self._undecided, self._applied
-        assert late is not None
-        assert applied is not None
-        self.progress = late.before if failed else late.left_out(self.progress)
-        result = replace(applied.result, progress=self.progress)
-        self._applied = None if failed else applied._replace(result=result)
-        if failed:
-            self.drop_share()
-            self._drop_plans()
-
     def _commit(self, rows: Mapping[int, Row]) -> None:
         """Commit the window before; if the device was to decide about its update, it has."""
-        late, applied, self._undecided = self._undecided, self._applied, None
-        if late is not None and applied is not None:
-            result = late.complete(applied.result)
-            self._applied = applied._replace(result=result)
-            if applied.leases:
-                self._unlearnt.append((list(result.ranks), late.plan, math.nan))
-            if not (result.skipped or self._schedule.is_empty):
-                self._schedule.after_update()
-            self._scale.update(overflowed=result.skipped, used=late.scale)
+        if self._undecided is not None:
+            self._learn_late(self._undecided)
         super()._commit(rows)
 
     def _end_turns(self, found: Round) -> WindowResult:
