@@ -219,8 +219,8 @@ class LateEngine(ParkingEngine):
     ) -> None:
         """Average the model's buffers by weight; leave them as before where ``unless`` is 1."""
 
-    def _let_decide(self, queue: DeviceQueue) -> None:
-        """Let the device decide about the update of this window, if it can.
+    def _let_decide(self, queue: DeviceQueue) -> bool:
+        """Let the device decide about the update of this window; return whether it can.
 
         Not with several ranks: they hear of one another's numbers before they exchange gradients.
         Optimizers must be exactly torch's, and fused. SGD must not have momentum: where its first
@@ -238,6 +238,7 @@ class LateEngine(ParkingEngine):
         )
         if can_decide:
             self._late = LateUpdate(self.share, self._averager, self.flat, queue, self._update_lap)
+        return can_decide
 
     def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
         """Queue the update of one rank, which the device leaves out if it is not finite."""

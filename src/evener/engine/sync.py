@@ -283,10 +283,9 @@ class SyncEngine(LateEngine):
             **self._told(),
         )
         self._late = None
-        if self.queue is not None and part is None and not closes_turns:
-            self._let_decide(self.queue)
-            if self._late is not None:
-                return done
+        together = part is None and not closes_turns
+        if self.queue is not None and together and self._let_decide(self.queue):
+            return done
         norms = [] if closes_turns else averager.gather(part)
         losses = share.losses_of(part)
         values = Reading([*losses, *norms]).read()  # the one wait for a device
