@@ -13,6 +13,7 @@ from typing import Any, Final
 from evener.run_report.history import Lane, RunHistory
 
 _TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
+_WINDOWS, _EVALUATIONS, _CHECKPOINTS = 1, 2, 3  # tracks of a process
 _PARTS: Final = ("compute", "wait", "sync")
 
 Trace = Iterator[dict[str, Any]]
@@ -33,8 +34,8 @@ def trace_events(name: str, history: RunHistory) -> Trace:
         history: Its events.
     """
     yield from _named(_TEAM, 0, f"team of {name}", "windows")
-    for thread, track in enumerate(("evaluations", "checkpoints"), start=1):
-        yield _meta(_TEAM, thread, "thread_name", name=track)
+    for track, name in ((_EVALUATIONS, "evaluations"), (_CHECKPOINTS, "checkpoints")):
+        yield _meta(_TEAM, track, "thread_name", name=name)
     yield from _team(history)
     lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
     for pid, lane in enumerate(lanes, start=_TEAM + 1):
@@ -54,25 +55,30 @@ def trace_text(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _named(pid: int, order: int, process: str, track: str) -> Trace:
-    yield _meta(pid, 0, "process_name", name=process)
-    yield _meta(pid, 0, "process_sort_index", sort_index=order)
-    yield _meta(pid, 0, "thread_name", name=track)
+    yield _meta(pid, _WINDOWS, "process_name", name=process)
+    yield _meta(pid, _WINDOWS, "process_sort_index", sort_index=order)
+    yield _meta(pid, _WINDOWS, "thread_name", name=track)
 
 
-def _meta(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": args}
+def _place(pid: int, track: int) -> dict[str, int]:
+    # Viewers expect the ids of Linux, where no two threads of any processes have the same one.
+    return {"pid": pid, "tid": 10 * pid + track}
+
+
+def _meta(pid: int, track: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", **_place(pid, track), "ts": 0, "name": kind, "args": args}
 
 
 def _team(history: RunHistory) -> Trace:
     yield from _tracked(
-        1,
+        _EVALUATIONS,
         [
             (f"evaluation {one.name}", one.begin_s, one.end_s, {"loss": _finite(one.loss)})
             for one in history.evals
         ],
     )
     yield from _tracked(
-        2,
+        _CHECKPOINTS,
         [
             (
                 f"checkpoint after window {one.window}",
@@ -87,8 +93,7 @@ def _team(history: RunHistory) -> Trace:
         yield {
             "ph": "i",
             "s": "g",
-            "pid": _TEAM,
-            "tid": 0,
+            **_place(_TEAM, _WINDOWS),
             "ts": _us(one.t_s),
             "name": one.kind,
             "args": {"text": one.text, "window": one.window},
@@ -102,20 +107,19 @@ def _team(history: RunHistory) -> Trace:
             if math.isfinite(value):
                 yield {
                     "ph": "C",
-                    "pid": _TEAM,
-                    "tid": 0,
+                    **_place(_TEAM, _WINDOWS),
                     "ts": _us(columns["end_s"][i]),
                     "name": counter,
                     "args": {counter: value},
                 }
 
 
-def _tracked(tid: int, spans: Sequence[tuple[str, float, float, dict[str, Any]]]) -> Trace:
+def _tracked(track: int, spans: Sequence[tuple[str, float, float, dict[str, Any]]]) -> Trace:
     """Put spans on a track one after another: on one track they must not overlap partly."""
     free_us = 0
     for name, begin_s, end_s, args in sorted(spans, key=lambda span: span[2]):
         begin_us, end_us = max(free_us, _us(begin_s)), max(free_us, _us(end_s))
-        yield _slice(_TEAM, tid, name, begin_us, end_us, args)
+        yield _slice(_TEAM, track, name, begin_us, end_us, args)
         free_us = end_us
 
 
@@ -131,12 +135,12 @@ def _lane(pid: int, lane: Lane, history: RunHistory) -> Trace:
             "weight": own["weight"][i],
             **{f"{part}_s": value for part, value in zip(_PARTS, spent_s, strict=True)},
         }
-        yield _slice(pid, 0, f"window {columns['window'][i]:.0f}", begin_us, end_us, args)
+        yield _slice(pid, _WINDOWS, f"window {columns['window'][i]:.0f}", begin_us, end_us, args)
         for part, (start_us, stop_us) in zip(
             _PARTS, laid_out(begin_us, end_us, spent_s), strict=True
         ):
             if stop_us > start_us:
-                yield _slice(pid, 0, part, start_us, stop_us, {})
+                yield _slice(pid, _WINDOWS, part, start_us, stop_us, {})
 
 
 def laid_out(begin_us: int, end_us: int, spent_s: Sequence[float]) -> list[tuple[int, int]]:
@@ -160,9 +164,9 @@ def laid_out(begin_us: int, end_us: int, spent_s: Sequence[float]) -> list[tuple
 
 
 def _slice(
-    pid: int, tid: int, name: str, begin_us: int, end_us: int, args: dict[str, Any]
+    pid: int, track: int, name: str, begin_us: int, end_us: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    span = {"ph": "X", "pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us}
+    span = {"ph": "X", **_place(pid, track), "ts": begin_us, "dur": end_us - begin_us}
     return {**span, "name": name, "cat": "evener", "args": args}
 
 

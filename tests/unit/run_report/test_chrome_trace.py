@@ -85,6 +85,9 @@ def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
     }
     assert list(names.values()) == ["team of x", "rank 0 (a, cuda:0)", "rank 1 (b)"]
     assert 0 not in names
+    # No thread has the number of another, of its own process or not.
+    threads = {(event["tid"], event["pid"]) for event in events}
+    assert len({tid for tid, _ in threads}) == len(threads)
     slices = [e for e in events if e["ph"] == "X" and names[e["pid"]].startswith("rank 0")]
     assert [e["name"] for e in slices[:4]] == ["window 0", "compute", "wait", "sync"]
     assert [(e["ts"], e["dur"]) for e in slices[:4]] == [
