@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import load_average, write_report
+from machine import load_average, load_before, write_report
 from rounds import TIMEOUT_S, Team, is_rank, ratios, run_ranks, shuffled, some_of, spread
 from tables import text_of
 from torch import Tensor
@@ -61,7 +61,7 @@ def main() -> int:
     if is_rank():
         measure(Team(), arguments)
         return 0
-    before = load_average()
+    before = load_before()
     rows = [row for count in arguments.ranks for row in run_ranks(count, threads=1)]
     print(text_of(rows))
     write_report(

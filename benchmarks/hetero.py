@@ -33,7 +33,7 @@ from contextlib import nullcontext
 import quota
 from comparison import EVENER, Comparison
 from competitors import PACKAGES, enter, missing, ways_of
-from machine import load_average, write_report
+from machine import load_average, load_before, write_report
 from rounds import Team, is_rank, ratios, run_ranks, some_of, spread
 from tables import text_of
 from ways import Ceiling, Evener, LocalCeiling, Setting, Solo, TorchDdp, TunedDdp, Way, speed_of
@@ -59,7 +59,7 @@ def main() -> int:
         case(Team(), speeds, slowed_by, arguments).run()
         return 0
     enter(arguments.libraries)
-    before, rows = load_average(), []
+    before, rows = load_before(), []
     for slowed_by in arguments.slowed_by:
         if slowed_by == "quota" and (reason := quota.why_not()):
             print(f"left out: ranks under a quota: {reason}")

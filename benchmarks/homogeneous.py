@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from competitors import PACKAGES, enter, missing, ways_of
-from machine import load_average, write_report
+from machine import load_average, load_before, write_report
 from models import GPT, mean_loss
 from picture import write_bars
 from rounds import Team, is_rank, run_ranks, shuffled, some_of, spread
@@ -89,7 +89,7 @@ def main() -> int:
         measure(Team(), arguments)
         return 0
     enter(arguments.libraries)
-    before = load_average()
+    before = load_before()
     rows = run_ranks(arguments.ranks, threads=threads_per_rank(arguments.ranks))
     print(text_of(rows))
     if arguments.svg:

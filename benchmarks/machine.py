@@ -28,6 +28,14 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
+def load_before() -> float:
+    """The load average before a measurement; says so where other programs take cores."""
+    load, cores = load_average(), len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        print(f"load average {load} on {cores} cores before the start: figures will be disturbed")
+    return load
+
+
 def describe_commit() -> str:
     """The commit of the tree, with ``+changes`` when it has uncommitted ones."""
 
