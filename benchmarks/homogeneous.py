@@ -22,6 +22,9 @@ installs them into an environment of their own where they are missing.
   local steps between two averagings.
 - ``one process with all cores' threads`` trains whole global batches.
 
+``parked`` is the part of evener's windows in which a rank did not work, since by what was measured
+it did not pay; between equal ranks that happens where other programs take cores.
+
 Figures are medians over rounds, ``_90`` the intervals that hold 90 % of them. What is not needed
 for the main ratios runs in every third round.
 """
@@ -36,7 +39,7 @@ from typing import Any
 import torch
 from competitors import PACKAGES, enter, missing, ways_of
 from machine import load_average, load_before, write_report
-from models import GPT, mean_loss
+from models import mean_loss
 from picture import write_bars
 from rounds import Team, is_rank, run_ranks, shuffled, some_of, spread
 from tables import text_of
@@ -144,19 +147,13 @@ def tokens(text: str) -> list[int]:
 
 
 def measure(team: Team, arguments: argparse.Namespace) -> None:
-    """One rank: every case, all ways in turns."""
+    """One rank: every case."""
     rows = []
     for name in arguments.models:
         for per_rank in arguments.tokens:
             setting = make_setting(team, MODELS[name], per_rank, arguments.turn_s)
-            speeds = take_turns(team, setting, arguments)
-            case = {
-                "params": count_parameters(setting),
-                "tokens_per_rank": per_rank,
-                "ranks": team.world_size,
-                "anchor": setting.anchor,
-            }
-            rows += [case | row for row in make_rows(speeds, setting)]
+            with closing(Case(team, setting, arguments)) as case:
+                rows += case.run()
             team.tell(f"{name}, {per_rank} tokens per rank: done")
     team.finish(rows)
 
@@ -181,68 +178,88 @@ def make_setting(team: Team, model: Model, per_rank: int, turn_s: float) -> Sett
     return replace(setting, windows=steps, anchor=anchor, local_windows=max(1, steps // anchor))
 
 
-def take_turns(
-    team: Team, setting: Setting, arguments: argparse.Namespace
-) -> dict[str, dict[int, float]]:
-    """Samples per second by way and round; the first round, a warm-up, is left out."""
-    ways = make_ways(team, setting, arguments)
-    alone = [Solo(team, setting, rank) for rank in range(team.world_size)]
-    speeds: dict[str, dict[int, float]] = {name: {} for name in ("solo", *ways)}
-    for number, order in enumerate(shuffled(list(speeds), arguments.rounds + 1)):
-        # Those that main ratios are formed from stay next to one another.
-        for name in sorted(order, key=lambda name: name not in MAIN):
-            if name in MAIN or number == 0 or number % OTHERS_EVERY == 1:
-                way, steps = ways.get(name), setting.windows
-                if way is None:  # one rank makes the steps of all
-                    way, steps = alone[number % len(alone)], max(1, steps // len(alone))
-                speeds[name][number] = way.run(steps)
-    for way in ways.values():
-        way.close()
-    return {name: {n: v for n, v in taken.items() if n} for name, taken in speeds.items()}
+class Case:
+    """One rank's part in a case: all ways, in turns.
 
+    Args:
+        team: This rank among the others.
+        setting: What they train.
+        arguments: The command line.
+    """
 
-def make_ways(team: Team, setting: Setting, arguments: argparse.Namespace) -> dict[str, Way]:
-    """All ways but ``solo``."""
-    # Of evener's turns, the first window does not count, nor the last of a local policy.
-    longer = replace(
-        setting, windows=setting.windows + 1, local_windows=setting.local_windows + 2, max_anchor=0
-    )
-    ways: list[Way] = [Ceiling(team, setting)]
-    ways += [Evener(team, longer, policy) for policy in ("sync", "cadence", "async")]
-    kinds = [TorchDdp, TunedDdp]
-    for library in arguments.libraries:
-        kinds += [] if missing([library]) else ways_of(library)
-    ways += [kind(team, setting) for kind in (*kinds, OneProcess)]
-    return {way.name: way for way in ways}
+    def __init__(self, team: Team, setting: Setting, arguments: argparse.Namespace) -> None:
+        self.team, self.setting, self.rounds = team, setting, arguments.rounds
+        self.alone = [Solo(team, setting, rank) for rank in range(team.world_size)]
+        # Of evener's turns, the first window does not count, nor the last of a local policy.
+        longer = replace(
+            setting,
+            windows=setting.windows + 1,
+            local_windows=setting.local_windows + 2,
+            max_anchor=0,
+        )
+        ways: list[Way] = [Ceiling(team, setting)]
+        ways += [Evener(team, longer, policy) for policy in ("sync", "cadence", "async")]
+        kinds = [TorchDdp, TunedDdp]
+        for library in arguments.libraries:
+            kinds += [] if missing([library]) else ways_of(library)
+        ways += [kind(team, setting) for kind in (*kinds, OneProcess)]
+        self.ways = {way.name: way for way in ways}
 
-
-def count_parameters(setting: Setting) -> int:
-    """Of the model."""
-    model = GPT(width=setting.width, layers=setting.layers, seq_len=setting.seq_len)
-    return sum(p.numel() for p in model.parameters())
-
-
-def make_rows(speeds: Mapping[str, Mapping[int, float]], setting: Setting) -> list[dict[str, Any]]:
-    """A row for each way; each ratio is formed within rounds."""
-    ranks = len(setting.speeds)
-    beside = {
-        "of_ideal": {n: ranks * v for n, v in speeds["solo"].items()},
-        "of_ceiling": speeds["ceiling"],
-        "of_tuned_ddp": speeds[TUNED],
-    }
-    return [
-        {
-            "name": name,
-            "rounds": len(taken),
-            **spread("tokens_per_s", [v * setting.seq_len for v in taken.values()]),
-            **{
-                key: value
-                for ratio, others in beside.items()
-                for key, value in spread(ratio, [v / others[n] for n, v in taken.items()]).items()
-            },
+    def run(self) -> list[dict[str, Any]]:
+        """Takes all turns; a row for each way. The first round, a warm-up, is left out."""
+        speeds: dict[str, dict[int, float]] = {name: {} for name in ("solo", *self.ways)}
+        for number, order in enumerate(shuffled(list(speeds), self.rounds + 1)):
+            # Those that main ratios are formed from stay next to one another.
+            for name in sorted(order, key=lambda name: name not in MAIN):
+                if name in MAIN or number == 0 or number % OTHERS_EVERY == 1:
+                    speed = self.turn(name, number)
+                    if number:
+                        speeds[name][number] = speed
+        ideal = {n: len(self.alone) * v for n, v in speeds["solo"].items()}
+        beside = {
+            "of_ideal": ideal,
+            "of_ceiling": speeds["ceiling"],
+            "of_tuned_ddp": speeds[TUNED],
         }
-        for name, taken in speeds.items()
-    ]
+        rows = []
+        for name, taken in speeds.items():
+            row = {"name": name, **self.facts(), "rounds": len(taken)}
+            row |= spread("tokens_per_s", [v * self.setting.seq_len for v in taken.values()])
+            for key, others in beside.items():
+                row |= spread(key, [v / others[n] for n, v in taken.items()])
+            rows.append(row | self.parked(name))
+        return rows
+
+    def turn(self, name: str, number: int) -> float:
+        """Samples per second of one turn."""
+        if name == "solo":  # one rank makes the steps of all
+            solo = self.alone[number % len(self.alone)]
+            return solo.run(max(1, self.setting.windows // len(self.alone)))
+        return self.ways[name].run(self.setting.windows)
+
+    def facts(self) -> dict[str, Any]:
+        """What is the same in all rows."""
+        return {
+            "params": sum(p.numel() for p in self.alone[0].model.parameters()),
+            "tokens_per_rank": self.setting.micro_batch_size * self.setting.seq_len,
+            "ranks": self.team.world_size,
+            "anchor": self.setting.anchor,
+        }
+
+    def parked(self, name: str) -> dict[str, float]:
+        """In which part of evener's windows a rank did not work, since it seemed not to pay."""
+        way = self.ways.get(name)
+        if not isinstance(way, Evener):
+            return {}
+        windows = [window for turn in way.turns for window in turn]
+        counts = self.team.gather([len(windows), sum(bool(w["parked"]) for w in windows)])
+        of_team, parked = (sum(numbers) for numbers in zip(*counts, strict=True))
+        return {"parked": round(parked / of_team, 3)}
+
+    def close(self) -> None:
+        """Leaves all teams."""
+        for way in self.ways.values():
+            way.close()
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: str) -> None:

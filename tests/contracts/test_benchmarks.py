@@ -100,6 +100,9 @@ def test_homogeneous(tmp_path):
         assert 800_000 < row["params"] < 900_000
         holds(row, "tokens_per_s", "of_ideal", "of_ceiling", "of_tuned_ddp")
     assert by_name["ceiling"]["of_ceiling"] == by_name["torch.ddp.tuned"]["of_tuned_ddp"] == 1
+    assert [name for name, row in by_name.items() if "parked" in row] == [
+        *("evener.sync", "evener.cadence", "evener.async")
+    ]
     assert by_name["solo"]["of_ideal"] == pytest.approx(1 / 2, abs=1e-3)
     texts = "".join(ElementTree.parse(picture).getroot().itertext())
     assert all(name in texts for name in set(by_name) - {"solo", "ceiling"})
