@@ -228,7 +228,8 @@ class Assembly:
             ConfigError: The user wants it divided, and the optimizers do not allow it.
         """
         given = self._config.sharded_update
-        if self.apply_policy is not ApplyPolicy.SYNC or given == "off":
+        is_sync = self.apply_policy is ApplyPolicy.SYNC
+        if not is_sync or given == "off" or self.comm.world_size == 1:
             return False
         if given == "auto" and self.comm.backend not in FAST_BACKENDS:
             return False
