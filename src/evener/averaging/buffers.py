@@ -1,10 +1,11 @@
 """Averages a model's buffers (such as BatchNorm's running statistics) over ranks, by weight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evener.comm.base import Communicator
 from evener.devices import float64_device
@@ -18,6 +19,31 @@ average lands, and adding all of it overshoots. A rank's deviation d goes from w
 d -> (1 - c - gain) d, with c = 1 - (1 - m)^K between 0 (sums, and short windows) and 1 (long ones):
 with a gain of 1 it swings undamped where c is near 1; with 1/2 it is at least halved in every case.
 """
+
+
+_ByNumber = Sequence[Tensor] | Mapping[int, Tensor]
+
+
+class _Kind(NamedTuple):
+    """Buffers of one dtype and device, whose copies lie side by side: few calls move them all.
+
+    Attributes:
+        numbers: Of the buffers.
+        start: First element in what is exchanged.
+        stop: Last-plus-one element there.
+        agreed: ``(stop - start,)``; what all ranks have agreed on.
+        agreed_parts: The same, buffer by buffer.
+        now: ``(stop - start,)``; the buffers as they were when differences were taken.
+        now_parts: The same, buffer by buffer.
+    """
+
+    numbers: tuple[int, ...]
+    start: int
+    stop: int
+    agreed: Tensor
+    agreed_parts: list[Tensor]
+    now: Tensor
+    now_parts: list[Tensor]
 
 
 class BufferAverager:
@@ -50,19 +76,29 @@ class BufferAverager:
         buffers = self._buffers
         # Where differences are summed, in float64.
         self._device = float64_device(buffers[0].device) if buffers else torch.device("cpu")
-        self.agreed = [b.detach().clone() for b in buffers]
+        self._kinds = _lay_out(buffers)
+        self._num_floats = max(
+            (k.stop for k in self._kinds if k.agreed.is_floating_point()), default=0
+        )
+        size = sum(buffer.numel() for buffer in buffers)
+        self._packed = comm.allocate(size, torch.float64, self._device)
+        self.agreed: list[Tensor] = list(buffers)
+        for kind in self._kinds:
+            for number, part in zip(kind.numbers, kind.agreed_parts, strict=True):
+                self.agreed[number] = part
         #: The buffers and their versions at the last agreement; a version of -1 is never found.
         self._marks = [_mark(b) for b in buffers]
-        self._snapshots: list[torch.Tensor] = []
         # As they were at the last ``keep``; what was never written is in the consensus.
-        self._kept: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
         self._kept_marks = [_mark(b) for b in buffers]
+        with torch.no_grad():
+            self._copy(self.agreed, buffers)
 
     @property
-    def _buffers(self) -> list[torch.Tensor]:
-        return [getattr(module, key) for module, key in self._places]
+    def _buffers(self) -> list[Tensor]:
+        return [module._buffers[key] for module, key in self._places]  # type: ignore[misc]  # never None
 
-    def committed(self) -> Sequence[torch.Tensor]:
+    def committed(self) -> Sequence[Tensor]:
         """Return the same as the model holds it, where nothing has written to it since."""
         return self.agreed if self.changed() else self._buffers
 
@@ -73,36 +109,39 @@ class BufferAverager:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers as they are, for ``rewind``; copy only what has been written."""
-        written = self._written()
-        for number, buffer in written:
+        buffers = self._buffers
+        for number in (written := self._written(buffers)):
             if number not in self._kept:
-                self._kept[number] = torch.empty_like(buffer)
-            self._kept_marks[number] = _mark(buffer)
-        _copy([self._kept[number] for number, _ in written], [buffer for _, buffer in written])
+                self._kept[number] = torch.empty_like(buffers[number])
+            self._kept_marks[number] = _mark(buffers[number])
+        self._copy(self._kept, buffers, written)
 
     @torch.no_grad()
     def rewind(self) -> None:
         """Put the buffers back as they were at the last ``keep``: a batch is left out."""
-        written = self._written()
-        kept = [self._kept.get(number, self.agreed[number]) for number, _ in written]
-        _copy([buffer for _, buffer in written], kept)
-        for number, buffer in written:
-            self._kept_marks[number] = _mark(buffer)
+        buffers = self._buffers
+        written = self._written(buffers)
+        kept = {number: self._kept.get(number, self.agreed[number]) for number in written}
+        self._copy(buffers, kept, written)
+        for number in written:
+            self._kept_marks[number] = _mark(buffers[number])
 
-    def _written(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the buffers of modules that have written to one since the last mark.
+    def _copy(self, targets: _ByNumber, sources: _ByNumber, chosen: set[int] | None = None) -> None:
+        """Copy buffers, or those chosen, in one call for each kind."""
+        for kind in self._kinds:
+            numbers = [n for n in kind.numbers if chosen is None or n in chosen]
+            if numbers:
+                torch._foreach_copy_([targets[n] for n in numbers], [sources[n] for n in numbers])
+
+    def _written(self, buffers: Sequence[Tensor]) -> set[int]:
+        """Return the numbers of buffers whose modules have written to one since the last mark.
 
         Those of a module go together: batch normalisation raises the version of its counter, but
         not of its statistics.
         """
-        buffers = self._buffers
         marked = zip(self._places, buffers, self._kept_marks, strict=True)
         modules = {id(module) for (module, _), b, mark in marked if _is_written(b, mark)}
-        return [
-            (number, buffers[number])
-            for number, (module, _) in enumerate(self._places)
-            if id(module) in modules
-        ]
+        return {n for n, (module, _) in enumerate(self._places) if id(module) in modules}
 
     def use(self, comm: Communicator) -> None:
         """Go on with other ranks."""
@@ -126,8 +165,8 @@ class BufferAverager:
             unless: Shape ``()``: where it is not 0, the buffers become those of the last agreement.
         """
         if not self.is_empty:
-            self._snapshots = self._buffers  # no copies: nothing is written before the last step
-            packed = self._differences()
+            packed = self._packed
+            self._take_differences(packed)
             self.exchange(packed, self.comm, weight, total_weight, what=what)
             if unless is not None:
                 packed.masked_fill_(unless.bool().to(packed.device), 0.0)
@@ -136,22 +175,24 @@ class BufferAverager:
     # ── in three steps, so that a rank can continue meanwhile ────────────────────────────────────
 
     @torch.no_grad()
-    def snapshot(self) -> torch.Tensor:
+    def snapshot(self) -> Tensor:
         """Return this rank's present differences from the consensus, as one float64 tensor."""
-        self._snapshots = [b.detach().clone() for b in self._buffers]
-        return self._differences()
+        packed = torch.empty_like(self._packed)
+        self._take_differences(packed)
+        return packed
 
-    def _differences(self) -> torch.Tensor:
-        parts = [
-            self._widened((b ^ agreed) if b.dtype == torch.bool else (b - agreed)).flatten()
-            for b, agreed in zip(self._snapshots, self.agreed, strict=True)
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    def _take_differences(self, packed: Tensor) -> None:
+        buffers = self._buffers
+        for kind in self._kinds:
+            torch._foreach_copy_(kind.now_parts, [buffers[n] for n in kind.numbers])
+            is_bool = kind.agreed.dtype == torch.bool
+            difference = kind.now ^ kind.agreed if is_bool else kind.now - kind.agreed
+            packed[kind.start : kind.stop].copy_(difference)
 
     @torch.no_grad()
     def exchange(
         self,
-        packed: torch.Tensor,
+        packed: Tensor,
         comm: Communicator,
         weight: float,
         total_weight: float,
@@ -167,17 +208,16 @@ class BufferAverager:
             total_weight: The same, summed over ranks; larger than 0.
             what: Names the exchange in errors.
         """
-        for agreed, part in zip(self.agreed, self._parts(packed), strict=True):
-            if agreed.is_floating_point():
-                if weight == 0:
-                    part.zero_()  # what counts for nothing may even be NaN
-                else:
-                    part.mul_(weight / total_weight)
+        floats = packed[: self._num_floats]
+        if weight == 0:
+            floats.zero_()  # what counts for nothing may even be NaN
+        else:
+            floats.mul_(weight / total_weight)
         if packed.numel() and comm.world_size > 1:
             comm.all_reduce(packed, what=f"buffers of {what}")
 
     @torch.no_grad()
-    def agree(self, packed: torch.Tensor, *, moved_on: bool) -> None:
+    def agree(self, packed: Tensor, *, moved_on: bool) -> None:
         """Apply an exchanged sum to the consensus, and bring the buffers up to date.
 
         Args:
@@ -185,48 +225,44 @@ class BufferAverager:
             moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
                 and float buffers come half of the way to the average.
         """
-        for buffer, agreed, kept, part in zip(
-            self._buffers, self.agreed, self._snapshots, self._parts(packed), strict=True
-        ):
-            self._move(agreed, part.view(agreed.shape))
+        buffers = self._buffers
+        for kind in self._kinds:
+            self._move(kind.agreed, packed[kind.start : kind.stop])
+            own = [buffers[n] for n in kind.numbers]
             if not moved_on:
-                buffer.copy_(agreed)
-            elif agreed.dtype == torch.bool:
-                buffer.copy_(torch.where(buffer == kept, agreed, buffer))
-            elif agreed.is_floating_point():
-                buffer.sub_((kept - agreed) * _LATE_GAIN)
+                torch._foreach_copy_(own, kind.agreed_parts)
+            elif kind.agreed.dtype == torch.bool:
+                for buffer, kept, agreed in zip(
+                    own, kind.now_parts, kind.agreed_parts, strict=True
+                ):
+                    buffer.copy_(torch.where(buffer == kept, agreed, buffer))
             else:
-                buffer.sub_(kept - agreed)
+                kind.now.sub_(kind.agreed)
+                if kind.agreed.is_floating_point():
+                    kind.now.mul_(_LATE_GAIN)
+                torch._foreach_sub_(own, kind.now_parts)
         self._marks = [(b, -1) if moved_on else _mark(b) for b in self._buffers]
 
-    def _parts(self, packed: torch.Tensor) -> Sequence[torch.Tensor]:
-        return torch.split(packed, [agreed.numel() for agreed in self.agreed])
-
-    def _widened(self, difference: torch.Tensor) -> torch.Tensor:
-        """In float64, where that exists."""
-        return difference.to(self._device).to(torch.float64)
-
-    def _move(self, agreed: torch.Tensor, part: torch.Tensor) -> None:
-        """Add an exchanged sum to a buffer's consensus; keep its bits where that is zero."""
+    def _move(self, agreed: Tensor, part: Tensor) -> None:
+        """Add an exchanged sum to the consensus; keep its bits where that is zero."""
         if agreed.dtype == torch.bool:
             agreed.logical_xor_((part > 0).to(agreed.device))
         elif agreed.is_floating_point():
-            wide = self._widened(agreed)
-            moved = torch.where(part == 0, wide, wide + part).to(agreed.dtype)
-            agreed.copy_(moved)
+            wide = agreed.to(part.device).to(torch.float64)
+            agreed.copy_(torch.where(part == 0, wide, wide + part))
         else:
             agreed.add_(part.round().to(agreed.dtype).to(agreed.device))
 
     @torch.no_grad()
     def reset(self) -> None:
         """Take the buffers as they are for the new consensus (after a broadcast or a load)."""
-        _copy(self.agreed, self._buffers)
+        self._copy(self.agreed, self._buffers)
         self._marks = [_mark(b) for b in self._buffers]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the last consensus back, as after timing runs or a discarded window."""
-        _copy(self._buffers, self.agreed)
+        self._copy(self._buffers, self.agreed)
         self._marks = [_mark(b) for b in self._buffers]
 
     @contextmanager
@@ -241,20 +277,40 @@ class BufferAverager:
             yield
         finally:
             with torch.no_grad():
-                _copy(self._buffers, working)
+                self._copy(self._buffers, working)
             self._marks = [(b, -1) for b in self._buffers]
 
 
-def _mark(buffer: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _mark(buffer: Tensor) -> tuple[Tensor, int]:
     return buffer, buffer._version
 
 
-def _is_written(buffer: torch.Tensor, mark: tuple[torch.Tensor, int]) -> bool:
+def _is_written(buffer: Tensor, mark: tuple[Tensor, int]) -> bool:
     return buffer is not mark[0] or buffer._version != mark[1]
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensor by tensor, those of one dtype in one call: a step should not wait for many."""
-    for dtype in {target.dtype for target in targets}:
-        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
-        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+def _lay_out(buffers: Sequence[Tensor]) -> list[_Kind]:
+    """Give the copies of buffers their places; floating-point ones come first."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, buffer in enumerate(buffers):
+        by_kind.setdefault((buffer.device, buffer.dtype), []).append(number)
+    kinds, start = [], 0
+    for (device, dtype), numbers in sorted(
+        by_kind.items(), key=lambda item: not item[0][1].is_floating_point
+    ):
+        sizes = [buffers[number].numel() for number in numbers]
+        flats = [torch.zeros(sum(sizes), dtype=dtype, device=device) for _ in range(2)]
+        (agreed, agreed_parts), (now, now_parts) = (
+            (
+                flat,
+                [
+                    part.view(buffers[number].shape)
+                    for part, number in zip(torch.split(flat, sizes), numbers, strict=True)
+                ],
+            )
+            for flat in flats
+        )
+        stop = start + sum(sizes)
+        kinds.append(_Kind(tuple(numbers), start, stop, agreed, agreed_parts, now, now_parts))
+        start = stop
+    return kinds
