@@ -38,6 +38,10 @@ from evener.protocol.machine import check_weight
 #: Backends over which ``sharded_update="auto"`` divides the update.
 FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
 
+_LONG, _ROW = 2**20, 2**16
+"""From how many elements on a norm is taken row by row, and a row's. On a CPU, one sum of squares
+in float32 over 50 million elements is 0.8 % too small."""
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -514,12 +518,26 @@ def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = No
 
 
 def _norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """2-norm of each tensor; all of one device and dtype."""
+    """2-norms, which make up that of all tensors; they are of one device and dtype."""
     own = tensors[0].dtype
     if dtype is torch.float64:
         tensors = [t.to(float64_device(t.device)) for t in tensors]
     wide = dtype or (torch.float32 if own in _HALF else own)
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+    long = [t for t in tensors if t.is_cpu and t.numel() >= _LONG and t.is_contiguous()]
+    if not long:
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
+    norms = [row for tensor in long for row in _norms_by_row(tensor.detach().view(-1), wide)]
+    if short := [t for t in tensors if not any(t is one for one in long)]:
+        norms += torch._foreach_norm(short, 2, dtype=wide)
+    return torch.stack(norms)
+
+
+def _norms_by_row(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norms of all whole rows together, and of what is left."""
+    end = flat.numel() // _ROW * _ROW
+    rows = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[end:], dtype=dtype)
+    return [torch.linalg.vector_norm(rows), rest]
 
 
 def _root(norms: Iterable[Iterable[float]]) -> float:

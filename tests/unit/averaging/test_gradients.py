@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.averaging.gradients import GradientAverager
+from evener.averaging.gradients import GradientAverager, norm_of
 from evener.comm.base import SingleCommunicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import UsageError
@@ -29,3 +29,14 @@ def test_a_total_that_cannot_divide_is_refused(total: float, message: str) -> No
     averager.gather()
     with pytest.raises(UsageError, match=message):
         averager.average(1.0, total, what="window 0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_long_buffer_keeps_its_digits(dtype: torch.dtype) -> None:
+    values = torch.randn(2**24 + 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    short = values[: 2**10 + 3]
+    exact = math.hypot(values.double().norm().item(), short.double().norm().item())
+    # Sums of 2**16 squares in float32, in any order, and one of 2**8 such sums.
+    assert norm_of([[values, short]]) == pytest.approx(exact, rel=1e-5)
+    values[-1] = math.inf
+    assert norm_of([[values]]) == math.inf
