@@ -38,6 +38,12 @@
   const percent = (value) => `${(100 * value).toFixed(1)}%`;
   const rankName = (rank) => `rank ${rank.rank}`;
 
+  /** With the member where several had the same rank, one after another. */
+  function fullName(run, rank) {
+    const others = run.ranks.filter((one) => one.rank === rank.rank);
+    return others.length > 1 ? `${rankName(rank)} (${rank.member})` : rankName(rank);
+  }
+
   // ── curves ─────────────────────────────────────────────────────────────────────────────────
 
   /** A curve: x, a mean, perhaps the extremes around it. */
@@ -68,7 +74,7 @@
   }
 
   const byRank = (run, key) =>
-    run.ranks.map((rank, i) => curve(rankName(rank), run.series.end_s, run.series[key][i], curveInk(i)));
+    run.ranks.map((rank, i) => curve(fullName(run, rank), run.series.end_s, run.series[key][i], curveInk(i)));
 
   const CHARTS = {
     "loss-by-samples": () => ({ curves: losses("samples"), x: count, y: count }),
@@ -77,7 +83,7 @@
       const x = run.series.end_s;
       const curves = [curve("team", x, run.series.speed, ink("ink"))];
       run.ranks.forEach((rank, i) => {
-        if (rank.alone !== null) curves.push(level(`${rankName(rank)} alone`, x, rank.alone, curveInk(i)));
+        if (rank.alone !== null) curves.push(level(`${fullName(run, rank)} alone`, x, rank.alone, curveInk(i)));
       });
       if (run.team.ideal !== null) curves.push(level("ideal", x, run.team.ideal, ink("faint")));
       return { curves, x: duration, y: (v) => `${count(v)} ${run.run.unit}/s`, tick: count, zero: true };
@@ -356,7 +362,7 @@
         const sums = [0, 0, 0];
         for (let i = first; i < last; i += 1) this.spent(lane, i).forEach((us, p) => { sums[p] += us; });
         const [compute, wait, sync] = sums.map((us) => percent(us / length));
-        return `${rankName(rank)}: compute ${compute}, wait ${wait}, exchange ${sync}`;
+        return `${fullName(this.run, rank)}: compute ${compute}, wait ${wait}, exchange ${sync}`;
       });
       const newest = this.run.series.window.at(-1);
       const until = last < numbers.length ? numbers[last] - 1 : newest;
