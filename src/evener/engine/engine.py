@@ -526,8 +526,7 @@ class Engine(ABC):
         """Return the result with what ranks tell of it a round later: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            later = {name: getattr(row.report, name) for name in _TOLD_LATER}
-            ranks[rank] = ranks[rank]._replace(**later)
+            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in _TOLD_LATER})
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
