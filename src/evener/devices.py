@@ -274,6 +274,16 @@ class DeviceQueue:
         """Mark what has been queued so far; where it ``has_milestones``."""
         return self._kind.mark(self._device)
 
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Queue a copy into host memory; it has arrived at the next milestone.
+
+        That memory is page-locked where the kind of device has that, or the host would wait for the
+        copy. Torch keeps it for the next one.
+        """
+        pinned = self._kind.pins_memory
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return host.copy_(tensor, non_blocking=True)
+
     def finish(self) -> None:
         """Wait for what has been queued so far."""
         self._kind.finish(self._device)

@@ -24,6 +24,9 @@ NAME = "pretend"
 #: How often each operator has run on the device.
 operators: Counter[str] = Counter()
 
+#: How many copies to the host had it wait for the device.
+waits: list[torch.Size] = []
+
 #: What its generator was seeded with.
 seeds: list[int] = []
 
@@ -202,6 +205,8 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _refuse_float64(source)
     _refuse_float64(target)
+    if not (non_blocking or _is_pretend(target)):
+        waits.append(source.shape)
     there = _as_cpu(target) if _is_pretend(target) else target
     there.copy_(_as_cpu(source) if _is_pretend(source) else source)
     return target

@@ -24,11 +24,13 @@ from evener import (
     TransformerTrainer,
 )
 from evener.comm.base import Communicator
+from evener.devices import OtherAccelerator
 from helpers import pretend
 from helpers.classification import TINY_LLAMA, config, samples
 from helpers.language import llama, lm_batch, relative_error, train_plainly, union, vector
 from helpers.limits import PATIENCE_S
 from helpers.models import mlp
+from helpers.queued import give_milestones
 from helpers.teams import run_team
 
 pretend.register()
@@ -286,6 +288,33 @@ def test_replicas_of_one_process_average_by_hand_there() -> None:
         assert mine.grad is not None
         assert other.grad is not None
         assert torch.allclose(mine.grad.cpu(), other.grad, rtol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_a_step_of_one_rank_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, micro_batch_size: int
+) -> None:
+    give_milestones(monkeypatch, OtherAccelerator)
+    data = [(torch.randn(8, generator=torch.Generator().manual_seed(n)), n) for n in range(32)]
+
+    def trained(device: str) -> Tensor:
+        model = mlp(8, 16, 4)
+        optimizer = torch.optim.AdamW(model.to(device).parameters(), lr=1e-2, fused=True)
+        options = DdpConfig(quiet=True, max_grad_norm=0.5)
+        ddp = Ddp.setup(model, optimizer, devices=[device], config=options)
+        with ddp:
+            loader = ddp.loader(data, batch_size=4, micro_batch_size=micro_batch_size)
+            for number, (x, _) in enumerate(loader.epoch(0)):
+                batch = x.to(device)
+                pretend.waits.clear()
+                pretend.operators.clear()
+                ddp.backward(model(batch).square().mean())
+                ddp.step()
+                assert pretend.waits == [], number
+                assert pretend.operators["aten::_local_scalar_dense"] == 0
+        return vector(model.cpu())
+
+    assert relative_error(trained("pretend:0"), trained("cpu")) <= TOLERANCE
 
 
 # ── classification ───────────────────────────────────────────────────────────────────────────────

@@ -60,8 +60,7 @@ class Reading:
         self._arrival = None
         if queue is not None and parts:
             whole = torch.cat([part.reshape(-1) for part in parts])
-            # Into page-locked memory, which torch keeps for the next one.
-            host = whole.to("cpu", non_blocking=True)
+            host = queue.fetch(whole)
             self._parts = list(torch.split(host, [part.numel() for part in parts]))
             self._arrival = queue.mark()
 

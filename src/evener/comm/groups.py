@@ -5,7 +5,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial, reduce
 from itertools import accumulate
@@ -387,7 +387,8 @@ class GroupCommunicator(Communicator, NotInherited):
             self._run(calls, [partial(start, part) for part in there])
         for flat, part in zip(flats, there, strict=True):
             if part is not flat:
-                flat.copy_(part)
+                flat.copy_(part, non_blocking=True)
+        _wait_for({flat.device for flat in flats})  # the next exchange writes to the scratch memory
 
     def _on_host(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors, those of other devices as copies in one buffer."""
@@ -399,7 +400,8 @@ class GroupCommunicator(Communicator, NotInherited):
         parts = []
         for flat, size, start in zip(flats, sizes, [0, *ends], strict=False):
             part = self._scratch[start : start + size].view(flat.dtype) if size else flat
-            parts.append(part if part is flat else part.copy_(flat))
+            parts.append(part if part is flat else part.copy_(flat, non_blocking=True))
+        _wait_for({flat.device for flat in flats})
         return parts
 
     def _carry_out(
@@ -538,6 +540,12 @@ class GroupCommunicator(Communicator, NotInherited):
             return bool(work.wait())
         finally:
             del work
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait once for all copies from and to devices."""
+    for device in devices:
+        kind_of(device).finish(device)
 
 
 def _bytes_of(flat: Tensor) -> bytes:

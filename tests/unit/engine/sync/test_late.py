@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evener import Ddp, DdpConfig
 from evener.comm.base import SingleCommunicator
 from evener.devices import Cpu
 from evener.engine.results import WindowResult
@@ -198,3 +200,59 @@ def test_other_optimizers_have_the_host_decide(queue: Queue, optimizer: Any) -> 
             result = ddp.step()
             assert result is not None
             assert type(result) is WindowResult
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_a_step_on_a_gpu_waits_for_nothing(max_grad_norm: float | None) -> None:
+    """No kernel and no copy that torch knows of has the host wait for the GPU."""
+
+    def trained(device: str) -> tuple[nn.Module, list[float]]:
+        model = mlp(4, 8, 1).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        options = DdpConfig(quiet=True, max_grad_norm=max_grad_norm)
+        ddp = Ddp.setup(model, optimizer, devices=[device], config=options)
+        committed: list[WindowResult] = []
+        ddp.on_commit(committed.append)
+        on_gpu = device == "cuda"
+        with ddp:
+            for _, x in ddp.loader(Rows(), batch_size=BATCH, micro_batch_size=4).epoch(0):
+                batch = x.to(device)
+                if on_gpu:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    ddp.backward(model(batch).square().mean())
+                    ddp.step()
+                finally:
+                    if on_gpu:
+                        torch.cuda.set_sync_debug_mode("default")
+        return model.cpu(), [result.loss for result in committed]
+
+    (mine, losses), (true, true_losses) = trained("cuda"), trained("cpu")
+    assert losses == pytest.approx(true_losses, rel=1e-4)
+    for parameter, other in zip(mine.parameters(), true.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_other_optimizers_on_a_gpu_wait_once_for_each_window() -> None:
+    model = mlp(4, 8, 1).cuda()
+    ddp = Ddp.setup(
+        model,
+        torch.optim.AdamW(model.parameters(), fused=False),
+        devices=["cuda"],
+        config=DdpConfig(quiet=True, max_grad_norm=0.1),
+    )
+    with ddp:
+        for _, x in ddp.loader(Rows(), batch_size=BATCH, micro_batch_size=4).epoch(0):
+            batch = x.cuda()
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    ddp.backward(model(batch).square().mean())
+                    result = ddp.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            waits = [w for w in seen if "synchronizing CUDA operation" in str(w.message)]
+            assert len(waits) <= (result is not None)
