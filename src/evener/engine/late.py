@@ -58,12 +58,13 @@ class LateUpdate:
         flat: Knows the gradients.
         queue: Of the device that all of it is on.
         update: The update before, which counts for the time of this share.
+        scale: The loss scale that the share was computed with.
 
     Attributes:
         found_inf: Shape ``()``, float32: 1 where the update has to be left out, else 0.
         plan: What window it is; after ``apply``.
         before: The team's progress before it.
-        scale: The loss scale that it was computed with.
+        scale: As given.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class LateUpdate:
         flat: FlatBuffers,
         queue: DeviceQueue,
         update: Lap | None,
+        scale: float,
     ) -> None:
-        self._share, self._averager, self._update = share, averager, update
+        self._share, self._averager, self._update, self.scale = share, averager, update, scale
         losses, norms = share.losses_of(), averager.gather()
         self._num_losses, self._numbers = len(losses), flat.with_gradients()
         self._reading = Reading([*losses, *norms], queue)
@@ -82,13 +84,11 @@ class LateUpdate:
         self.found_inf = every.isfinite().all().logical_not().to(torch.float32)
         self._norm = torch.linalg.vector_norm(every[len(losses) :])
         self._weight, self._factor = share.weight, 1.0
-        self.plan, self.before, self.scale = WindowPlan(0, 0, 0, 0, ()), Progress(), 1.0
+        self.plan, self.before = WindowPlan(0, 0, 0, 0, ()), Progress()
 
-    def apply(
-        self, plan: WindowPlan, before: Progress, scale: float, max_norm: float | None
-    ) -> None:
+    def apply(self, plan: WindowPlan, before: Progress, max_norm: float | None) -> None:
         """Divide the gradients by their weight, and clip them; for the attributes see above."""
-        self.plan, self.before, self.scale = plan, before, scale
+        self.plan, self.before = plan, before
         self._factor = self._share.scale_of() / self._weight
         self._averager.multiply(self._factor)
         if max_norm is not None:
@@ -237,13 +237,20 @@ class LateEngine(ParkingEngine):
             and len({group.data.device for group in self.flat.groups}) == 1
         )
         if can_decide:
-            self._late = LateUpdate(self.share, self._averager, self.flat, queue, self._update_lap)
+            self._late = LateUpdate(
+                self.share,
+                self._averager,
+                self.flat,
+                queue,
+                self._update_lap,
+                self._scale.value,
+            )
         return can_decide
 
     def _apply_late(self, found: Round, plan: WindowPlan, late: LateUpdate) -> WindowResult:
         """Queue the update of one rank, which the device leaves out if it is not finite."""
         started_s, weight = time.perf_counter(), found.verdict.weight
-        late.apply(plan, self.progress, self._scale.value, self.options.max_grad_norm)
+        late.apply(plan, self.progress, self.options.max_grad_norm)
         self._average_buffers(found, weight, f"window {plan.window}", late.found_inf)
         self._sync_s = time.perf_counter() - started_s
         watch = Stopwatch(self.slowdown, self.queue)

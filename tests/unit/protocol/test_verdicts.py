@@ -87,6 +87,37 @@ def test_nothing_is_committed_where_nothing_was_applied() -> None:
     assert both(working(applied=False), row(body=THIRD), row()).do == (Do.APPLY,)
 
 
+@pytest.mark.parametrize(
+    ("rows", "done"),
+    [
+        ([row(body=THIRD), row(late_non_finite=2, may_skip=True)], (Do.COMMIT, Do.APPLY)),
+        ([row(Purpose.REST, late_non_finite=LOSS, may_skip=True), row(Purpose.REST)], None),
+        ([row(Purpose.CHANGE), row(Purpose.CHANGE, late_non_finite=1, may_skip=True)], None),
+    ],
+)
+def test_an_update_that_a_device_left_out_is_undone_before_it_is_committed(
+    rows: list[Row], done: Any
+) -> None:
+    late, plain = (
+        both(working(), *rows),
+        both(working(), *(r._replace(late_non_finite=0) for r in rows)),
+    )
+    assert late.do == (Do.UNDO, *plain.do)
+    assert done is None or plain.do == done
+    assert late.state == plain.state
+    assert late.culprit is None
+    # Nothing was applied that could have been left out.
+    assert Do.UNDO not in both(working(applied=False), *rows).do
+
+
+@pytest.mark.parametrize("purpose", [Purpose.WINDOW, Purpose.REST, Purpose.CHANGE])
+def test_an_update_that_may_not_be_left_out_is_an_error_and_not_committed(purpose: Purpose) -> None:
+    found = both(working(), row(purpose), row(purpose, late_non_finite=2))
+    assert (found.do, found.culprit) == ((Do.UNDO,), 1)
+    state = found.state
+    assert (state.window, state.plans, state.applied, state.phase) == (2, (), False, Phase.OUT)
+
+
 def test_the_last_plan_ends_the_epoch() -> None:
     state = both(working(plans=(FIRST,)), row(), row()).state
     assert state.plans == ()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evener import Ddp, DdpConfig
 from evener.comm.base import SingleCommunicator
 from evener.devices import Cpu
+from evener.engine.loss_scale import FIRST_SCALE
 from evener.engine.results import WindowResult
 from evener.errors import NonFiniteGradientError
 from helpers.models import mlp
@@ -175,6 +176,28 @@ def test_the_error_names_the_parameter(queue: Queue) -> None:
     weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(NonFiniteGradientError, match=r"gradient of parameter '0\.0\.weight'"):
         training.run()
+
+
+def test_overflows_of_fp16_shrink_the_scale_a_window_late(queue: Queue) -> None:
+    model = mlp(4, 8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    config = DdpConfig(quiet=True)
+    ddp = Ddp.setup(model, optimizer, devices="cpu", precision="fp16", config=config)
+    committed: list[WindowResult] = []
+    ddp.on_commit(committed.append)
+    with ddp:
+        for epoch in range(4):
+            for _, x in ddp.loader(Rows(), batch_size=BATCH).epoch(epoch):
+                ddp.backward(300.0 * model(x).square().mean())
+                ddp.step()
+        scale = ddp.assembly.engine.options.loss_scale.value
+    skipped = [result.skipped for result in committed]
+    first = skipped.index(False)
+    assert first >= 2
+    assert not any(skipped[first:])
+    # The window after an overflow was begun with the same scale, and does not halve it again.
+    assert scale == FIRST_SCALE / 2 ** math.ceil(first / 2)
+    assert ddp.progress.steps == skipped.count(False)
 
 
 def test_a_window_without_weight_is_known_at_once(queue: Queue) -> None:
