@@ -14,12 +14,9 @@ from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.policies import ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
-from evener.protocol.generation import Answer, Said, answer, without
+from evener.protocol.generation import Answer, Said, answer, call, without
 from evener.protocol.machine import Do, Phase
 from evener.protocol.row import ADMIT, CALL, PARK, Purpose
-
-#: Ranks that write events and checkpoints; they are not parked.
-BOOKKEEPERS = frozenset({0})
 
 
 class ParkingEngine(Engine):
@@ -57,7 +54,7 @@ class ParkingEngine(Engine):
 
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
-        self._misfits = self.policy.ranks_to_park(self.batch_size) - BOOKKEEPERS
+        self._misfits = self.policy.ranks_to_park(self.batch_size)
         if self._misfits:
             return PARK
         if self.team.parked and self._trial_is_due:
@@ -100,6 +97,9 @@ class ParkingEngine(Engine):
         before = self.policy.forecast(self.batch_size, self.team.parked)
         told = self._end_generation(*map(float, sorted(self._misfits)))
         misfits = tuple(map(int, told))
+        if self.is_main and self.rank in misfits:
+            for function in reversed(self._on_handover):
+                function()
         self._park(misfits)
         self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
         self.habits.notice(self._parting(misfits, before))
@@ -149,8 +149,7 @@ class ParkingEngine(Engine):
         self._change_s = time.perf_counter() - started_s
 
     def _call(self, said: Said) -> None:
-        again = said in (Said.END, Said.LEFT) and not self._trial_is_due
-        body = (float(said), *(map(float, sorted(self.team.parked)) if again else ()))
+        body = call(self.state, said, tries=said is Said.GO_ON or self._trial_is_due)
         self._rejoin(self._come_to_door(Purpose.CALL, body=body), receives=False)
 
     def _wait_for_recall(self) -> None:
@@ -181,7 +180,6 @@ class ParkingEngine(Engine):
             "expected_weight": self._expected_weight,
             "cursor": self.cursor.state_dict(),
             "loss_scale": self._scale.state_dict(),
-            "planner": self.policy.state_dict(),
         }
         counters = self.training.send(self.comm, counters, receives, found.source)
         if receives:
@@ -189,7 +187,6 @@ class ParkingEngine(Engine):
             self._expected_weight = counters["expected_weight"]
             self.cursor.load_state_dict(counters["cursor"])
             self._scale.load_state_dict(counters["loss_scale"])
-            self.policy.load_state_dict(counters["planner"])  # it may plan from now on
             self.flat.zero_()
             self.buffers.reset()
         self._use_team()

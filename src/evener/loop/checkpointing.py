@@ -1,4 +1,4 @@
-"""Saves the team's state while it trains: rank 0 copies, a thread writes.
+"""Saves the team's state while it trains: the main process copies, a thread writes.
 
 A save that fails is tried again, in the training thread, when its pause is over: at a commit, or at
 the end of the run. Until then the snapshot waits in memory, or gives way to a newer one.
@@ -26,7 +26,7 @@ LONGEST_PAUSE_S: Final = 60.0
 """The pause before a save is tried again doubles with each attempt, from the first to this."""
 
 _ROUND_S: Final = 10.0
-"""So often, at least, the other ranks hear that rank 0 is still at it."""
+"""So often, at least, the other ranks hear that the main process is still at it."""
 
 _TOO_SLOW = f"a checkpoint was not written within {WRITE_TIMEOUT_S:g} s; check the disk"
 
@@ -35,7 +35,7 @@ class Checkpointer:
     """Writes ``step-N`` folders; training waits for the copy only.
 
     Args:
-        ddp: The team; every rank makes one, rank 0 writes.
+        ddp: The team; every rank makes one, the main process writes.
         folder: Receives the checkpoints.
         keep_last: How many to keep.
         assets: Files that go into every checkpoint, by name.
@@ -57,12 +57,29 @@ class Checkpointer:
         self._assets = assets
         self._documents = documents
         self._retry_s = retry_s
-        self._writer = CheckpointWriter(folder, keep_last) if ddp.is_main_process else None
+        self._folder = folder
+        self._keep_last = keep_last
+        self._writer: CheckpointWriter | None = None  # while this rank is the main process
+        self._open()
+        ddp.assembly.engine.call_on_handover(self._hand_over)
         self._last_step = -1
         self._unwritten: Snapshot | None = None  # failed, and waits to be tried again
         self._failure = ""  # of the last attempt
         self._pause_s = FIRST_PAUSE_S
         self._retry_at_s = 0.0
+        self._gives_up_s = math.inf
+
+    def _open(self) -> None:
+        if self._writer is None and self._ddp.is_main_process:
+            self._writer = CheckpointWriter(self._folder, self._keep_last)
+
+    def _hand_over(self) -> None:
+        """Finish what this rank is writing, as another one writes from now on."""
+        try:
+            self.close()
+        except CheckpointError as error:
+            warn(str(error))
+        self._writer, self._unwritten, self._last_step = None, None, -1
         self._gives_up_s = math.inf
 
     def save(self, cursor_state: Mapping[str, Any]) -> None:
@@ -77,7 +94,9 @@ class Checkpointer:
         Raises:
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
-        engine, window, writer = self._ddp.assembly.engine, self._ddp.window, self._writer
+        engine, window = self._ddp.assembly.engine, self._ddp.window
+        self._open()
+        writer = self._writer
         engine.prepare_save()
         engine.verify()
         self.report()
@@ -156,7 +175,7 @@ class Checkpointer:
         """Wait for the last write, and try it again; all ranks call it together.
 
         Returns:
-            The newest complete checkpoint, on rank 0.
+            The newest complete checkpoint, on the main process.
 
         Raises:
             CheckpointError: On every rank, when the last one could not be written in ``retry_s``.
@@ -167,14 +186,14 @@ class Checkpointer:
         while is_waiting:
             own = self._finish_round(round_s)
             # The others wait in here, no longer than a round: their own deadline is not ours.
-            is_waiting, failure = assembly.team.introduce(own)[0]
+            is_waiting, failure = assembly.engine.hear_main(own)
         self._gives_up_s = math.inf
         if failure:
             raise CheckpointError(failure)
         return self._writer.last_path if self._writer is not None else None
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:
-        """Wait on rank 0 for a while; whether there is more to wait for, and what went wrong."""
+        """Wait a while, on the main process; return whether to go on, and what went wrong."""
         writer = self._writer
         if writer is None:
             return False, ""

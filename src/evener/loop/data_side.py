@@ -176,7 +176,7 @@ class DataSide:
             auc = roc_auc_score(torch.cat(labels), torch.cat(logits))  # the same on every rank
 
         With fewer samples than ranks, the loop's body does not run on the last ranks, and only the
-        others are given the rows: compute on rank 0 (``is_main_process``) where that may be.
+        others are given the rows: compute on rank 0 where that may be.
 
         Args:
             dataset: Map-style data set, or a ``DataLoader`` over one; the same on every rank.
@@ -227,7 +227,7 @@ class DataSide:
     def register(self, name: str, stateful: Stateful) -> None:
         """Save and restore an object with ``save`` and ``load``.
 
-        Its state is taken from rank 0, so it must be the same on every rank, as that of a
+        Its state is taken from one rank, so it must be the same on every rank, as that of a
         scheduler, of an average of the weights or of a metric over all ranks is. Ranks that are
         called back after having been parked receive it, too. After ``load``, registering restores.
 
@@ -246,7 +246,7 @@ class DataSide:
         """Write a checkpoint of the whole team to ``path``; all ranks call it together.
 
         Raises:
-            CheckpointError: Rank 0 could not write it.
+            CheckpointError: The main process could not write it.
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         engine = self._engine
@@ -255,14 +255,14 @@ class DataSide:
         engine.settle()  # parameters may be a window ahead of the data position
         engine.verify()
         failure, written = "", None
-        if engine.rank == 0:
+        if engine.is_main:
             positions = [loader.state_dict() for loader in self._loaders]
             with engine.consensus():
                 try:
                     written = save_state(self.assembly, positions, Path(path))
                 except (EvenerError, OSError) as error:
                     failure = str(error)
-        if failure := engine.team.introduce(failure)[0]:
+        if failure := engine.hear_main(failure):
             raise CheckpointError(failure)
         if written is not None:
             self.events.checkpoint(written)

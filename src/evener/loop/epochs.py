@@ -106,7 +106,7 @@ class EpochLoop(ABC):
         """Save the state at the end, and wait until it is on disk; all ranks call it together.
 
         Returns:
-            The newest complete checkpoint, on rank 0.
+            The newest complete checkpoint, on the main process.
 
         Raises:
             CheckpointError: It could not be written.

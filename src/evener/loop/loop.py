@@ -110,8 +110,9 @@ class Loop(DataSide):
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
             quiet: Do not print the team to stderr; warnings are always printed.
-            sinks: Take the run's events, on rank 0: each is a ``Sink``, or a function without
-                arguments that makes one and is called on rank 0 alone. Closed by ``close``.
+            sinks: Take the run's events, on the main process: each is a ``Sink``, or a function
+                without arguments that makes one and is called on the main process alone. Closed by
+                ``close``, and when another rank becomes the main process.
 
         Raises:
             ConfigError: A bad option, or ranks with different models or versions.
@@ -147,10 +148,10 @@ class Loop(DataSide):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank writes and prints for the team: one that is not parked, usually rank 0.
+        """Whether this rank writes and prints for the team; true on one rank.
 
-        It is the lowest rank that is present. So it may change whenever ranks are parked or called
-        back; ask for it each time.
+        That is rank 0, until it is parked because it is too slow; then the lowest rank that is
+        not. So ask for it each time.
         """
         return self._engine.is_main
 

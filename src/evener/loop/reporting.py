@@ -1,4 +1,4 @@
-"""Turns what the team does into events, for whoever takes them; on rank 0."""
+"""Turns what the team does into events, for whoever takes them; on the main process."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from evener.checkpoint import WrittenCheckpoint
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
-from evener.observe.events import Fanout, RankRow, Sink, make_event
+from evener.observe.events import Event, Fanout, RankRow, Sink, make_event
 from evener.planning.report import RankRecord
 from evener.team.terminal import warn
 
@@ -41,7 +41,10 @@ class RunFacts(TypedDict, total=False):
 
 
 class EventStream:
-    """Hands the team's events to sinks, on rank 0; other ranks keep silent.
+    """Hands the team's events to sinks, on the main process; other ranks keep silent.
+
+    Rank 0 is the main process until it is parked. It closes its sinks then, and the next main
+    process opens its own: so a file has one writer at a time.
 
     Where nobody calls ``start``, as in a loop that the user has written, the start is told with the
     first event, which is that of a window or a checkpoint: by then it is known what is trained on.
@@ -57,9 +60,9 @@ class EventStream:
         self._engine = assembly.engine
         self._names = assembly.names
         self._members = assembly.members
-        self._active = assembly.comm.rank == 0
-        self._sinks = Fanout(warn)
-        self._is_heard = self._has_started = self._has_finished = False
+        self._makers: list[Sink | SinkMaker] = []
+        self._sinks: Fanout | None = None  # open while this rank is the main process
+        self._has_started = self._has_finished = False
         self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
@@ -79,23 +82,32 @@ class EventStream:
         """Keep what the start shall say of the run."""
         self._facts |= facts
 
-    def add_sink(self, sink: Sink) -> None:
-        """Hand every further event to this sink on rank 0, windows included; closed by ``end``."""
-        if not self._is_heard:
-            self._is_heard = True
-            self._engine.call_on_commit(self.window)
-        self._sinks.add(sink)
-
     def report_to(self, sinks: Sequence[Sink | SinkMaker]) -> None:
-        """Hand the events of a user's loop to these.
+        """Hand every further event to these, windows included; all ranks call it.
 
-        Functions that make a sink are called on rank 0 alone.
+        Functions that make a sink are called on the main process alone: here, and when another
+        rank becomes it. Closed by ``end``, or when this rank is no longer the main process.
 
         Raises:
             ConfigError: A function returned something else.
         """
-        if self._active and sinks:
-            self.add_sink(open_sinks(sinks))
+        if not sinks:
+            return
+        if not self._makers:
+            self._engine.call_on_commit(self.window)
+            self._engine.call_on_handover(self._close_sinks)
+        self._makers += sinks
+        if self._engine.is_main:
+            opened = open_sinks(sinks)
+            if self._sinks is None:
+                self._sinks = opened
+            else:
+                self._sinks.add(opened)
+
+    def _close_sinks(self) -> None:
+        sinks, self._sinks = self._sinks, None
+        if sinks is not None:
+            sinks.close()
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Hand an event to every sink; before the first one, that of the start.
@@ -104,9 +116,22 @@ class EventStream:
             kind: See ``FIELDS`` of ``evener.observe.events``.
             **fields: Those of the kind; ``t`` is now unless given.
         """
-        if self._active:
-            self._tell_start()
-            self._sinks.emit(make_event(kind, **{"t": time.time(), **fields}))
+        if not self._engine.is_main or not self._makers:
+            return
+        if self._sinks is None:
+            self._take_over()
+        self._tell_start()
+        self._emit(make_event(kind, **{"t": time.time(), **fields}))
+
+    def _take_over(self) -> None:
+        """Open sinks, as the rank that was the main process has been parked."""
+        self._sinks = open_sinks(self._makers)
+        if self._has_started:
+            self._sinks.introduce(self._start())
+
+    def _emit(self, event: Event) -> None:
+        assert self._sinks is not None, "the main process has sinks"
+        self._sinks.emit(event)
 
     def start(self, **facts: Unpack[RunFacts]) -> None:
         """Tell who is there and what will be done; at a resume, first which events are void."""
@@ -114,26 +139,32 @@ class EventStream:
         self._tell_start()
 
     def _tell_start(self) -> None:
-        if self._has_started or not self._active:
+        if self._has_started or not self._engine.is_main or not self._makers:
             return
         self._has_started, facts, members = True, self._facts, self._members
         t, path, new_data = (
             facts["t"],
-            facts.pop("resumed_from", None),
-            facts.pop("new_data", False),
+            facts.get("resumed_from"),
+            facts.get("new_data", False),
         )
         if path is not None:
             window = facts["window"]
             self.tell("run_resumed", t=t, window=window, path=str(path), new_data=new_data)
-        emulated = {str(m.rank): m.emulated for m in members if m.emulated != 1}
-        self.tell("run_started", members=list(self._names), emulated=emulated, **facts)
+        self._emit(self._start())
         for m in members:
             who = {"rank": m.rank, "member": m.member, "pid": m.pid, "host": m.host}
             self.tell("worker_started", t=t, device=f"{m.device} ({m.device_name})", **who)
 
+    def _start(self) -> Event:
+        emulated = {str(m.rank): m.emulated for m in self._members if m.emulated != 1}
+        told = {"resumed_from", "new_data"}
+        facts = {name: fact for name, fact in self._facts.items() if name not in told}
+        return make_event("run_started", members=list(self._names), emulated=emulated, **facts)
+
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""
-        if not self._active:
+        if not self._engine.is_main:
+            self._has_started = True  # which the main process has told
             return
         state, team = self._engine.state, self._engine.team
         place: dict[str, Any] = {
@@ -213,7 +244,7 @@ class EventStream:
         reason = "failed" if failed else "stopped" if engine.stopping else "completed"
         message = f"{type(error).__name__}: {error}" if failed and error is not None else None
         self.finish(engine.window, reason, message)
-        self._sinks.close()
+        self._close_sinks()
 
 
 def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
@@ -229,7 +260,7 @@ def check_sinks(sinks: Sequence[Sink | SinkMaker]) -> None:
         if not (isinstance(sink, Sink) or callable(sink)):
             raise ConfigError(
                 f"sinks[{number}] is {sink!r}, a {type(sink).__name__}; give an evener.Sink, or a "
-                "function without arguments that makes one, which is called on rank 0"
+                "function without arguments that makes one, which is called on the main process"
             )
 
 
@@ -255,7 +286,7 @@ def find_sinks(paths: Sequence[str]) -> list[SinkMaker]:
     return makers
 
 
-def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Sink:
+def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
     """Return one sink that hands on to all of these, some of which may have to be made.
 
     Raises:

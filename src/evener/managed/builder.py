@@ -82,9 +82,9 @@ class DdpBuilder:
             They are counted over the whole run, those before a ``resume`` included, and whatever
             the policy: with ``"sync"`` a window is an optimizer step, otherwise the local steps
             between two averages.
-        checkpoint_fn: ``function(window, model)``, on rank 0, with the model as it was committed,
-            every ``checkpoint_every`` windows, without gradients. The other ranks wait for it at
-            the end of their part of the next window.
+        checkpoint_fn: ``function(window, model)``, on the main process (rank 0, unless it is
+            parked), with the model as it was committed, every ``checkpoint_every`` windows, without
+            gradients. The other ranks wait for it at the end of their part of the next window.
         checkpoint_dir: Receives checkpoints of the whole run: model, optimizers, schedule, data
             position. They are written every ``checkpoint_every`` windows, if that is given, and at
             the end; the newest three are kept. ``resume`` and ``Ddp.load`` continue from them.
@@ -92,8 +92,8 @@ class DdpBuilder:
             ``checkpoint_dir`` or ``Ddp.save``, on any number of devices. ``num_epochs`` and
             ``num_steps`` count from the beginning of the run that wrote it.
         epoch_fn: ``function(epoch, model)``, on every rank, before each epoch.
-        eval_fn: ``function(model)``, on rank 0 after each epoch, in ``eval()`` and without
-            gradients. It returns a number or a dict of numbers, which go into
+        eval_fn: ``function(model)``, on the main process after each epoch, in ``eval()`` and
+            without gradients. It returns a number or a dict of numbers, which go into
             ``EpochMetrics.eval``. The other ranks wait for it.
         metrics_fn: ``function(metrics)`` after each epoch, in the process that called ``run``. With
             several devices it is called from a thread of its own.

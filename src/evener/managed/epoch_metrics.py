@@ -221,12 +221,13 @@ class EpochFigures:
 def average_figures(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return fields of ``EpochMetrics``, from what ``EpochFigures.document`` gave on each rank.
 
-    Rank 0 is never parked, so its totals are whole.
+    The totals are those of a rank that took part in most windows: in all, unless no rank did.
     """
+    fullest = max(documents, key=lambda document: document["windows"])
     ranks = [document["scalars"] for document in documents]
     total: dict[str, float] = {}
     for name in sorted({name for sums in ranks for name in sums}):
         pairs = [sums[name] for sums in ranks if name in sums]
         total[name] = sum(p[0] for p in pairs) / sum(p[1] for p in pairs)
     means = [{name: s[0] / s[1] for name, s in sums.items()} for sums in ranks]
-    return {**documents[0]["totals"], "scalars": total, "per_rank": means}
+    return {**fullest["totals"], "scalars": total, "per_rank": means}

@@ -27,7 +27,7 @@ from evener.observe.events import Sink
 from evener.team.environment import DistributedTrainConfig
 from evener.team.placement import choose_device
 
-#: Ranks wait for rank 0's ``eval_fn`` this long; should rank 0 die in it, they know at once.
+#: Ranks wait for the main process's ``eval_fn`` this long; should it die, they know at once.
 EVAL_TIMEOUT_S = 24 * 3600.0
 #: Checkpoints that stay in ``checkpoint_dir``, the newest.
 KEPT_CHECKPOINTS = 3
@@ -41,7 +41,7 @@ class ManagedRank(EpochLoop):
         environment: This rank's place.
         stop_when: Asked after each micro-batch; true stops the team.
         communicator: The ranks to train with, instead of connecting to them.
-        sinks: Take the run's events, on rank 0.
+        sinks: Take the run's events, on the main process.
 
     Raises:
         ConfigError: A function returned what it should not.
@@ -181,7 +181,7 @@ class ManagedRank(EpochLoop):
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""
         answers = self._engine.team.introduce(self._figures.document(time.perf_counter()))
-        if not answers[0]["windows"]:
+        if not any(answer["windows"] for answer in answers):
             return None
         return EpochMetrics.from_document(
             {
@@ -195,7 +195,7 @@ class ManagedRank(EpochLoop):
         )
 
     def _evaluate(self) -> Mapping[str, float]:
-        """Rank 0 evaluates, the others wait for its answer."""
+        """The main process evaluates, the others wait for its answer."""
         eval_fn = self.job.eval_fn
         if eval_fn is None or self.ddp.stopping:
             return {}
@@ -203,8 +203,7 @@ class ManagedRank(EpochLoop):
         if self.ddp.is_main_process:
             with self.ddp.evaluating():
                 values = _numbers(eval_fn(self.model))
-        team = self._engine.team
-        agreed: Mapping[str, float] = team.introduce(values, timeout_s=EVAL_TIMEOUT_S)[0]
+        agreed: Mapping[str, float] = self._engine.hear_main(values, timeout_s=EVAL_TIMEOUT_S)
         return agreed
 
 

@@ -63,11 +63,11 @@ class ManagedProcess:
             sinks=sinks,
         )
         self._channel.tell({"place": READY})
-        first = self._rank.ddp.is_main_process
+        ddp = self._rank.ddp
         for metrics in self._rank.train():
-            if first:
+            if ddp.is_main_process:
                 self._channel.tell({"metrics": metrics.document()})
-        if first:
+        if ddp.is_main_process:
             self._send_state()
         self._rank.close()
         self._channel.tell({"place": DONE})

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, Self, TypedDict, final
+from typing import Any, ClassVar, Final, NotRequired, Self, TypedDict, final
 
 from evener.closing import Closing
 from evener.parsing import Fields, short, whole
@@ -57,7 +57,13 @@ class Sink(Closing):
     """Takes events and shows or stores them.
 
     A sink runs on the training thread: it is quick, and it never raises into training.
+
+    Attributes:
+        continues: Whether it appends to what a sink of another process has written. Where the main
+            process changes, other sinks are told ``run_started`` once more, by the new one.
     """
+
+    continues: ClassVar[bool] = False
 
     @abstractmethod
     def emit(self, event: Event) -> None:
@@ -148,6 +154,13 @@ class Fanout(Sink):
         for sink in self._sinks.copy():
             with self._guarding(sink):
                 sink.emit(event)
+
+    def introduce(self, start: Event) -> None:
+        """Tell the start of a run to sinks that are opened in its middle, in another process."""
+        for sink in self._sinks.copy():
+            if not sink.continues:
+                with self._guarding(sink):
+                    sink.emit(start)
 
     def close(self) -> None:
         """Close every sink."""

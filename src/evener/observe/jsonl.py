@@ -29,6 +29,8 @@ class JsonlSink(Sink):
     readers that know strict JSON only.
     """
 
+    continues = True
+
     def __init__(self, path: Path, *, on_warning: Callable[[str], None] | None = None) -> None:
         """Open the file for appending; make its folder if needed.
 

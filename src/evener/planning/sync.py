@@ -307,15 +307,13 @@ class SyncPolicy(Policy):
                 for member, speed in zip(self.members, self._speeds, strict=True)
                 if speed.is_measured
             },
-            "team": list(self.members),
-            "exchanges_s": {str(n): list(known) for n, known in self._exchanges_s.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, even of another team: members that are not here are ignored.
 
-        Members of which the state says nothing keep what is known of them. The times of exchanges
-        are those of a team, not of its members: another team learns its own. See ``Policy``.
+        Members of which the state says nothing keep what is known of them. The time of an exchange
+        is not part of it, as that belongs to a team and not to a member. See ``Policy``.
         """
         if state.get("policy") == "fixed":
             return  # that run had given shares and learnt nothing
@@ -333,8 +331,6 @@ class SyncPolicy(Policy):
         for member, speed in zip(self.members, self._speeds, strict=True):
             if member in saved:
                 speed.load_state_dict(saved[member])
-        if state.get("team") == list(self.members):
-            self._exchanges_s = _checked_exchanges(state.get("exchanges_s"))
         self._in_use = {}
         self._forget_forecasts()
 
@@ -439,24 +435,3 @@ def _presumed_costs(speeds: Sequence[SpeedModel]) -> tuple[CostModel, ...] | Non
         else:
             costs.append(middle)
     return tuple(costs)
-
-
-def _checked_exchanges(saved: object) -> dict[int, list[float]]:
-    """Return seconds of exchanges, by number of ranks, as a state holds them.
-
-    Raises:
-        CheckpointError: The state is damaged.
-    """
-    try:
-        found = {int(n): [float(t) for t in known] for n, known in dict(saved).items()}  # type: ignore[call-overload]
-        if not all(
-            n > 0 and known and all(0.0 <= t < math.inf for t in known)
-            for n, known in found.items()
-        ):
-            raise ValueError(found)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's times of exchanges are damaged ({error!r}): resume from an older "
-            "checkpoint"
-        ) from error
-    return found

@@ -3,7 +3,9 @@
 A generation is a period in which membership does not change. A rank that is parked or called back
 changes it, and that is agreed: the planner wishes it in the last window of a generation, a round of
 ``CHANGE`` rows shows that all have applied that window, and each forms the next generation from
-what it knows. Any rank may be parked, rank 0 too: the lowest rank that is present plans.
+what it knows. Any rank may be parked, rank 0 too. Where it is the planner that is parked, the
+lowest rank that stays plans from then on. It still does when others come back: they have missed
+what the team has learnt.
 
 Ranks that are parked wait at the *door*, where those that work come by now and then. What is said
 there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others. At the end of an epoch all
@@ -50,10 +52,27 @@ class Answer(NamedTuple):
 def without(state: State, ranks: Collection[int]) -> State:
     """Return the next generation, in which ``ranks`` are parked; it begins with new plans."""
     members = tuple(member for member in state.members if member not in ranks)
-    phase = Phase.AWAY if state.me in ranks else state.phase
     return state._replace(
-        generation=state.generation + 1, members=members, phase=phase, plans=(), again=()
+        generation=state.generation + 1,
+        members=members,
+        planner=state.planner if state.planner in members else members[0],
+        phase=Phase.AWAY if state.me in ranks else state.phase,
+        plans=(),
+        again=(),
     )
+
+
+def call(state: State, said: Said, *, tries: bool) -> tuple[float, ...]:
+    """Return the body of a ``CALL`` row, for ``answer``.
+
+    Args:
+        state: That of a rank that works.
+        said: What it says.
+        tries: Whether it is time to try those that are parked; else they are parked again when the
+            next epoch begins.
+    """
+    again = () if tries else sorted(state.away)
+    return tuple(map(float, (said, state.planner, *again)))
 
 
 def answer(state: State, rows: Mapping[int, Row]) -> Answer:
@@ -73,8 +92,9 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
     if len(places) != 1 or next(iter(places))[0] is not Purpose.CALL:
         raise CollectiveMismatchError(wording.mismatch(rows, {}))
     source, row = next(iter(calling.items()))
+    known, planner, *again = map(int, row.body)
     stopping = state.stopping or any(other.stop for other in rows.values())
-    said = Said(int(row.body[0]))
+    said = Said(known)
     state = state._replace(own=None, stopping=stopping)
     if said is not Said.STAY:
         state = state._replace(
@@ -85,6 +105,7 @@ def answer(state: State, rows: Mapping[int, Row]) -> Answer:
             phase=Phase.OUT if state.phase is Phase.AWAY else state.phase,
             led_out=said is Said.LEFT if state.phase is Phase.AWAY else state.led_out,
             plans=(),
-            again=tuple(map(int, row.body[1:])),
+            planner=planner,
+            again=tuple(again),
         )
     return Answer(state, said, source)

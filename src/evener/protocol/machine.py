@@ -118,7 +118,9 @@ class State(NamedTuple):
         me: This rank's number in the team.
         world_size: Ranks of the team, those that are away included.
         policy: What a window is.
-        members: Ranks of this generation, in order; the lowest one plans.
+        members: Ranks of this generation, in order.
+        planner: The rank of these that plans, writes and prints: rank 0 until it is parked, then
+            the lowest one that is present, until that is parked.
         generation: Its number.
         phase: Where this rank is.
         window: Number of the window that is being computed.
@@ -140,6 +142,7 @@ class State(NamedTuple):
     world_size: int
     policy: ApplyPolicy
     members: tuple[int, ...]
+    planner: int = 0
     generation: int = 0
     phase: Phase = Phase.OUT
     window: int = 0
@@ -159,11 +162,6 @@ class State(NamedTuple):
     def plan(self) -> Plan | None:
         """That of the window that is being computed."""
         return self.plans[0] if self.plans else None
-
-    @property
-    def planner(self) -> int:
-        """The rank that plans: the lowest one that is present."""
-        return self.members[0]
 
     @property
     def is_sync(self) -> bool:

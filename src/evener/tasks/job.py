@@ -42,7 +42,7 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
 from evener.team.terminal import say, warn
 
-#: Longest wait for rank 0 while it compares and saves at the end, in seconds.
+#: Longest wait for the main process while it compares and saves at the end, in seconds.
 SUMMING_UP_S = 6 * 3600.0
 
 
@@ -147,7 +147,7 @@ class Task(ABC):
         return {}
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over rank 0's ``documents``: a rank that was parked has missed evaluations."""
+        """Take over the main process's ``documents``, as parked ranks miss evaluations."""
         return
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
@@ -169,7 +169,7 @@ class Task(ABC):
         """
         job.ddp.load(checkpoint.path)
 
-    # ── the end, on rank 0 ───────────────────────────────────────────────────────────────────
+    # ── the end, on the main process ─────────────────────────────────────────────────────────
 
     def figures(self, job: "Job", *, stopped: bool) -> Mapping[str, Any]:
         """Return what ``summary.json`` shall hold beside the team's figures, as JSON types."""
@@ -254,12 +254,12 @@ class Job(EpochLoop):
                 raise
 
     def say(self, text: str) -> None:
-        """Print a line for people on rank 0, unless they want silence."""
+        """Print a line for people, on the main process, unless they want silence."""
         if not self.options.quiet:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Print a line for people on rank 0."""
+        """Print a line for people, on the main process."""
         if self.ddp.is_main_process:
             say(text)
 
@@ -361,7 +361,7 @@ class Job(EpochLoop):
 
     def save(self) -> None:
         """Save the state, with what the task says of it."""
-        if self.ddp.is_main_process:  # which writes
+        if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
             self._documents.update(self._task.documents())
         super().save()
@@ -407,9 +407,9 @@ class Job(EpochLoop):
 
     def _close(self) -> TaskResult:
         """Save, measure, and say what came of the run."""
-        # A rank that was parked has missed what the others did meanwhile: rank 0 speaks for all.
+        # A rank that was parked has missed what the others did meanwhile; the main one has not.
         own = [self._evaluated, self._task.documents()]
-        evaluated, documents = self.team.introduce(own)[0]
+        evaluated, documents = self._engine.hear_main(own)
         self._evaluated = tuple(evaluated)
         self._task.adopt(documents)
         if not self.ddp.stopping and self._evaluated[0] != self.ddp.window:
@@ -436,7 +436,7 @@ class Job(EpochLoop):
         self.train_micro_batch(self._task.collate([train[i % count] for i in samples]))
 
     def _sum_up(self, speeds: Speeds | None, checkpoint: Path | None, *, stopped: bool) -> None:
-        """Say what came of the run, on rank 0; the others wait in ``_result``."""
+        """Say what came of the run, on the main process; the others wait in ``_result``."""
         task = self._task
         figures = task.figures(self, stopped=stopped)
         summary = summarise(
@@ -467,8 +467,8 @@ class Job(EpochLoop):
                 say(f"{name}: {f'{value:.1%}' if isinstance(value, float) else value}")
 
     def _result(self, checkpoint: Path | None, *, stopped: bool = False) -> TaskResult:
-        """Return the result; all ranks call it together, when rank 0 has written all files."""
-        told = self.team.introduce(str(checkpoint), timeout_s=SUMMING_UP_S)[0]
+        """Return the result; all ranks call it together, when all files are written."""
+        told = self._engine.hear_main(str(checkpoint), timeout_s=SUMMING_UP_S)
         return TaskResult(
             run_folder=self.folder,
             checkpoint=Path(told),

@@ -3,12 +3,13 @@
 import io
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from evener.config.folders import EVENTS
 from evener.loop.loop import Loop
-from evener.loop.reporting import SinkMaker, open_sinks
+from evener.loop.reporting import SinkMaker
 from evener.observe.events import Event, Sink, Totals
 from evener.observe.jsonl import JsonlSink, read_events
 from evener.observe.progress_line import ProgressSink
@@ -24,22 +25,35 @@ class RunTally(Sink):
 
     Args:
         folder: The run folder.
-
-    Attributes:
-        sums: The events, added up.
     """
 
+    continues = True
+
     def __init__(self, folder: Path) -> None:
-        self.sums = EventTally()
+        self._sums = EventTally()
+        self._next_window: int | None = None
+        self._has_gaps = False
         self._path = folder / EVENTS
 
     def emit(self, event: Event) -> None:
         """Add an event."""
         if event["type"] == "run_resumed":
             earlier = read_events(self._path, self._skip)
-            self.sums = EventTally.of([*earlier, event])
+            self._sums = EventTally.of([*earlier, event])
         else:
-            self.sums.add(event)
+            self._sums.add(event)
+        if event["type"] == "run_started":
+            self._next_window = event["window"]
+        elif event["type"] == "window":
+            self._has_gaps = self._has_gaps or event["window"] != self._next_window
+            self._next_window = event["window"] + 1
+
+    @property
+    def sums(self) -> EventTally:
+        """The events, added up; from the file where another rank has recorded some of them."""
+        if self._has_gaps:
+            return EventTally.of(read_events(self._path, self._skip))
+        return self._sums
 
     def close(self) -> None:
         """Keep the sums."""
@@ -56,7 +70,9 @@ def record(
     tensorboard: bool = False,
     sinks: Sequence[SinkMaker] = (),
 ) -> RunTally:
-    """Write the team's events to ``events.jsonl``, and show them to people; on rank 0.
+    """Write the team's events to ``events.jsonl``, and show them to people; all ranks call it.
+
+    The main process does so. Where another rank becomes it, that one continues.
 
     Args:
         ddp: The team.
@@ -66,22 +82,21 @@ def record(
         sinks: Make sinks of the user's own.
 
     Returns:
-        The sums of the events; empty on other ranks.
+        The sums of the events, for the main process.
 
     Raises:
         ConfigError: A function returned something else than a sink.
         EvenerError: The file cannot be opened.
     """
-    tally, events = RunTally(folder), ddp.events
-    if ddp.is_main_process:
-        further: list[Sink] = [open_sinks(sinks)] if sinks else []
-        if terminal:
-            further.append(ProgressSink(sys.stderr))
-        if tensorboard:
-            further.append(TensorBoardSink(folder / "tensorboard"))
-        # The tally reads the file before the event of a resume is written to it.
-        for sink in (tally, JsonlSink(folder / EVENTS, on_warning=warn), *further):
-            events.add_sink(sink)
+    tally = RunTally(folder)
+    # The tally reads the file before the event of a resume is written to it.
+    makers: list[Sink | SinkMaker] = [tally, partial(JsonlSink, folder / EVENTS, on_warning=warn)]
+    makers += sinks
+    if terminal:
+        makers.append(partial(ProgressSink, sys.stderr))
+    if tensorboard:
+        makers.append(partial(TensorBoardSink, folder / "tensorboard"))
+    ddp.events.report_to(makers)
     return tally
 
 
@@ -95,7 +110,7 @@ def summarise(
     checkpoint: Path | None,
     **figures: Any,
 ) -> RunSummary:
-    """Build the summary of a run from its events; on rank 0.
+    """Build the summary of a run from its events; on the main process.
 
     Args:
         ddp: The team.

@@ -1058,6 +1058,9 @@ class SyncRank(Rank):
         """Goes on without some ranks."""
         self.state = RULES.without(self.state, ranks)
         self.net.agree(self.state.generation, self.state.members, "members of a generation")
+        assert self.state.planner in self.state.members, "S3: a rank plans that is not there"
+        if self.state.phase is not Phase.AWAY:
+            self.net.agree(self.state.generation, self.state.planner, "planner of a generation")
         self.point("change.formed")
 
     def recall(self, said: Said) -> Steps:
@@ -1067,8 +1070,8 @@ class SyncRank(Rank):
 
     def call(self, said: Said) -> Steps:
         """Comes by at the door."""
-        again = sorted(self.state.away) if said in (Said.END, Said.LEFT) else []
-        body = (float(said), *map(float, again if self.program.parks_again else ()))
+        tries = said is Said.GO_ON or not self.program.parks_again
+        body = generation.call(self.state, said, tries=tries)
         answer = yield from self.come_to_door(Purpose.CALL, body=body)
         yield from self.rejoin(answer, receives=False)
 
@@ -1095,7 +1098,14 @@ class SyncRank(Rank):
         state = answer.state
         told = (answer.said, answer.source, state.stopping)
         if answer.said is not Said.STAY:
-            told = (*told, state.generation, state.members, state.window, state.again)  # type: ignore[assignment]
+            told = (
+                *told,
+                state.generation,
+                state.members,
+                state.planner,
+                state.window,
+                state.again,
+            )  # type: ignore[assignment]
         self.net.agree(("door", number), told, "S1")
         self.state = state
         return answer

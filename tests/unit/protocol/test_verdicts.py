@@ -133,8 +133,10 @@ def test_a_stop_ends_the_epoch_after_the_window_that_is_computed() -> None:
         assert found.state.phase is Phase.OUT
 
 
-def test_the_plan_is_that_of_the_lowest_rank_that_is_present() -> None:
-    state = working(2, world_size=3, members=(1, 2), plans=(replace(FIRST, shares=(0, 2, 2)),))
+def test_the_plan_is_that_of_the_planner() -> None:
+    state = working(
+        2, world_size=3, members=(1, 2), planner=1, plans=(replace(FIRST, shares=(0, 2, 2)),)
+    )
     plan = replace(SECOND, shares=(0, *SECOND.shares))
     found = judge(state, {1: row(body=tuple(pack(plan))), 2: row()})
     assert found.state.plans == (plan,)
@@ -533,7 +535,7 @@ def test_a_generation_without_a_rank() -> None:
 
 
 def door(said: Said, **given: Any) -> dict[int, Row]:
-    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said), 0.0), **given)
+    calling = row(Purpose.CALL, window=9, generation=1, body=(float(said), 1.0, 0.0), **given)
     return {0: row(Purpose.AWAY), 1: calling, 2: calling}
 
 
@@ -553,7 +555,7 @@ def test_called_back_all_ranks_are_in_the_next_generation(said: Said) -> None:
     state = answer(away, door(said)).state
     assert (state.generation, state.members, state.window) == (2, (0, 1, 2), 9)
     assert (state.plans, state.phase, state.led_out) == ((), Phase.OUT, said is Said.LEFT)
-    assert state.again == (0,)
+    assert (state.planner, state.again) == (1, (0,))
     caller = away._replace(me=1, phase=Phase.REST, window=9, led_out=False)
     state = answer(caller, door(said)).state
     assert (state.generation, state.members, state.phase) == (2, (0, 1, 2), Phase.REST)

@@ -77,7 +77,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
         with team_of(comm, emulate_slow={1: 3.0}) as ddp:
             events = ddp.events
             if comm.rank == 0:
-                events.add_sink(sink)
+                events.report_to([sink])
             tally = start(ddp, tmp_path)
             events.window(result(0, (3, 1)))
             events.window(result(1, (3, 1)))

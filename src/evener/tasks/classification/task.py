@@ -78,7 +78,6 @@ class TextClassifier(Task):
         )
         self._history = EvaluationHistory()
         self._best: dict[str, bytes] = {}
-        self._saves = False
         self._description = {
             "data": data.signature,
             "labels": list(data.labels.names),
@@ -91,7 +90,6 @@ class TextClassifier(Task):
     def open_data(self, job: Job) -> tuple[Dataset[Any], Dataset[Any]]:
         """Compare the data of all ranks."""
         agree_on_data(job.team, self._data)
-        self._saves = job.ddp.is_main_process
         return self._train, self._heldout
 
     def collate(self, samples: list[Encoded]) -> Batch:
@@ -176,7 +174,7 @@ class TextClassifier(Task):
     def _take(self, window: int, evaluation: Evaluation) -> bool:
         """Note an evaluation; keep what is the best so far."""
         is_best = self._history.add(window, evaluation, self._config.eval.metric)
-        if is_best and self._saves:
+        if is_best:  # on every rank, as any may have to write it
             state = self.model.state_dict()
             self._best[BEST] = save_bytes({k: v.detach().cpu() for k, v in state.items()})
         return is_best
@@ -192,7 +190,7 @@ class TextClassifier(Task):
         return self._best
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over rank 0's evaluations."""
+        """Take over the main process's evaluations."""
         self._history = EvaluationHistory.from_json(documents[HISTORY])
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
