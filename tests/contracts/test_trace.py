@@ -19,7 +19,7 @@ LEAF = ("comm/shared", "comm/groups")
 #: The first windows measure devices, make plans and cache what every later one finds ready.
 FIRST_TRACED = 4
 #: So long takes a sample, that both ranks are worth the exchange and none is parked.
-SAMPLE_S = 0.002
+SAMPLE_S = 0.02
 
 
 def traced_steps(rank: Rank) -> list[dict[str, list[str]]]:

@@ -108,7 +108,6 @@ class Engine(ABC):
         self._since_s = time.perf_counter()
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
-        self._on_handover: list[Callable[[], None]] = []
         self.habits = options.habits
         self._skips = options.non_finite == "skip"
         self._stop_requested = options.stop_requested
@@ -215,16 +214,11 @@ class Engine(ABC):
 
     def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
         """Return the JSON that the main rank tells; all ranks that are present call it together."""
-        place = self.team.members.index(self.state.planner)
-        return self.team.introduce(told, timeout_s=timeout_s)[place]
+        return self.team.hear(self.state.planner, told, timeout_s=timeout_s)
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
         """Call ``function`` with every window that is committed, after those given before."""
         self._on_commit.append(function)
-
-    def call_on_handover(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when this rank stops being the main one, before another one is."""
-        self._on_handover.append(function)
 
     def call_on_left_out(self, function: Callable[[int], None]) -> None:
         """Call ``function`` with the micro-batches of a local step that this rank leaves out."""

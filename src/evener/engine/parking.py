@@ -98,8 +98,7 @@ class ParkingEngine(Engine):
         told = self._end_generation(*map(float, sorted(self._misfits)))
         misfits = tuple(map(int, told))
         if self.is_main and self.rank in misfits:
-            for function in reversed(self._on_handover):
-                function()
+            self.team.hand_over()
         self._park(misfits)
         self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
         self.habits.notice(self._parting(misfits, before))

@@ -299,6 +299,7 @@ class SyncEngine(LateEngine):
             own_norm=averager.own_norm,
             compute_s=share.compute_s + update_s,
             update_s=update_s,
+            update_parts=self.comm.world_size if self._sharded.is_on else 1,
             warmup_s=share.warmup_s,
         )
 
@@ -560,7 +561,7 @@ class SyncEngine(LateEngine):
         """Gather optimizer states on the rank that saves; all ranks call it together."""
         if self._sharded.is_on:
             every = range(len(self.optimizers))
-            whole = self._sharded.state_dicts(every, keeps=self.comm.rank == 0)
+            whole = self._sharded.state_dicts(every, keeps=self.is_main)
             self._gathered = [flatten_optimizer(one) for one in whole]
 
     def optimizer_states(self) -> list[OptimizerState]:

@@ -1,7 +1,7 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from evener.comm.base import Communicator
@@ -37,6 +37,7 @@ class Team:
         self.world_size = comm.world_size
         self.members = tuple(range(comm.world_size))
         self.comm = self.whole = comm
+        self._on_handover: list[Callable[[], None]] = []
         self._called_s = 0.0  # on the monotonic clock
 
     @property
@@ -53,6 +54,10 @@ class Team:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""
         return self.comm.all_gather_json(greeting, what="greetings", timeout_s=timeout_s)
 
+    def hear(self, rank: int, told: Any, *, timeout_s: float | None = None) -> Any:
+        """Return the JSON that one rank tells; all that are present call it together."""
+        return self.introduce(told, timeout_s=timeout_s)[self.members.index(rank)]
+
     def places(self) -> dict[int, str]:
         """Where each rank is in the user's code, as far as ranks can say it."""
         try:
@@ -62,6 +67,15 @@ class Team:
         except CollectiveError:
             return {}
         return {rank: place.decode() for rank, place in zip(self.members, told, strict=True)}
+
+    def call_on_handover(self, function: Callable[[], None]) -> None:
+        """Call ``function`` when this rank stops being the main one, before another one is."""
+        self._on_handover.append(function)
+
+    def hand_over(self) -> None:
+        """Finish what the main rank does, last things first: it is about to be parked."""
+        for function in reversed(self._on_handover):
+            function()
 
     # ── the door ─────────────────────────────────────────────────────────────────────────────────
 

@@ -61,7 +61,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._writer: CheckpointWriter | None = None  # while this rank is the main process
         self._open()
-        ddp.assembly.engine.call_on_handover(self._hand_over)
+        ddp.assembly.team.call_on_handover(self._hand_over)
         self._last_step = -1
         self._unwritten: Snapshot | None = None  # failed, and waits to be tried again
         self._failure = ""  # of the last attempt

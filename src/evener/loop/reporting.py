@@ -58,6 +58,7 @@ class EventStream:
 
     def __init__(self, assembly: Assembly) -> None:
         self._engine = assembly.engine
+        self._team = assembly.team
         self._names = assembly.names
         self._members = assembly.members
         self._makers: list[Sink | SinkMaker] = []
@@ -95,7 +96,7 @@ class EventStream:
             return
         if not self._makers:
             self._engine.call_on_commit(self.window)
-            self._engine.call_on_handover(self._close_sinks)
+            self._team.call_on_handover(self._close_sinks)
         self._makers += sinks
         if self._engine.is_main:
             opened = open_sinks(sinks)

@@ -19,6 +19,7 @@ class Report(NamedTuple):
         compute_s: Seconds of compute, without any wait for other ranks.
         update_s: How much of ``compute_s`` was the optimizer's update, in SYNC: that of the window
             before, as this window's comes after the report.
+        update_parts: Into how many parts ranks had divided that update, 1 for none.
         busy_s: Seconds of compute, and of waiting for data in between.
         micro_batches: Micro-batches computed.
         samples: Samples computed, those of steps left out included.
@@ -49,6 +50,7 @@ class Report(NamedTuple):
     loss_sum: float = 0.0
     compute_s: float = 0.0
     update_s: float = 0.0
+    update_parts: int = 0
     busy_s: float = 0.0
     micro_batches: int = 0
     samples: int = 0

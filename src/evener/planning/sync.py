@@ -88,6 +88,8 @@ class SyncPolicy(Policy):
         self._costs: tuple[CostModel, ...] | None = None
         self._best: dict[int, tuple[tuple[int, ...], float]] = {}
         self._idle_windows = [0] * len(members)
+        # Whether each rank that is present makes its part of the optimizer's update.
+        self._divides_updates = False
         # Windows in a row in which one rank alone was better; and by rank, in which it was idle.
         self._alone_windows = 0
         self._useless_windows = [0] * len(members)
@@ -140,8 +142,14 @@ class SyncPolicy(Policy):
         measured. A rank that is only hinted at is put on the scale of those that are measured.
         """
         if self._costs is None:
-            self._costs = _presumed_costs(self._speeds)
+            costs = _presumed_costs(self._speeds)
+            self._costs = None if costs is None else self._with_updates(costs, len(self._present))
         return self._costs
+
+    def _with_updates(self, costs: Sequence[CostModel], num_ranks: int) -> tuple[CostModel, ...]:
+        """Return the costs where so many ranks are present, from those of whole updates."""
+        parts = num_ranks if self._divides_updates else 1
+        return tuple(cost._replace(window_s=cost.window_s / parts) for cost in costs)
 
     def hint(self, speeds: Sequence[float]) -> None:
         """Set the speeds of the ranks relative to one another, until they are measured.
@@ -180,7 +188,8 @@ class SyncPolicy(Policy):
                 report.micro_batches - report.warmup_micro_batches,
                 report.compute_s - report.update_s - report.warmup_s,
             )
-            speed.observe_update(report.update_s)
+            speed.observe_update(report.update_s * max(report.update_parts, 1))
+        self._divides_updates = any(report.update_parts > 1 for report in reports)
         self._idle_windows = [
             0 if share else windows + 1
             for share, windows in zip(plan.shares, self._idle_windows, strict=True)
@@ -214,8 +223,8 @@ class SyncPolicy(Policy):
         for known in self._exchanges_s.values():
             del known[:-_MEMORY_OF_BEFORE]
         self._forget_decisions()
+        self._forget_forecasts()
         self._in_use = {}
-        self._best = {}
 
     def ranks_to_park(self, batch_size: int) -> frozenset[int]:
         """Return the ranks without which a window would be no longer; see ``Policy``.
@@ -254,9 +263,10 @@ class SyncPolicy(Policy):
         shares, best_s = self._best_shares(batch_size, costs)
         num_working = sum(map(bool, shares))
         together_s = best_s + self._exchange_of(num_working) - self._exchange_of(1)
+        parts = len(present) if self._divides_updates else 1
         fastest = better_alone(
             batch_size,
-            [costs[r] for r in present],
+            [costs[r]._replace(window_s=costs[r].window_s * parts) for r in present],
             [self.micro_batch_sizes[r] for r in present],
             math.inf if num_working == 1 else together_s,
         )
@@ -265,9 +275,10 @@ class SyncPolicy(Policy):
     def forecast(self, batch_size: int, away: frozenset[int]) -> Forecast:
         """Return what a window takes if these ranks are parked; see ``Policy``."""
         working = [r for r in range(len(self.members)) if r not in away]
-        costs = self.costs
-        if costs is None:
+        known = _presumed_costs(self._speeds)
+        if known is None:
             return Forecast(0.0, 0.0)
+        costs = self._with_updates(known, len(working))
         ranks = [costs[r] for r in working], [self.micro_batch_sizes[r] for r in working]
         exchange_s = self._exchange_of(len(working))
         finished_s = finish_s(fastest_shares(batch_size, *ranks), *ranks)
