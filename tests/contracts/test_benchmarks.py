@@ -277,3 +277,10 @@ def test_tables_from_reports(tmp_path, load):
         "| evener.sync | 0.9 (0.8..0.95) |  |",
         "| torch.ddp | 0.5 | 0.1 [0.06] |",
     ]
+
+
+def test_report_page(tmp_path):
+    sizes = ("--windows", "30", "--ranks", "2", "--rounds", "0")
+    (row,) = run(tmp_path, "report_page.py", *sizes)["rows"]
+    assert (row["windows"], row["ranks"], row["opened_s"]) == (30, 2, [])
+    assert 0 < row["events_mb"] < row["page_mb"] < 1
