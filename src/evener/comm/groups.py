@@ -5,7 +5,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, reduce
 from itertools import accumulate
@@ -388,7 +388,7 @@ class GroupCommunicator(Communicator, NotInherited):
         for flat, part in zip(flats, there, strict=True):
             if part is not flat:
                 flat.copy_(part, non_blocking=True)
-        _wait_for({flat.device for flat in flats})  # the next exchange writes to the scratch memory
+        _wait_for(flats)  # the next exchange writes to the scratch memory
 
     def _on_host(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors, those of other devices as copies in one buffer."""
@@ -401,7 +401,7 @@ class GroupCommunicator(Communicator, NotInherited):
         for flat, size, start in zip(flats, sizes, [0, *ends], strict=False):
             part = self._scratch[start : start + size].view(flat.dtype) if size else flat
             parts.append(part if part is flat else part.copy_(flat, non_blocking=True))
-        _wait_for({flat.device for flat in flats})
+        _wait_for(flats)
         return parts
 
     def _carry_out(
@@ -542,9 +542,9 @@ class GroupCommunicator(Communicator, NotInherited):
             del work
 
 
-def _wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait once for all copies from and to devices."""
-    for device in devices:
+def _wait_for(flats: Sequence[Tensor]) -> None:
+    """Wait once for all copies between devices and the host."""
+    for device in {flat.device for flat in flats if flat.device.type != "cpu"}:
         kind_of(device).finish(device)
 
 
