@@ -103,11 +103,12 @@ class GradientAverager:
         """Go on with other ranks."""
         self.comm = comm
 
-    def gather(self, part: int | None = None) -> list[torch.Tensor]:
+    def gather(self, part: int | None = None, *, each: bool = False) -> list[torch.Tensor]:
         """Make this rank's gradients ready for ``average``.
 
         Args:
             part: The part of ``flat`` that is averaged, here and below; all of it by default.
+            each: On one rank, return one norm for each parameter that has a gradient.
 
         Returns:
             Norms of gradients, one tensor for each group that has some, on the group's device.
@@ -117,7 +118,7 @@ class GradientAverager:
         if not self._flat.gather(part):
             return []
         return [
-            _norms(tensors)
+            _norms(tensors, each=each)
             for group in self._flat.groups_of(part)
             if (tensors := self._flat.gradients(group))
         ]
@@ -369,7 +370,8 @@ class ShardedUpdate:
         for group in groups:
             comm.reduce_scatter_parts(group.grad_values, what=f"gradients of {what}")
         own = [[group.grad_values.chunk(comm.world_size)[comm.rank]] for group in groups]
-        flags = [flag for group in groups for flag in group.touched.tolist()]
+        had = set(self._flat.with_gradients())  # the buffer's flags would have to be waited for
+        flags = [i in had for group in groups for i in group.indices]
         norm = norm_of(own)
         norm = norm if math.isfinite(norm) else norm_of(own, torch.float64)
         rows = comm.all_gather_rows([norm, *flags], what=f"gradient norms of {what}")
@@ -516,14 +518,16 @@ def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = No
     return _root(Reading(norms).read())
 
 
-def _norms(tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _norms(
+    tensors: list[torch.Tensor], dtype: torch.dtype | None = None, *, each: bool = False
+) -> torch.Tensor:
     """2-norms, which make up that of all tensors; they are of one device and dtype."""
     own = tensors[0].dtype
     if dtype is torch.float64:
         tensors = [t.to(float64_device(t.device)) for t in tensors]
     wide = dtype or (torch.float32 if own in _HALF else own)
     long = [t for t in tensors if t.is_cpu and t.numel() >= _LONG and t.is_contiguous()]
-    if not long:
+    if each or not long:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
     norms = [row for tensor in long for row in _norms_by_row(tensor.detach().view(-1), wide)]
     if short := [t for t in tensors if not any(t is one for one in long)]:

@@ -77,7 +77,7 @@ class LateUpdate:
         scale: float,
     ) -> None:
         self._share, self._averager, self._update, self.scale = share, averager, update, scale
-        losses, norms = share.losses_of(), averager.gather()
+        losses, norms = share.losses_of(), averager.gather(each=True)
         self._num_losses, self._numbers = len(losses), flat.with_gradients()
         self._reading = Reading([*losses, *norms], queue)
         every = torch.cat([part.reshape(-1) for part in (*losses, *norms)])
