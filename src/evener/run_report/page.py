@@ -2,7 +2,8 @@
 
 Tables and sentences are in the page as they are; its script draws charts from the same numbers,
 which are in the page as JSON. A content security policy lets the page run its own script and
-nothing else, whatever the names and messages of a run hold.
+nothing else, whatever the names and messages of a run hold. uPlot 1.6.32 draws the curves; the
+files of its ``dist`` folder and its license are in ``assets/``.
 """
 
 import base64
