@@ -16,6 +16,9 @@ from evener.planning.speed import CostModel
 _TAIL = 1.5
 """A window is planned as the last one when no more than so many windows' work is left."""
 
+_OF_WHAT_OTHERS_BRING = 0.5
+"""Part of what ranks beside the fastest one bring that averaging may take."""
+
 _NUDGE = 0.5
 """What the anchor is multiplied by when ranks drift apart."""
 
@@ -85,7 +88,7 @@ class CadencePolicy(Planner):
         busy_ms = [1000.0 * (r.busy_s - r.warmup_busy_s) for r in reports]
         # Without a sync time the anchor stays as it is.
         sync_ms = 1000.0 * sync_s if self._verdict is Verdict.STABLE else 0.0
-        sync_ms *= self._part_of_a_window(busy_ms, steps)
+        sync_ms *= self._part_of_a_window(busy_ms, steps) * self._weight_of_averaging()
         self.elche.report_timing(busy_ms, steps, sync_ms)
         if self._verdict is Verdict.NUDGE_DOWN:
             self.elche.nudge_anchor_down(_NUDGE)
@@ -180,6 +183,18 @@ class CadencePolicy(Planner):
         slowest_ms = max(ms / n for ms, n in zip(busy_ms, steps, strict=True) if n)
         full_ms = self.elche.anchor * slowest_ms
         return max(busy_ms) / full_ms if full_ms > 0 else 1.0
+
+    def _weight_of_averaging(self) -> float:
+        """Return what El Che's time of averaging is multiplied by, 1 or more.
+
+        Where averaging takes more of the time than the ranks beside the fastest one bring, that one
+        would be faster alone. So half of what they bring is as much as ``overhead_target`` to it.
+        """
+        speeds = [1.0 / ms for ms in self.elche.ms_per_batch if ms > 0]
+        if len(speeds) < 2:
+            return 1.0
+        brought = 1.0 - max(speeds) / math.fsum(speeds)
+        return max(1.0, self.elche.overhead_target / (_OF_WHAT_OTHERS_BRING * brought))
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 

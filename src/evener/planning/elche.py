@@ -58,6 +58,7 @@ class ElChe:
         anchor: Batches of the slowest rank.
         is_calibrated: Whether a report has come.
         has_speed_hint: Whether speeds were given by hand.
+        overhead_target: Part of the time that averaging may take.
 
     Raises:
         ConfigError: A number is out of range.
@@ -83,7 +84,7 @@ class ElChe:
         self.anchor = anchor
         self._min_anchor = anchor
         self._max_anchor = max(MAX_ANCHOR, anchor)
-        self._overhead_target = 0.10
+        self.overhead_target = 0.10
         self._max_batch_diff: int | None = None
         self._counts = [anchor] * world_size
         self._ms = [0.0] * world_size
@@ -156,7 +157,7 @@ class ElChe:
             f"overhead_target is {target}; give a part of the time from {LEAST_OVERHEAD} to "
             f"{MOST_OVERHEAD}",
         )
-        self._overhead_target = target
+        self.overhead_target = target
         return self
 
     def with_max_anchor(self, max_anchor: int) -> Self:
@@ -327,10 +328,10 @@ class ElChe:
         if longest_ms <= 0 or sync_ms <= 0:
             return
         overhead = sync_ms / longest_ms
-        if overhead > self._overhead_target:
-            wanted = math.ceil(self.anchor * min(overhead / self._overhead_target, 1e9))
+        if overhead > self.overhead_target:
+            wanted = math.ceil(self.anchor * min(overhead / self.overhead_target, 1e9))
             self.anchor = min(max(wanted, self._min_anchor), self._max_anchor)
-        elif overhead < self._overhead_target / 2 and self.anchor > self._min_anchor:
+        elif overhead < self.overhead_target / 2 and self.anchor > self._min_anchor:
             self.anchor -= 1
 
     def _recount(self, slow_ms: float) -> None:

@@ -207,3 +207,14 @@ def test_a_notebook_shows_the_steps_of_each_rank():
 
 def test_a_cadence_says_what_it_counts():
     assert repr(ElChe(2, 10).with_speed_ratio(1, 2.3)) == "<ElChe: batches (23, 10), anchor 10>"
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 20.0, 50.0])
+@pytest.mark.parametrize("sync_ms", [0.5, 5.0, 20.0])
+def test_averaging_takes_less_than_slow_ranks_bring(ratio: float, sync_ms: float) -> None:
+    """Ranks work until the deadline: the team is ahead by the slow rank's steps, each of them worth
+    a millisecond of the fastest rank."""
+    cadence = policy()
+    for _ in range(8):
+        cadence.observe(timed(1.0, ratio, steps=list(cadence.elche.batch_counts)), sync_ms / 1000)
+    assert cadence.elche.anchor >= sync_ms
