@@ -1,0 +1,149 @@
+"""A divided update while ranks are parked and called back, in fp16, and at the end of the team."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from evener import Ddp, DdpConfig
+from evener.comm.base import Communicator
+from evener.planning.plan import WindowPlan
+from evener.team.environment import DistributedTrainConfig
+from helpers.limits import PATIENCE_S
+from helpers.models import mlp, regression_data
+from helpers.teams import ScriptedPolicy, run_team, setup
+
+X, Y = (t.double() for t in regression_data(240))
+#: See ``test_same_update``; more updates.
+NEAR = {"rtol": 1e-8, "atol": 1e-11}
+
+
+class Parks(ScriptedPolicy):
+    """Equal shares of those who are present; some are parked in the third window."""
+
+    def __init__(self, world_size: int, misfits: tuple[int, ...]) -> None:
+        super().__init__(world_size, (1,) * world_size)
+        self.away: frozenset[int] = frozenset()
+        self.misfits = frozenset(misfits)
+        self.asked = 0
+
+    def set_parked(self, ranks: frozenset[int]) -> None:
+        self.away = ranks
+
+    def ranks_to_park(self, batch_size: int) -> frozenset[int]:
+        self.asked += 1
+        return self.misfits if self.asked == 3 else frozenset()
+
+    def windows_apart(self, batch_size: int, change_s: float) -> int:
+        return 10
+
+    def plan(self, *args: Any, **options: Any) -> WindowPlan:
+        self.shares = [float(rank not in self.away) for rank in range(self.world_size)]
+        return super().plan(*args, **options)
+
+
+def train(
+    comm: Communicator, mode: str, misfits: tuple[int, ...]
+) -> tuple[Tensor, dict[str, Any], dict[int, bool]]:
+    """Weights and optimizer state at the end; by window, whether the update was divided."""
+    model = mlp(dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    divided = {}
+    with setup(comm, model, optimizer, sharded_update=mode, verify_every=1) as ddp:
+        ddp.assembly.engine._policy = Parks(comm.world_size, misfits)
+        loader = ddp.loader(TensorDataset(X, Y), batch_size=12, shuffle=False)
+        for x, y in loader.epoch(0):
+            divided[ddp.window] = ddp.assembly.state.sharded.is_on
+            ddp.backward(F.mse_loss(model(x), y))
+            ddp.step()
+        for x, y in loader.epoch(1):
+            ddp.backward(F.mse_loss(model(x), y))
+            ddp.step()
+    return flat(model), optimizer.state_dict(), divided
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("world_size", "misfits"), [(3, (2,)), (4, (1,)), (3, (1, 2)), (2, (1,))])
+def test_states_are_divided_anew_among_those_who_are_present(
+    world_size: int, misfits: tuple[int, ...]
+) -> None:
+    replicated = run_team(world_size, lambda comm: train(comm, "off", misfits))
+    ranks = run_team(world_size, lambda comm: train(comm, "on", misfits))
+    alone = len(misfits) == world_size - 1
+    for rank, (own, state, divided) in enumerate(ranks):
+        away = set(range(20)) - divided.keys()
+        assert bool(away) == (rank in misfits)
+        torch.testing.assert_close(own, replicated[rank][0], **NEAR)
+        assert torch.equal(own, ranks[0][0])
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                other = replicated[rank][1]["state"][number][name]
+                torch.testing.assert_close(value, other, **NEAR)
+        lonely = {window for window, is_on in divided.items() if not is_on}
+        assert bool(lonely) == (alone and rank not in misfits)
+
+
+def test_an_overflow_of_fp16_leaves_the_window_out_on_all_ranks() -> None:
+    def body(comm: Communicator, mode: str) -> tuple[Tensor, list[bool], float]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, sharded_update=mode, verify_every=1)
+        with Ddp.setup(
+            model,
+            optimizer,
+            devices="cpu",
+            precision="fp16",
+            environment=DistributedTrainConfig(),
+            communicator=comm,
+            config=config,
+        ) as ddp:
+            ddp.assembly.engine._policy = ScriptedPolicy(2, [1, 1])
+            skipped = []
+            loader = ddp.loader(TensorDataset(X.float(), Y.float()), batch_size=24, shuffle=False)
+            for x, y in loader.epoch(0):
+                factor = 3e4 if ddp.window == 2 and comm.rank else 1.0
+                ddp.backward(F.mse_loss(model(x).float(), y) * factor)
+                if result := ddp.step():
+                    skipped.append(result.skipped)
+        return flat(model), skipped, ddp.assembly.engine._scale.value
+
+    replicated = run_team(2, lambda comm: body(comm, "off"))
+    for rank, (own, skipped, scale) in enumerate(run_team(2, lambda comm: body(comm, "on"))):
+        theirs, also, same = replicated[rank]
+        assert skipped == also
+        assert skipped[2]
+        assert scale == same
+        # Twelve updates in float32, whose gradients differ in the last bit.
+        torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_rank_that_does_not_come_to_close_costs_the_others_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("evener.loop.loop.CLOSING_S", 0.5)
+
+    def body(comm: Communicator) -> None:
+        model = mlp(dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        ddp = setup(comm, model, optimizer, shares=[1, 1], sharded_update="on")
+        for x, y in ddp.loader(TensorDataset(X, Y), batch_size=24).epoch(0):
+            ddp.backward(F.mse_loss(model(x), y))
+            ddp.step()
+        if comm.rank == 1:
+            ddp.close()
+            with pytest.raises(Exception, match="the other parts are lost"):
+                optimizer.state_dict()
+        else:
+            closed.wait(PATIENCE_S)
+            ddp.close()
+        closed.set()
+
+    closed = threading.Event()
+    run_team(2, body)
