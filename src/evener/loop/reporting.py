@@ -94,16 +94,16 @@ class EventStream:
         """
         if not sinks:
             return
-        if not self._makers:
-            self._engine.call_on_commit(self.window)
-            self._team.call_on_handover(self._close_sinks)
-        self._makers += sinks
         if self._engine.is_main:
             opened = open_sinks(sinks)
             if self._sinks is None:
                 self._sinks = opened
             else:
                 self._sinks.add(opened)
+        if not self._makers:
+            self._engine.call_on_commit(self.window)
+            self._team.call_on_handover(self._close_sinks)
+        self._makers += sinks
 
     def _close_sinks(self) -> None:
         sinks, self._sinks = self._sinks, None
@@ -119,19 +119,13 @@ class EventStream:
         """
         if not self._engine.is_main or not self._makers:
             return
-        if self._sinks is None:
-            self._take_over()
         self._tell_start()
         self._emit(make_event(kind, **{"t": time.time(), **fields}))
 
-    def _take_over(self) -> None:
-        """Open sinks, as the rank that was the main process has been parked."""
-        self._sinks = open_sinks(self._makers)
-        if self._has_started:
-            self._sinks.introduce(self._start())
-
     def _emit(self, event: Event) -> None:
-        assert self._sinks is not None, "the main process has sinks"
+        if self._sinks is None:  # the rank that was the main process has been parked
+            self._sinks = open_sinks(self._makers)
+            self._sinks.introduce(self._start())
         self._sinks.emit(event)
 
     def start(self, **facts: Unpack[RunFacts]) -> None:
