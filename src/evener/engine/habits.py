@@ -233,10 +233,10 @@ class Habits:
             )
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
-        parameters = _parameters(optimizer)
         number = next(n for n, one in enumerate(self._optimizers) if one is optimizer)
-        if len(parameters) == self._checked[number]:
+        if sum(len(group["params"]) for group in optimizer.param_groups) == self._checked[number]:
             return
+        parameters = _parameters(optimizer)
         averaged = set(map(id, self._flat.parameters))
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in averaged:
