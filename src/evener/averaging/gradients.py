@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, Final, final
 
 import torch
@@ -68,11 +69,14 @@ class Reading:
         """Return the numbers of each part; wait until they are there."""
         if self._arrival is not None:
             self._arrival.wait()
-        numbers: dict[torch.device, Iterator[float]] = {}
-        for device in {part.device for part in self._parts}:
-            own = [part.reshape(-1) for part in self._parts if part.device == device]
-            numbers[device] = iter(torch.cat(own).tolist())  # one transfer
-        return [[next(numbers[part.device]) for _ in range(part.numel())] for part in self._parts]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for part in self._parts:
+            by_device.setdefault(part.device, []).append(part.reshape(-1))
+        numbers = {  # one transfer from each device
+            device: iter((torch.cat(own) if len(own) > 1 else own[0]).tolist())
+            for device, own in by_device.items()
+        }
+        return [list(islice(numbers[part.device], part.numel())) for part in self._parts]
 
 
 class GradientAverager:
@@ -521,18 +525,19 @@ def norm_of(groups: Sequence[list[torch.Tensor]], dtype: torch.dtype | None = No
 def _norms(
     tensors: list[torch.Tensor], dtype: torch.dtype | None = None, *, each: bool = False
 ) -> torch.Tensor:
-    """2-norms, which make up that of all tensors; they are of one device and dtype."""
+    """Return the 2-norm of tensors of one device and dtype, or that of each of them."""
     own = tensors[0].dtype
     if dtype is torch.float64:
         tensors = [t.to(float64_device(t.device)) for t in tensors]
     wide = dtype or (torch.float32 if own in _HALF else own)
     long = [t for t in tensors if t.is_cpu and t.numel() >= _LONG and t.is_contiguous()]
-    if each or not long:
+    if each:
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide))
     norms = [row for tensor in long for row in _norms_by_row(tensor.detach().view(-1), wide)]
-    if short := [t for t in tensors if not any(t is one for one in long)]:
+    short = [t for t in tensors if not any(t is one for one in long)] if long else tensors
+    if short:
         norms += torch._foreach_norm(short, 2, dtype=wide)
-    return torch.stack(norms)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _norms_by_row(flat: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
