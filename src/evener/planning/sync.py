@@ -40,8 +40,12 @@ _PATIENCE = 6
 _TRIALS = 0.01
 """Part of the time spent on trying parked ranks again."""
 
-_TRIAL_WINDOWS = 3
+_TRIAL_WINDOWS = 5
 """Windows in which a rank that is tried again has work, though it be slow."""
+
+_UNKNOWN_RATIO = 8.0
+"""A rank that never had work may be so many times slower than the calibration says, as that is
+clipped: its first trial must not be dear."""
 
 _TRANSFER = 4
 """A rank that is called back receives about so many times what is exchanged in a window:
@@ -295,7 +299,10 @@ class SyncPolicy(Policy):
         if costs is None or not self._parked or now_s <= 0.0:
             return LEAST_APART
         sizes = self.micro_batch_sizes
-        slowest_s = max(costs[r].seconds(1, sizes[r]) for r in self._parked)
+        slowest_s = max(
+            costs[r].seconds(1, sizes[r]) * (1.0 if self._speeds[r].is_measured else _UNKNOWN_RATIO)
+            for r in self._parked
+        )
         slow_s = max(slowest_s + everyone.exchange_s - now_s, 0.0)
         idle_s = max(everyone.window_s - now_s, 0.0)
         moving_s = change_s or _TRANSFER * max(everyone.exchange_s, exchange_s)
