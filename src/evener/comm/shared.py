@@ -45,6 +45,8 @@ from evener.errors import CollectiveError, CollectiveMismatchError, PeerLostErro
 #: looking costs at most twice what it can save.
 _SPIN_S = 100e-6
 _SLICE_S = 0.25  # sleep is cut so that deadlines can be shortened by another thread
+# Who has left may have done so because another died, whose end comes to light a moment later.
+_CAUSE_S = 0.1
 _ORPHAN_S = 10.0  # how long an operation may last after the script ended without closing its team
 #: So many of the latest sets of views are kept.
 _MAX_KEPT = 256
@@ -409,9 +411,10 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def _are_here(self, number: int) -> bool:
         """Whether all others have arrived at a barrier."""
-        if KEEPS_ORDER:
-            return all(page.arrived >= number for _, page in self._others)
-        return all(self._links.received[rank] >= number for rank, _ in self._others)
+        for rank, page in self._others:
+            if (page.arrived if KEEPS_ORDER else self._links.count(rank)) < number:
+                return False
+        return True
 
     def _look_for_all(self, number: int) -> bool:
         """Look for the others without sleeping; whether they came.
@@ -476,9 +479,13 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def _how_lost(self) -> str:
         """Say who has died and who has left; it may be more than one, one because of another."""
-        self._links.wait(0)
-        left = {rank for rank, page in self._others if page.ended}
-        died = self._links.gone - left
+        until = time.monotonic() + _CAUSE_S
+        left: set[int] = set()
+        died: set[int] = set()
+        while not died and time.monotonic() < until:
+            self._links.wait(_CAUSE_S / 10)
+            left = {rank for rank, page in self._others if page.ended}
+            died = self._links.gone - left
         said = []
         for ranks, how in ((died, "died"), (left, "closed this communicator")):
             if ranks:

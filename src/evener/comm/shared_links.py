@@ -131,7 +131,6 @@ class Links:
     sender has arrived. The end of a connection says that the rank has gone.
 
     Attributes:
-        received: Bytes from each rank, by rank.
         gone: Ranks whose connection has ended.
     """
 
@@ -142,13 +141,17 @@ class Links:
         for connection in connections.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        self.received = [0] * world_size
+        self._received = [0] * world_size
         self.gone: set[int] = set()
 
     def wake(self, rank: int) -> None:
         """Send a byte; nothing happens where the rank has gone, or has plenty to read."""
         with suppress(OSError):
             self._connections[rank].send(_WAKE, socket.MSG_NOSIGNAL)
+
+    def count(self, rank: int) -> int:
+        """Return how many bytes have come from a rank."""
+        return self._received[rank]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a byte comes or a connection ends, and take in what there is."""
@@ -160,7 +163,7 @@ class Links:
                 continue
             except OSError:  # reset: the peer has ended with bytes unread
                 count = 0
-            self.received[rank] += count
+            self._received[rank] += count
             if not count:
                 self.gone.add(rank)
                 self._poll.unregister(descriptor)
