@@ -82,7 +82,8 @@ class FlatGroup:
 
     def runs(self) -> list[range]:
         """Return the flat numbers of parameters whose gradients are moved at once."""
-        most = _RUN_BYTES.get(self.grad.device.type, 2**25)
+        device = self.grad.device
+        most = _RUN_BYTES.get(device.type, 2**25)
         runs, first, size = [], self.indices.start, 0
         for i, parameter in zip(self.indices, self.parameters, strict=True):
             size += parameter.numel() * parameter.element_size()
