@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from evener import Ddp, DdpConfig, EvenerError
-from evener.engine import parking
 from evener.team.signals import StopSignals
 from helpers.launched import Sandbox
 from helpers.machines import ADDRESSES, TwoMachines
@@ -169,7 +168,6 @@ def test_a_break_calls_a_parked_rank_back() -> None:
 
 def park_rank_0(rank: Rank, ending: str) -> tuple[list[int], list[float], list[float]]:
     """Rank 0 is away from window 3 on: rank 1 plans, and brings it up to date when it is back."""
-    parking.BOOKKEEPERS = frozenset()
     model, ddp = set_up()
     ddp.assembly.engine.policy.ranks_to_park = (  # type: ignore[method-assign]
         lambda batch_size: frozenset({0} if ddp.window >= 3 and not is_anyone_parked(ddp) else ())
@@ -207,7 +205,6 @@ def test_rank_0_is_parked_and_called_back_like_any_other(ending: str) -> None:
 TRAIN = """
 import torch
 from evener import Ddp, DdpConfig, EvenerError
-from evener.engine import parking
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
