@@ -187,7 +187,8 @@ class BufferAverager:
             torch._foreach_copy_(kind.now_parts, [buffers[n] for n in kind.numbers])
             is_bool = kind.agreed.dtype == torch.bool
             difference = kind.now ^ kind.agreed if is_bool else kind.now - kind.agreed
-            packed[kind.start : kind.stop].copy_(difference)
+            # In two steps: a device without float64 cannot convert on its way.
+            packed[kind.start : kind.stop].copy_(difference.to(packed.device))
 
     @torch.no_grad()
     def exchange(
@@ -249,7 +250,7 @@ class BufferAverager:
             agreed.logical_xor_((part > 0).to(agreed.device))
         elif agreed.is_floating_point():
             wide = agreed.to(part.device).to(torch.float64)
-            agreed.copy_(torch.where(part == 0, wide, wide + part))
+            agreed.copy_(torch.where(part == 0, wide, wide + part).to(agreed.dtype))
         else:
             agreed.add_(part.round().to(agreed.dtype).to(agreed.device))
 
