@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
         help="of the ranks, relative to the fastest; several times for several teams",
     )
     parser.add_argument("--slowed-by", type=some_of(SLOWED_BY), default=list(SLOWED_BY))
-    parser.add_argument("--ways", type=some_of(WAYS), default=list(WAYS), metavar="NAME,...")
+    parser.add_argument("--ways", type=some_of(WAYS), default=USUAL, metavar="NAME,...")
     parser.add_argument(
         "--with",
         dest="libraries",
@@ -100,12 +100,12 @@ def parse_arguments() -> argparse.Namespace:
         help=f"other libraries beside torch: {', '.join(PACKAGES)}",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=8, help="global batches a turn")
-    parser.add_argument("--far-windows", type=int, default=60, help="with a rank far slower")
+    parser.add_argument("--windows", type=int, default=6, help="global batches a turn")
+    parser.add_argument("--far-windows", type=int, default=40, help="with a rank far slower")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=4, help="of solo and evener")
     parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
-    parser.add_argument("--local-windows", type=int, default=6, help="theirs a turn, about")
+    parser.add_argument("--local-windows", type=int, default=5, help="theirs a turn, about")
     parser.add_argument(
         "--cores",
         type=core_numbers,
@@ -261,6 +261,8 @@ WAYS: dict[str, Callable[[Team, Setting], Way]] = {
     "evener.equal_split": make_equal_split,
     **EVENER,
 }
+
+USUAL = [name for name in WAYS if name != "evener.equal_split"]
 
 
 if __name__ == "__main__":

@@ -372,7 +372,6 @@ class Evener(Way):
             # A local step takes a micro-batch: what a rank computes at once is the same everywhere.
             batch_size=setting.micro_batch_size if self.is_local else setting.batch_size,
             micro_batch_size=setting.micro_batch_size,
-            prefetch="thread",
         )
 
     def run(self, steps: int) -> float:

@@ -61,7 +61,7 @@ def test_hetero(tmp_path):
     rows = run(tmp_path, "hetero.py", "--speeds", "1,0.5", *sizes, *local)["rows"]
     by_name = {row["name"]: row for row in rows}
     assert {"solo.0", "solo.1", "ceiling", "ceiling.local"} < set(by_name)
-    assert {"torch.ddp", "torch.ddp.tuned", "evener.equal_split"} < set(by_name)
+    assert {"torch.ddp", "torch.ddp.tuned"} < set(by_name)
     for row in rows:
         assert (row["speeds"], row["slowed_by"], row["batch_size"]) == ([1.0, 0.5], "sleep", 8)
         holds(row, "samples_per_s", "of_ideal", "of_ceiling")
