@@ -25,7 +25,7 @@ from evener.averaging.optimizer_state import (
     ELEMENTWISE,
     LOST,
     DividedState,
-    Place,
+    Portion,
     States,
     gather,
     part_of,
@@ -254,7 +254,7 @@ class ShardedUpdate:
         self._is_must = is_must
         #: The ranks among which the update is divided; ``None`` while it is not.
         self._comm: Communicator | None = None
-        self._places: dict[Tensor, Place] = {}
+        self._places: dict[Tensor, Portion] = {}
         self._num_groups = 0
         #: By flat number, whether some rank had a gradient of the parameter.
         self._touched: list[bool] = []
@@ -435,7 +435,7 @@ class ShardedUpdate:
                 if start < stop or (a == b and comm.rank == 0):
                     piece = Parameter(group.data[start:stop], requires_grad=False)
                     piece.grad = group.grad_values[start:stop]
-                place = Place(i, group, a, start - a, stop - a, piece)
+                place = Portion(i, group, a, start - a, stop - a, piece)
                 self._places[self._flat.parameters[i]] = place
         self._num_groups = len(self._flat.groups)
         self._touched += [False] * (len(self._flat.parameters) - len(self._touched))

@@ -62,7 +62,7 @@ def why_replicated(optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-class Place(NamedTuple):
+class Portion(NamedTuple):
     """Where a parameter lies, and which piece of it is this rank's.
 
     Attributes:
@@ -131,7 +131,7 @@ def gather(
     comm: Communicator,
     optimizer: Optimizer,
     own: States,
-    places: Mapping[Tensor, Place],
+    places: Mapping[Tensor, Portion],
     *,
     keeps: bool,
 ) -> States:
@@ -163,7 +163,7 @@ def gather(
         device = parameters[number].device
         entries = index[number].items()
         whole[parameters[number]] = {name: _read(entry, device) for name, entry in entries}
-    of_group: dict[tuple[FlatGroup, str, str], list[tuple[Tensor, Place]]] = {}
+    of_group: dict[tuple[FlatGroup, str, str], list[tuple[Tensor, Portion]]] = {}
     for number in sorted(index):
         place = places[parameters[number]]
         for name, entry in index[number].items():
