@@ -25,7 +25,7 @@ from evener.comm.messages import (
     name_ranks,
 )
 from evener.comm.notices import Notice
-from evener.comm.shared_memory import ELSEWHERE, NOWHERE, Place, SharedMemory
+from evener.comm.shared_memory import ELSEWHERE, NOWHERE, MemoryPlace, SharedMemory
 from evener.comm.shared_offers import Joined, MemoryOffer, Spot, find_obstacle
 from evener.comm.shared_pages import (
     KEEPS_ORDER,
@@ -246,7 +246,7 @@ class SharedCommunicator(Communicator, NotInherited):
             slots.sum_for_all()
         return True
 
-    def _sum_by_stages(self, flat: Tensor, places: Sequence[Place], call: Call) -> None:
+    def _sum_by_stages(self, flat: Tensor, places: Sequence[MemoryPlace], call: Call) -> None:
         """Sum a tensor that lies outside of shared memory on some rank, on this one or another.
 
         While a stage is summed, the next is copied into the other half.
@@ -309,7 +309,7 @@ class SharedCommunicator(Communicator, NotInherited):
         front = rest[: half.numel()]
         half[: front.numel()].copy_(front)
 
-    def _tensors(self, places: Sequence[Place], like: Tensor) -> list[Tensor]:
+    def _tensors(self, places: Sequence[MemoryPlace], like: Tensor) -> list[Tensor]:
         """Return each rank's tensor, shape ``(len(like),)``, or the halves of its stage."""
         return [
             page.stage.view(like.dtype)
@@ -334,7 +334,7 @@ class SharedCommunicator(Communicator, NotInherited):
         _keep(self._kept_cells, key, cells)
         return cells
 
-    def _swap(self, call: Call, place: Place, size: int = 0) -> list[Place]:
+    def _swap(self, call: Call, place: MemoryPlace, size: int = 0) -> list[MemoryPlace]:
         """Wait for all, check that they are in the same call, and return where tensors lie.
 
         Args:

@@ -25,7 +25,7 @@ _MMAP = ctypes.CFUNCTYPE(
 NOWHERE = -1
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where a tensor lies in a rank's file, in bytes; what ranks tell one another.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     size: int
 
 
-ELSEWHERE = Place(NOWHERE, 0, 0)
+ELSEWHERE = MemoryPlace(NOWHERE, 0, 0)
 
 
 def create_file(name: str) -> int:
@@ -154,14 +154,14 @@ class SharedMemory:
         self._mapped[self._number][start] = content
         return content[:size]
 
-    def find(self, flat: Tensor) -> Place:
+    def find(self, flat: Tensor) -> MemoryPlace:
         """Return where a tensor lies; ``ELSEWHERE`` where that is not in this rank's file."""
         address = flat.data_ptr()
         if flat.device.type == "cpu":
             for begin, start, content in self._pieces:
                 size = content.numel()
                 if begin <= address and address + flat.nbytes <= begin + size:
-                    return Place(start + address - begin, start, size)
+                    return MemoryPlace(start + address - begin, start, size)
         return ELSEWHERE
 
     def meet(self, number: int, descriptor: int) -> None:
@@ -172,7 +172,7 @@ class SharedMemory:
             self._files[number] = descriptor
             self._mapped[number] = {}
 
-    def view(self, number: int, place: Place) -> Tensor:
+    def view(self, number: int, place: MemoryPlace) -> Tensor:
         """Return the bytes of a rank's piece from ``place.offset`` on, uint8.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evener.comm.notices import Notice, NoticeBoard
-from evener.comm.shared_memory import Place, create_file, map_file, reserve
+from evener.comm.shared_memory import MemoryPlace, create_file, map_file, reserve
 
 #: Whether what one core writes is seen by others in that order, so that a flag may follow data.
 #: Python has no fences with which to enforce it elsewhere.
@@ -125,7 +125,7 @@ class ControlPage:
         with self._lock:
             pass
 
-    def write(self, parity: int, header: bytes, place: Place) -> None:
+    def write(self, parity: int, header: bytes, place: MemoryPlace) -> None:
         """Fill a cell, but for its payload."""
         start = _CELLS + parity * _CELL_BYTES
         self.content[start : start + _CALL.size] = header
@@ -136,9 +136,11 @@ class ControlPage:
         start = _CELLS + parity * _CELL_BYTES
         return self.content[start : start + _CALL.size]
 
-    def place(self, parity: int) -> Place:
+    def place(self, parity: int) -> MemoryPlace:
         """Return the place that a cell tells."""
-        return Place(*_PLACE.unpack_from(self.content, _CELLS + parity * _CELL_BYTES + _CALL.size))
+        return MemoryPlace(
+            *_PLACE.unpack_from(self.content, _CELLS + parity * _CELL_BYTES + _CALL.size)
+        )
 
     def payload(self, parity: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the front of a cell's payload as a tensor."""
