@@ -228,7 +228,8 @@ def test(arguments: Sequence[str]) -> int:
     tests = ROOT / "tests"
     serial = [f"tests/{name}" for name in SERIAL_TESTS if (tests / name).is_dir()]
     ignored = [f"--ignore={path}" for path in serial]
-    workers = str(min(4, os.cpu_count() or 1))
+    # One more than there are cores: tests of processes wait for one another.
+    workers = str(min(4, (os.cpu_count() or 1) + 1))
     counts = Counts()
     counts.add(pytest("-n", workers, "--dist", "worksteal", *ignored, *everything, "tests"))
     checks.report_slow()
