@@ -75,6 +75,7 @@ def check_kinds(fields: Mapping[str, Any]) -> None:
 def started(t: float = 0.0, **changes: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "run": "test",
+        "window": 0,
         "members": ["a", "b"],
         "policy": "sync",
         "backend": "gloo",

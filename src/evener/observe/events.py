@@ -17,10 +17,11 @@ Event = Mapping[str, Any]
 
 #: The fields of each type of event besides ``t`` and ``type``.
 FIELDS: Final = {
-    # A run begins, also one that resumes. ``members`` are in rank order, ``policy`` is such as
-    # ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such as
-    # ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null.
-    "run_started": "run members policy backend unit num_samples total_windows",
+    # A run begins with ``window``, also one that resumes; runs of earlier versions do not say with
+    # which. ``members`` are in rank order, ``policy`` is such as ``sync`` and ``backend`` such as
+    # ``gloo``; ``unit`` is what a weight counts, such as ``tokens``; ``num_samples`` are those of
+    # an epoch, ``total_windows`` may be null.
+    "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
     # A window is planned: ``shares`` are whole samples per rank and sum to ``size``.

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from evener.loop.reporting import StragglerWatch
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
 from evener.tasks.recording import RunTally, record
-from helpers.event_cases import check_kinds
+from helpers.event_cases import check_kinds, committed_window, started
 from helpers.teams import run_team, setup
 
 
@@ -133,6 +134,26 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
     kinds = [event["type"] for event in read_events(tmp_path / "events.jsonl")]
     resumed = kinds.index("run_resumed")
     assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    began = started(members=["a"])
+    del began["window"]  # as before runs said with which window they begin
+    windows = [
+        committed_window(n, samples=(4,), losses=(2.0,), times_s=((0.7, 0.2, 0.1),)) for n in (0, 1)
+    ]
+    assert "elapsed_s" not in windows[0]["ranks"][0]
+    lines = [json.dumps(event) + "\n" for event in (began, *windows)]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    with team_of(SingleCommunicator()) as ddp:
+        ddp.assembly.engine.progress = Progress(window=2)
+        tally = start(ddp, tmp_path, resumed_from=Path("step-2"))
+        ddp.events.window(result(2, (4,)))
+    assert tally.sums.total.windows == 3
+    assert tally.sums.total.weight == 120.0
+    # Read again from the file, as where another rank has recorded some of the windows.
+    tally.emit(committed_window(7))
+    assert tally.sums.total.windows == 3
 
 
 # ── stragglers ───────────────────────────────────────────────────────────────────────────────────
