@@ -5,8 +5,9 @@
 Anything with `log(numbers, step)` will do: `wandb.log`, an MLflow or Aim run, or, as here, a file
 with a JSON object a line. Three things to know:
 
-- `ddp.on_commit(fn)` calls `fn` on every rank for every window that is final. Numbers of ranks are
-  in the result already; nothing has to be gathered, and one rank writes.
+- `ddp.on_commit(fn)` calls `fn` for every window that is final, on each rank that took part.
+  Numbers of ranks are in the result already; nothing has to be gathered, and one rank writes. Ask
+  `ddp.is_main_process` each time: another rank takes over where the main one is parked.
 - `ddp.window` counts windows. It is the same on every rank, which a counter in your loop is not:
   ranks go round it a different number of times.
 - What all ranks do together, such as an evaluation of which each does a part, belongs between
@@ -16,7 +17,6 @@ with a JSON object a line. Three things to know:
 import argparse
 import json
 from pathlib import Path
-from typing import TextIO
 
 import torch
 from torch import nn
@@ -27,17 +27,18 @@ from evener import Ddp, WindowResult
 
 
 class JsonLines:
-    """Stands for your tracker."""
+    """Stands for your tracker; another process may continue the log."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._path = path
+
+    def begin(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("")
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
 
 
 def rings(count: int, seed: int) -> TensorDataset:
@@ -65,7 +66,9 @@ def main() -> None:
         optimizer,
         scheduler,  # follows the team's steps
     )
-    tracker = JsonLines(args.out) if ddp.is_main_process else None
+    tracker = JsonLines(args.out)
+    if ddp.is_main_process:
+        tracker.begin()
 
     parts = ddp.eval_loader(test, batch_size=128)
 
@@ -84,7 +87,7 @@ def main() -> None:
         for rank, record in enumerate(result.ranks):
             numbers[f"rank_{rank}/samples"] = record.samples
             numbers[f"rank_{rank}/wait_s"] = record.wait_s
-        if tracker is not None:
+        if ddp.is_main_process:
             tracker.log(numbers, step=result.progress.samples)
 
     loader = ddp.loader(train, batch_size=256, micro_batch_size=64)
@@ -93,10 +96,9 @@ def main() -> None:
             ddp.backward(F.cross_entropy(model(points.to(ddp.device)), labels.to(ddp.device)))
             ddp.step()
         accuracy = evaluate()
-        if tracker is not None:
+        if ddp.is_main_process:
             tracker.log({"accuracy": accuracy}, step=ddp.progress.samples)
-    if tracker is not None:
-        tracker.close()
+    if ddp.is_main_process:
         print(f"{ddp.window} windows logged to {args.out}, accuracy {accuracy:.1%}")
     ddp.close()
 

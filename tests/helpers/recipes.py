@@ -33,6 +33,17 @@ def output_of_ranks(path: Path, *arguments: str, world_size: int = 2) -> list[st
     return run_ranks(run, world_size)
 
 
+def lines_of_team(texts: list[str]) -> list[str]:
+    """The lines that ranks print, rank by rank.
+
+    The main rank prints, and another rank takes over when it is parked, which may happen with so
+    small a model: so a line may come from any rank, but from one only.
+    """
+    lines = [line for text in texts for line in text.splitlines()]
+    assert len(lines) == len(set(lines)), f"a line was printed twice: {texts}"
+    return lines
+
+
 def new_lines(before: str, after: str) -> list[str]:
     """Lines of code of ``after`` that ``before`` lacks; indentation and comments do not count."""
     old, new = (

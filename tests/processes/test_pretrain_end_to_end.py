@@ -174,8 +174,10 @@ def test_what_people_see(ended, team):
     assert re.search(r"held-out loss \d\.\d+", table)
     for word in ("rank", "share", "tokens/s alone", "wait", "contribution"):
         assert word in table
-    # On a busy machine a rank may rightly be parked or be told to be left out.
-    last = [line for line in lines if not re.match("leave out rank|the team is no faster", line)]
+    # Where ranks compete for cores, one may rightly be parked or be told to be left out, and what
+    # was measured may rightly be called no verdict.
+    advice = "leave out rank|the team is no faster|this is no verdict"
+    last = [line for line in lines if not re.match(advice, line)]
     assert re.match(r"the team did \d\.\d\dx rank \d alone\b", last[-3])
     assert re.match(r"an equal split does .* tokens/s \(measured\): shares by speed did ", last[-2])
     assert last[-1] == f"run folder: {team.path}"

@@ -78,9 +78,10 @@ def main() -> None:
     train_loader, val_loader = ddp.loader(train_loader), ddp.eval_loader(val_loader)
     losses = AverageMeter("Loss")
 
-    @ddp.on_commit  # every window of the team, also one in which this rank has no share
+    @ddp.on_commit  # every window of the team, on one rank: another one follows where it is parked
     def count(result: WindowResult) -> None:
-        losses.update(result.loss, result.size)
+        if ddp.is_main_process:
+            losses.update(result.loss, result.size)
 
     seen = 0
     counts, losses_of_epochs = [], []
@@ -96,7 +97,7 @@ def main() -> None:
             seen += len(images)
             ddp.backward(loss)
             ddp.step()
-        losses_of_epochs.append(losses.avg)
+        losses_of_epochs.append(ddp.weighted_mean(losses.avg, weight=losses.count))
         counts.append((losses.count, top1.count))
         best_acc1 = max(best_acc1, validate(ddp, val_loader, model))
     result = {

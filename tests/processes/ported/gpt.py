@@ -99,15 +99,14 @@ def main() -> None:
                 count += len(x)
         return ddp.weighted_mean(total / max(count, 1), weight=count)
 
-    evaluations: list[float] = []
-    rates: list[float] = []
+    evaluations: dict[int, float] = {}
+    rates: dict[int, float] = {}
 
     @ddp.on_commit
     def evaluate(result: object) -> None:
-        if len(rates) < ddp.window:
-            rates.append(result.lr)
+        rates[ddp.window] = result.lr
         if ddp.window % eval_interval == 0:
-            evaluations.append(estimate_loss())
+            evaluations[ddp.window] = estimate_loss()
 
     seen = epoch = 0
     while ddp.window < args.max_iters and not ddp.stopping:
