@@ -26,22 +26,25 @@ from helpers.pretraining import (
 )
 from helpers.ranks import Rank, RankTeam, run_ranks
 
-#: Files of rank 0 cannot grow beyond it: events fit, and an optimizer's state does not.
+#: Files of a rank cannot grow beyond it: events fit, and an optimizer's state does not.
 FULL_BYTES = 60_000
 
 
 def be_evener_on_a_full_disk(rank: Rank, folder: str, command: list[str]) -> int:
-    """``evener pretrain`` on a rank whose kernel refuses to write large files."""
-    if rank.rank == 0:
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
+    """``evener pretrain`` on ranks whose kernel refuses to write large files.
+
+    On every rank, as each of them writes checkpoints while those below it are parked.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, hard))
     return be_evener(rank, folder, command)
 
 
-def make_room(pid: int) -> None:
-    """Lets a process write as much as it wants again."""
-    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+def make_room(team: RankTeam) -> None:
+    """Lets ranks write as much as they want again."""
+    for pid in team.pids:
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def start(lab: Lab, *arguments: object) -> RankTeam:
@@ -80,10 +83,10 @@ def test_the_last_state_is_saved_when_there_is_room_at_last(lab: Lab) -> None:
     run = lab.path_of("late")
     with start(lab, "--name", "late") as team:
         wait_for(run, lambda events: NUM_WINDOWS in missed(events))
-        make_room(team.pids[0])
+        make_room(team)
         outcomes = team.wait(RUN_TIMEOUT_S)
     assert [outcome.value for outcome in outcomes] == [0, 0], outcomes[0].story()
-    said = outcomes[0].output
+    said = "".join(outcome.output for outcome in outcomes)
     first = missed(run.events)[0]
     checkpoints = run.path / "checkpoints"
     assert f"warning: checkpoint step-{first} could not be written to {checkpoints}: " in said
@@ -109,7 +112,7 @@ def test_a_disk_that_is_full_to_the_end_is_an_error_on_every_rank_and_harms_noth
         outcomes = team.wait(RUN_TIMEOUT_S)
     for outcome in outcomes:
         assert outcome.value == 1, outcome.story()
-    said = outcomes[0].output
+    said = "".join(outcome.output for outcome in outcomes)
     assert f"step-{NUM_WINDOWS} could not be written" in said
     assert "step-4 stays in use" in said or "nothing was replaced" in said
     assert "it was tried for 0.2 s (checkpoint.retry_s)" in said

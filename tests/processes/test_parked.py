@@ -51,7 +51,11 @@ def is_anyone_parked(ddp: Ddp) -> bool:
 def get_into_trouble(rank: Rank, trouble: str) -> None:
     """Trains until rank 1 is parked, then lets rank 2 do harm, and tells the error."""
     timeout_s = 3.0 if trouble == "hangs" else 100.0
-    model, ddp = set_up(timeout_s=timeout_s, verify_every=int(trouble == "writes"))
+    # A sharded update is copied from its owners, so that replicas cannot come apart.
+    update = "off" if trouble == "writes" else "auto"
+    model, ddp = set_up(
+        timeout_s=timeout_s, verify_every=int(trouble == "writes"), sharded_update=update
+    )
 
     def train() -> None:
         for x in ddp.loader(torch.ones(1_000_000, 3), batch_size=8).epoch(0):

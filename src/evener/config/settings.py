@@ -165,7 +165,8 @@ class DdpConfig(TrainingOptions):
         gradient_buckets: SYNC: labels with names of parameters, such as
             ``[("block 1", ["1.weight", "1.bias"]), ("block 0", ["0.weight"])]``: gradients are
             exchanged in that order, those of a bucket at once, and what no bucket names at the end.
-            ``None`` exchanges all at once.
+            ``None`` exchanges all at once, and so does a sharded update, whose ranks each need the
+            sums of one part alone: ``sharded_update="off"`` exchanges in buckets everywhere.
         emulate_slow: Factor per rank by which to slow it on purpose, such as ``{1: 3.0}``.
         stop_when: Asked after each micro-batch; when it returns true the team stops, dropping the
             window that is being computed.

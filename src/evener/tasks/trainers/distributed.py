@@ -27,7 +27,7 @@ class DistributedTrainer:
     Every rank brings batches of its own, of any size. An update is that of one process on all of
     them: the gradient is Σ tokens · ∇(mean loss) / Σ tokens over ranks and batches. Gradients are
     exchanged in buckets, transformer blocks from the last to the first, then LM head, final norm
-    and embedding.
+    and embedding; all at once where the update is sharded.
 
     Making one is collective, and starts all ranks with rank 0's weights. Ranks that are threads and
     compute on the CPU share its cores until they are closed, unless ``OMP_NUM_THREADS`` says how.
@@ -116,7 +116,10 @@ class DistributedTrainer:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What gradients are exchanged in, in the order of exchange: labels, parameters, sizes."""
+        """What gradients are exchanged in, in the order of exchange: labels, parameters, sizes.
+
+        A sharded update exchanges all at once; ``DdpConfig(sharded_update="off")`` never does.
+        """
         return tuple(bucket for _, bucket in self._ddp.assembly.flat.buckets_of(None))
 
     def train_batch(self, batch: LMBatch | None) -> float:
