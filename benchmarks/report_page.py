@@ -76,7 +76,9 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
     members = [f"host/cpu/{rank}" for rank in range(ranks)]
     sizes = {"num_samples": 8 * ranks * windows, "total_windows": windows}
     with path.open("wb") as stream:
-        stream.write(to_line(make_event("run_started", t=t, members=members, **facts, **sizes)))
+        stream.write(
+            to_line(make_event("run_started", t=t, window=0, members=members, **facts, **sizes))
+        )
         for window in range(windows):
             spent = [draw.uniform(0.08, 0.12) for _ in members]
             spent[-1] += 3.0 * (window == windows // 2)
