@@ -112,6 +112,24 @@ def test_a_forked_child_writes_to_copies() -> None:
     assert run_ranks(fork_with_memory, 2) == [(0, 6.0, 6.0)] * 2
 
 
+def fork_afterwards(rank: Rank) -> tuple[int, float]:
+    with rank.connect(backend="shared") as comm:
+        weights = comm.allocate(70_000, torch.float32, CPU)
+        weights.fill_(rank.rank + 1)
+        comm.all_reduce(weights, what="sum")
+    del comm
+    child = os.fork()
+    if child == 0:
+        weights.fill_(100)
+        os._exit(0 if float(weights.min()) == 100 else 1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), float(weights.max())
+
+
+def test_a_child_that_is_forked_after_the_team_has_ended_writes_to_copies() -> None:
+    assert run_ranks(fork_afterwards, 2) == [(0, 3.0)] * 2
+
+
 def exchange_in_two_threads(rank: Rank) -> list[float]:
     comm = rank.connect(backend="shared")
     beside = comm.split(range(comm.world_size), name="background")

@@ -121,6 +121,7 @@ class SharedCommunicator(Communicator, NotInherited):
 
     def leave_behind(self) -> None:
         """Let connections and memory go in a forked child; see ``NotInherited``."""
+        self._closing = threading.RLock()  # a thread that only the parent has may have held it
         if not self._is_released:
             self._is_released = self._closed = True
             self._links.close()

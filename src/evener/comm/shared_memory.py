@@ -5,10 +5,13 @@ import errno
 import mmap
 import os
 import sys
+import weakref
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+
+from evener.comm.forks import NotInherited, leave_behind_in_children
 
 if sys.platform == "linux":
     import fcntl
@@ -16,6 +19,7 @@ if sys.platform == "linux":
 #: Pages are reserved in steps of so many bytes: a signal makes Linux start a step again, so one
 #: step must be shorter than the time between the signals of a profiler.
 _STEP_BYTES = 16 << 20
+_FLAGS = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 #: Python's mmap has no name for it.
 _MAP_FIXED = 0x10
 _MMAP = ctypes.CFUNCTYPE(
@@ -81,7 +85,43 @@ def reserve(descriptor: int, start: int, size: int) -> None:
 
 def map_file(descriptor: int, start: int, size: int) -> mmap.mmap:
     """Map a part of a file whose memory is reserved; ``start`` is a multiple of the page size."""
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=start)
+    return mmap.mmap(descriptor, size, flags=_FLAGS, offset=start)
+
+
+@final
+class _File:
+    """The descriptor of this rank's file, open as long as a part of it is mapped."""
+
+    def __init__(self, name: str) -> None:
+        self.descriptor = create_file(name)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+
+
+@final
+class _Pages(NotInherited):
+    """Where a part of this rank's file is mapped; lives as long as a tensor lies there.
+
+    That may be longer than the team: a model keeps its parameters.
+    """
+
+    def __init__(self, file: _File, address: int, start: int, size: int) -> None:
+        self._file, self._address, self._start, self._size = file, address, start, size
+        # Looked up here: a forked child must not take the lock of the dynamic linker.
+        self._map = _MMAP(("mmap", ctypes.CDLL(None)))
+        leave_behind_in_children(self)
+
+    def leave_behind(self) -> None:
+        """Give this forked child pages of its own, of which it gets copies when it writes."""
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        over = mmap.MAP_PRIVATE | _MAP_FIXED
+        self._map(self._address, self._size, both, over, self._file.descriptor, self._start)
+
+
+@final
+class _Mapping(mmap.mmap):
+    """A part of this rank's file; tensors keep it, and it keeps ``pages``."""
+
+    pages: _Pages
 
 
 class _Piece(NamedTuple):
@@ -118,7 +158,9 @@ class SharedMemory:
         Raises:
             OSError: See ``create_file``.
         """
-        self.descriptor = create_file("evener")
+        file = _File("evener")
+        self._file: _File | None = file
+        self.descriptor = file.descriptor
         self._number = number
         self._size = 0
         self._pieces: list[_Piece] = []
@@ -126,8 +168,6 @@ class SharedMemory:
         self._files: dict[int, int] = {number: self.descriptor}
         self._mapped: dict[int, dict[int, Tensor]] = {number: {}}
         self._num_users = 1
-        # Looked up here: a forked child must not take the lock of the dynamic linker.
-        self._map = _MMAP(("mmap", ctypes.CDLL(None)))
 
     def use(self) -> None:
         """Count one more user, beside the one that has made this."""
@@ -146,9 +186,12 @@ class SharedMemory:
             OSError: See ``reserve``.
         """
         room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        start = self._size
+        start, file = self._size, self._file
+        assert file is not None, "nothing is allocated after the end"
         reserve(self.descriptor, start, room)
-        content = torch.frombuffer(map_file(self.descriptor, start, room), dtype=torch.uint8)
+        mapping = _Mapping(self.descriptor, room, flags=_FLAGS, offset=start)
+        content = torch.frombuffer(mapping, dtype=torch.uint8)
+        mapping.pages = _Pages(file, content.data_ptr(), start, room)
         self._size += room
         self._pieces.append(_Piece(content.data_ptr(), start, content))
         self._mapped[self._number][start] = content
@@ -185,16 +228,14 @@ class SharedMemory:
         return mapped[place.piece][place.offset - place.piece :]
 
     def leave_behind(self) -> None:
-        """Give this forked child pages of its own, of which it gets copies when it writes."""
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        over = mmap.MAP_PRIVATE | _MAP_FIXED
-        for address, start, content in self._pieces:
-            self._map(address, content.numel(), both, over, self.descriptor, start)
+        """Let a forked child's copies of descriptors go."""
         self._close()
 
     def _close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
+        for number, descriptor in self._files.items():
+            if number != self._number:
+                os.close(descriptor)
+        self._file = None
         self._files.clear()
         self._mapped.clear()
         self._pieces.clear()

@@ -155,7 +155,7 @@ class ControlPage:
 
     def post(self, notice: Notice) -> None:
         """Say why this rank gives up waiting."""
-        text = json.dumps(notice._replace(what=notice.what[: _NOTICE_BYTES // 12])).encode()
+        text = json.dumps(notice._replace(what=notice.what[: (_NOTICE_BYTES - 128) // 12])).encode()
         # The first byte last: who reads it before finds no notice yet.
         self.content[_NOTICE + 1 : _NOTICE + len(text)] = text[1:]
         self.content[_NOTICE] = text[0]
