@@ -435,7 +435,8 @@ class ShardedUpdate:
                 if start < stop or (a == b and comm.rank == 0):
                     piece = Parameter(group.data[start:stop], requires_grad=False)
                     piece.grad = group.grad_values[start:stop]
-                place = Portion(i, group, a, start - a, stop - a, piece)
+                order = self._flat.order_of(i)
+                place = Portion(i, group, a, start - a, stop - a, piece, order)
                 self._places[self._flat.parameters[i]] = place
         self._num_groups = len(self._flat.groups)
         self._touched += [False] * (len(self._flat.parameters) - len(self._touched))
@@ -467,7 +468,7 @@ class ShardedUpdate:
                 self._rest[number][parameter] = state
             elif place.piece is not None and state:
                 self._own[number][place.piece] = {
-                    name: part_of(value, parameter, place.start, place.stop)
+                    name: part_of(value, place)
                     if name in by_element and value is not None
                     else value
                     for name, value in state.items()

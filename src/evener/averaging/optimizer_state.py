@@ -72,6 +72,8 @@ class Portion(NamedTuple):
         start: First element of the piece, counted from ``offset``.
         stop: Last-plus-one element of the piece.
         piece: ``(stop - start,)``; ``None`` where another rank owns all of it.
+        order: In the parameter's shape; lies in memory as the group holds the parameter, which may
+            have been given another memory format since.
     """
 
     number: int
@@ -80,6 +82,7 @@ class Portion(NamedTuple):
     start: int
     stop: int
     piece: Parameter | None
+    order: Tensor
 
 
 @final
@@ -112,18 +115,16 @@ class DividedState(MutableMapping[Any, Any]):
         self._refuse()
 
 
-def part_of(value: Tensor, parameter: Tensor, start: int, stop: int) -> Tensor:
-    """Return a part of what is kept for each element of a parameter, in the order of its memory.
+def part_of(value: Tensor, place: Portion) -> Tensor:
+    """Return this rank's part of what is kept for each element of a parameter.
 
     Args:
         value: In the shape of the parameter.
-        parameter: The parameter.
-        start: First element of the part.
-        stop: Last-plus-one element.
+        place: The parameter's.
     """
     flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-    view_like(flat, 0, parameter).copy_(value)
-    return flat[start:stop].clone()
+    view_like(flat, 0, place.order).copy_(value)
+    return flat[place.start : place.stop].clone()
 
 
 @torch.no_grad()
@@ -180,7 +181,7 @@ def gather(
         comm.all_gather_parts(buffer, what=f"optimizer state {name}")
         for parameter, place in members if keeps else ():
             value = torch.empty_like(parameter, dtype=buffer.dtype, requires_grad=False)
-            whole[parameter][name] = value.copy_(view_like(buffer, place.offset, parameter))
+            whole[parameter][name] = value.copy_(view_like(buffer, place.offset, place.order))
     return whole
 
 

@@ -247,6 +247,13 @@ class FlatBuffers:
             return [group.grad_values]
         return [held for i in group.indices if (held := self._held[i]) is not None]
 
+    def order_of(self, i: int) -> Tensor:
+        """Return a tensor that lies in memory as the buffers hold a parameter; not on one rank.
+
+        Until ``attach_data`` the parameter itself may lie otherwise.
+        """
+        return self._views[i].detach()
+
     def with_gradients(self) -> list[int]:
         """Return the flat numbers of parameters that have a gradient in this window."""
         return [i for i, held in enumerate(self._held) if held is not None]
