@@ -294,8 +294,8 @@ class ShardedUpdate:
         """Put the state together where the next update cannot be divided; all call it together.
 
         Args:
-            hooked: Ranks on which the step of an optimizer has a hook of the user's. It has to see
-                all gradients and parameters.
+            hooked: Ranks on which the step of an optimizer has a hook of the user's, or is the
+                user's own. It has to see all gradients and parameters.
 
         Raises:
             UsageError: The user wants the update divided.
@@ -303,8 +303,9 @@ class ShardedUpdate:
         if hooked and self._is_must:
             raise UsageError(
                 f"an optimizer of rank {hooked[0]} has a hook on its step "
-                "(register_step_pre_hook or register_step_post_hook), which has to see all "
-                "gradients, but sharded_update is 'on': remove the hook, or use 'auto'"
+                "(register_step_pre_hook, register_step_post_hook, or a function in place of "
+                "optimizer.step), which has to see all gradients, but sharded_update is 'on': "
+                "remove the hook, or use 'auto'"
             )
         assert self._comm is not None
         if hooked or not _has_equal_parts(self._flat, self._comm):  # a buffer may be new
@@ -401,13 +402,7 @@ class ShardedUpdate:
             self._take_over(number)
             for group in optimizer.param_groups:
                 before.append((group, group["params"]))
-                group["params"] = [
-                    place.piece
-                    for parameter in group["params"]
-                    if (place := self._places.get(parameter)) is not None
-                    and place.piece is not None
-                    and self._touched[place.number]
-                ]
+                group["params"] = self._shown(group["params"])
             vars(optimizer)["state"] = self._own[number]
         try:
             yield
@@ -416,6 +411,18 @@ class ShardedUpdate:
                 group["params"] = parameters
             for number in numbers:
                 vars(self._optimizers[number])["state"] = self._faces[number]
+
+    def _shown(self, parameters: Iterable[Tensor]) -> list[Parameter]:
+        """Return this rank's pieces of parameters that some rank had a gradient of, with it."""
+        pieces = []
+        for parameter in parameters:
+            place = self._places.get(parameter)
+            piece = place.piece if place is not None else None
+            if place is not None and piece is not None and self._touched[place.number]:
+                if piece.grad is not place.grad:  # also a hook may have dropped it
+                    piece.grad = place.grad
+                pieces.append(piece)
+        return pieces
 
     # ── pieces and their states ──────────────────────────────────────────────────────────────────
 
@@ -434,9 +441,8 @@ class ShardedUpdate:
                 # A parameter without elements has a state, too: on the first rank.
                 if start < stop or (a == b and comm.rank == 0):
                     piece = Parameter(group.data[start:stop], requires_grad=False)
-                    piece.grad = group.grad_values[start:stop]
-                order = self._flat.order_of(i)
-                place = Portion(i, group, a, start - a, stop - a, piece, order)
+                grad, order = group.grad_values[start:stop], self._flat.order_of(i)
+                place = Portion(i, group, a, start - a, stop - a, piece, grad, order)
                 self._places[self._flat.parameters[i]] = place
         self._num_groups = len(self._flat.groups)
         self._touched += [False] * (len(self._flat.parameters) - len(self._touched))

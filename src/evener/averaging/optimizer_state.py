@@ -72,6 +72,7 @@ class Portion(NamedTuple):
         start: First element of the piece, counted from ``offset``.
         stop: Last-plus-one element of the piece.
         piece: ``(stop - start,)``; ``None`` where another rank owns all of it.
+        grad: ``(stop - start,)``; the gradient of the piece.
         order: In the parameter's shape; lies in memory as the group holds the parameter, which may
             have been given another memory format since.
     """
@@ -82,6 +83,7 @@ class Portion(NamedTuple):
     start: int
     stop: int
     piece: Parameter | None
+    grad: Tensor
     order: Tensor
 
 

@@ -59,6 +59,16 @@ def _is_taken(model: nn.Module) -> bool:
     return habits is not None and habits.is_active
 
 
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` was replaced on the instance, otherwise than by a scheduler."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return False
+    # ``functools.wraps`` copies the scheduler's mark to what the user wraps around it.
+    inner = getattr(step, "__wrapped__", None)
+    return not (getattr(step, "_wrapped_by_lr_sched", False) and inner is type(optimizer).step)
+
+
 class Habits:
     """Watches one rank's optimizers and gradients.
 
@@ -109,11 +119,13 @@ class Habits:
 
     @property
     def are_hooked(self) -> bool:
-        """Whether the user has hooks on the steps of optimizers."""
+        """Whether the user has hooks on the steps of optimizers, or has replaced one's step."""
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return True
         return any(
-            len(one._optimizer_step_pre_hooks) > 1 or one._optimizer_step_post_hooks
+            len(one._optimizer_step_pre_hooks) > 1
+            or one._optimizer_step_post_hooks
+            or _has_own_step(one)
             for one in self._optimizers
         )
 

@@ -1,6 +1,8 @@
 """What users do with the model and the optimizer between steps leaves a divided update right."""
 
 import copy
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -75,3 +77,66 @@ def test_a_model_may_be_converted_before_the_end() -> None:
         return len(moments(optimizer.state_dict())) == len(list(model.parameters()))
 
     assert run_team(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("schedules", ["never", "before", "after"])
+def test_a_step_of_the_users_sees_all_gradients(
+    schedules: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is wrapped on the instance, around the scheduler's wrapper or inside of it."""
+    monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+
+    def body(comm: Communicator, mode: str, *, wraps: bool) -> tuple[list[Tensor], bool]:
+        model = images()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        if schedules == "before":
+            torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        plain, seen = optimizer.step, []
+
+        @functools.wraps(plain)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(all(p.grad.shape == p.shape for p in model.parameters()))
+            result = plain(*args, **kwargs)
+            optimizer.zero_grad()
+            return result
+
+        if wraps:
+            vars(optimizer)["step"] = types.MethodType(step, optimizer)
+        if schedules == "after":
+            torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        with setup(comm, model, optimizer, shares=[3, 1], sharded_update=mode) as ddp:
+            train(ddp, model)
+            is_on = ddp.assembly.state.sharded.is_on
+        assert seen == [True] * (6 if wraps else 0)
+        return [p.detach() for p in model.parameters()], is_on
+
+    replicated = run_team(2, lambda comm: body(comm, "off", wraps=False))[0][0]
+    for wraps in (False, True):
+        for found, is_on in run_team(2, lambda comm, w=wraps: body(comm, "auto", wraps=w)):
+            assert is_on != wraps
+            torch.testing.assert_close(found, replicated, **NEAR)
+
+
+def test_pieces_get_their_gradients_anew_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever drops them in a step, as a subclass or a patched class may."""
+
+    def body(comm: Communicator, mode: str) -> list[Tensor]:
+        model = images()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with setup(comm, model, optimizer, shares=[3, 1], sharded_update=mode) as ddp:
+            train(ddp, model)
+        return [p.detach() for p in model.parameters()]
+
+    replicated, *_ = run_team(2, lambda comm: body(comm, "off"))
+    plain = torch.optim.SGD.step
+
+    def step(self: torch.optim.SGD, *args: Any) -> Any:
+        result = plain(self, *args)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return result
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    for found in run_team(2, lambda comm: body(comm, "on")):
+        torch.testing.assert_close(found, replicated, **NEAR)
