@@ -396,15 +396,16 @@ class ShardedUpdate:
     def stepping(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Show optimizers this rank's pieces, with their states, for the length of a block."""
         numbers = [n for n, one in enumerate(self._optimizers) if any(one is o for o in optimizers)]
-        before = []
         for number in numbers:
-            optimizer = self._optimizers[number]
             self._take_over(number)
-            for group in optimizer.param_groups:
-                before.append((group, group["params"]))
-                group["params"] = self._shown(group["params"])
-            vars(optimizer)["state"] = self._own[number]
+        before = []
         try:
+            for number in numbers:
+                optimizer = self._optimizers[number]
+                for group in optimizer.param_groups:
+                    before.append((group, group["params"]))
+                    group["params"] = self._shown(group["params"])
+                vars(optimizer)["state"] = self._own[number]
             yield
         finally:
             for group, parameters in before:

@@ -3,6 +3,8 @@
 import copy
 import functools
 import types
+from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -140,3 +142,27 @@ def test_pieces_get_their_gradients_anew_for_each_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     for found in run_team(2, lambda comm: body(comm, "on")):
         torch.testing.assert_close(found, replicated, **NEAR)
+
+
+def test_a_state_that_cannot_be_divided_leaves_optimizers_with_their_parameters() -> None:
+    """The first of two would hold pieces already when the second one's state is refused."""
+
+    def body(comm: Communicator) -> bool:
+        model = images()
+        layers = model[1], model[3]
+        first, second = (torch.optim.Adam(layer.parameters(), lr=0.01) for layer in layers)
+        ddp = setup(comm, model, [first, second], shares=[3, 1], sharded_update="on")
+        with suppress(RuntimeError), ddp:
+            train(ddp, model)
+            wrong = {"step": torch.tensor(1.0), "exp_avg": torch.ones(5), "exp_avg_sq": None}
+            second.state = defaultdict(dict, {p: dict(wrong) for p in layers[1].parameters()})
+            train(ddp, model, 1)
+            raise AssertionError("a state of another size was taken")
+        held = [one.param_groups[0]["params"] for one in (first, second)]
+        return all(
+            one is other
+            for own, layer in zip(held, layers, strict=True)
+            for one, other in zip(own, layer.parameters(), strict=True)
+        )
+
+    assert run_team(2, body) == [True, True]
