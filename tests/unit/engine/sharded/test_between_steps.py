@@ -5,6 +5,7 @@ import functools
 import types
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,3 +167,20 @@ def test_a_state_that_cannot_be_divided_leaves_optimizers_with_their_parameters(
         )
 
     assert run_team(2, body) == [True, True]
+
+
+def test_the_loop_saves_after_the_window_at_whose_commit_a_function_saves(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        model = images()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with setup(comm, model, optimizer, shares=[3, 1], sharded_update="on") as ddp:
+            ddp.on_commit(lambda result: ddp.save(tmp_path / f"committed-{result.window}"))
+            loader = ddp.loader(TensorDataset(X, Y), batch_size=8, shuffle=False)
+            for x, y in loader.epoch(0):
+                ddp.backward(F.mse_loss(model(x), y))
+                if (result := ddp.step()) and result.window == 2:
+                    ddp.save(tmp_path / "by the loop")
+
+    run_team(2, body)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    assert saved == ["by the loop", *(f"committed-{window}" for window in range(6))]
