@@ -119,9 +119,13 @@ class _Pages(NotInherited):
 
 @final
 class _Mapping(mmap.mmap):
-    """A part of this rank's file; tensors keep it, and it keeps ``pages``."""
+    """A part of this rank's file; tensors keep it, and it keeps its ``_Pages``."""
 
-    pages: _Pages
+    _pages: _Pages
+
+    def keep(self, pages: _Pages) -> None:
+        """Let ``pages`` live as long as this."""
+        self._pages = pages
 
 
 class _Piece(NamedTuple):
@@ -191,7 +195,7 @@ class SharedMemory:
         reserve(self.descriptor, start, room)
         mapping = _Mapping(self.descriptor, room, flags=_FLAGS, offset=start)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        mapping.pages = _Pages(file, content.data_ptr(), start, room)
+        mapping.keep(_Pages(file, content.data_ptr(), start, room))
         self._size += room
         self._pieces.append(_Piece(content.data_ptr(), start, content))
         self._mapped[self._number][start] = content
