@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.comm import groups as engine_module
+from evener.comm import base as comm_module
 from evener.ddp import Ddp
 from evener.errors import CollectiveError, CollectiveTimeoutError
 from evener.loop import loop as loop_module
@@ -260,7 +260,7 @@ def end_badly(rank: Rank, policy: str, way: str) -> str:
     hung = threading.Event()
     if rank.rank == 1:
         arm(ddp, "before the exchange", harm_of(rank, ddp, "SIGSTOP"))
-    loop_module.CLOSING_S = engine_module._ORPHAN_S = DEADLINE_S
+    loop_module.CLOSING_S = comm_module._ORPHAN_S = DEADLINE_S
     with contextlib.nullcontext() if way == "an error, not closed" else ddp:
         for (x,) in loader.epoch(0):
             ddp.backward(model(x).square().mean())

@@ -1,6 +1,8 @@
 """The seam through which ranks exchange tensors, rows and bytes, and its leaf for one rank."""
 
 import json
+import math
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from evener.closing import Closing
 from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
+_ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
 
 
 class Call(NamedTuple):
@@ -83,6 +86,11 @@ class Communicator(Closing):
         self._closed = False
         self._num_calls = 0
         self._num_splits = 0
+        #: Number and deadline of the call under way, of a leaf that uses ``_left_s``.
+        self._current = (0, math.inf)
+        #: The latest call that ``hurry`` has found, and the deadline of all up to it.
+        self._hurried = (0, math.inf)
+        self._is_orphaned = False
 
     @property
     def number(self) -> int:
@@ -308,7 +316,12 @@ class Communicator(Closing):
             timeout_s: Seconds, counted from now for the call under way.
         """
         self.timeout_s = min(self.timeout_s, check_timeout(timeout_s))
-        self._hurry(time.monotonic() + timeout_s)
+        deadline, number = time.monotonic() + timeout_s, self._num_calls
+        if self._hurried[0] == number:
+            deadline = min(deadline, self._hurried[1])
+        # Kept beside the call's own deadline: its thread may be about to set that.
+        self._hurried = (number, deadline)
+        self._hurry(deadline)
 
     @property
     def has_ended(self) -> bool:
@@ -335,6 +348,21 @@ class Communicator(Closing):
         self._num_calls += 1
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Call(self._num_calls, kind, what, seconds, f"{what!r} ({kind} of {size})")
+
+    def _start(self, call: Call) -> float:
+        """Let the time of a call count from now; return now, on ``time.monotonic``'s clock."""
+        started = time.monotonic()
+        self._current = (call.number, started + call.timeout_s)
+        return started
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that are left to the call under way."""
+        if not (self._is_orphaned or threading.main_thread().is_alive()):
+            self._is_orphaned = True
+            self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and nobody for it
+        (number, deadline), (hurried, latest) = self._current, self._hurried
+        return (min(deadline, latest) if number <= hurried else deadline) - time.monotonic()
 
     def _end(self, error: CollectiveError) -> CollectiveError:
         """Let everything go, make later calls raise the same, and return ``error`` to be raised."""
@@ -386,7 +414,13 @@ class Communicator(Closing):
         )
 
     def _hurry(self, deadline: float) -> None:
-        """Let the call under way, if any, fail by ``deadline``, on ``time.monotonic``'s clock."""
+        """Tell who waits that the call under way, if any, must fail by ``deadline``.
+
+        A leaf that uses ``_left_s`` need not be told.
+
+        Args:
+            deadline: On ``time.monotonic``'s clock.
+        """
         return
 
     def _release(self) -> None:

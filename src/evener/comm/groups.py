@@ -68,7 +68,6 @@ _SLICE_S = 0.25  # waits are cut so that signal handlers of Python run in betwee
 _CLOSED_S = 5.0
 _SHORTEST_S = 0.001  # a wait of 0 ms would mean for ever
 _ASKS = 4  # how often within the default deadline a longer wait asks whether the store answers
-_ORPHAN_S = 10.0  # how long an operation may last after the script ended without closing its team
 
 
 def connect(
@@ -192,10 +191,8 @@ class GroupCommunicator(Communicator, NotInherited):
             )
         self._nccl: Any = self._form_nccl(timeout_s) if backend == "nccl" else None
         self._busy = False
-        self._deadline = math.inf
         self._heard_s = 0.0  # when the store answered last, in an operation of long patience
         self._asks_at = math.inf
-        self._orphaned = False
         self._broken_s = math.inf  # when the operation under way was first seen without a peer
         #: The kinds and sizes of the latest exchanges, in order; the same on every rank.
         self._announced: dict[tuple[str, int], None] = {}
@@ -413,9 +410,7 @@ class GroupCommunicator(Communicator, NotInherited):
         are not its neighbours. So handles are deleted in every frame that an exception could carry
         away, and the groups are let go before anybody learns of a failure.
         """
-        started = time.monotonic()
-        self._deadline = started + calls[0].timeout_s
-        self._heard_s = started
+        self._heard_s = started = self._start(calls[0])
         self._broken_s = math.inf
         is_long = calls[0].timeout_s > self.timeout_s
         self._asks_at = started + self.timeout_s / _ASKS if is_long else math.inf
@@ -437,9 +432,6 @@ class GroupCommunicator(Communicator, NotInherited):
             works.clear()
         waited_s = time.monotonic() - started
         raise self._explain(calls[done], calls, failure, cause, waited_s)
-
-    def _hurry(self, deadline: float) -> None:
-        self._deadline = min(self._deadline, deadline)
 
     def _release(self) -> None:
         """Let the groups go, also under another thread's operation; again it does nothing."""
@@ -485,11 +477,7 @@ class GroupCommunicator(Communicator, NotInherited):
     @property
     def _left_s(self) -> float:
         """Seconds that are left to the operation under way; none once the groups are let go."""
-        now = time.monotonic()
-        if not (self._orphaned or threading.main_thread().is_alive()):
-            self._orphaned = True
-            self._hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
-        return 0.0 if self._gloo is None else self._deadline - now
+        return 0.0 if self._gloo is None else super()._left_s
 
     @property
     def _is_cut_off(self) -> bool:

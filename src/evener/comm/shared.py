@@ -1,6 +1,5 @@
 """The communicator of ranks on one host that exchange through memory which all of them map."""
 
-import math
 import os
 import struct
 import threading
@@ -47,7 +46,6 @@ _SPIN_S = 100e-6
 _SLICE_S = 0.25  # sleep is cut so that deadlines can be shortened by another thread
 # Who has left may have done so because another died, whose end comes to light a moment later.
 _CAUSE_S = 0.1
-_ORPHAN_S = 10.0  # how long an operation may last after the script ended without closing its team
 #: So many of the latest sets of views are kept.
 _MAX_KEPT = 256
 
@@ -96,8 +94,6 @@ class SharedCommunicator(Communicator, NotInherited):
         self._num_passed = 0
         self._num_swaps = 0
         self._started = 0.0
-        self._deadline = math.inf
-        self._orphaned = False
         self._busy = False
         self._is_released = False
         self._closing = threading.RLock()
@@ -365,8 +361,7 @@ class SharedCommunicator(Communicator, NotInherited):
     @contextmanager
     def _under_way(self, call: Call) -> Iterator[None]:
         """Be in a call: its deadline counts from now, and any error ends the communicator."""
-        self._started = time.monotonic()
-        self._deadline = self._started + call.timeout_s
+        self._started = self._start(call)
         self._busy = True
         try:
             yield
@@ -459,14 +454,6 @@ class SharedCommunicator(Communicator, NotInherited):
         """
         return any(self._pages[rank].ended <= number for rank in self._links.gone)
 
-    @property
-    def _left_s(self) -> float:
-        now = time.monotonic()
-        if not (self._orphaned or threading.main_thread().is_alive()):
-            self._orphaned = True
-            self._hurry(now + _ORPHAN_S)  # the interpreter waits for this thread, nobody for it
-        return self._deadline - now
-
     def _explain(self, call: Call, *, timed_out: bool) -> CollectiveError:
         """Let everything go and find out what happened."""
         waited_s = time.monotonic() - self._started
@@ -497,7 +484,6 @@ class SharedCommunicator(Communicator, NotInherited):
     # ── end of life ──────────────────────────────────────────────────────────────────────────────
 
     def _hurry(self, deadline: float) -> None:
-        self._deadline = min(self._deadline, deadline)
         if not self._base.has_ended:
             self._base.hurry(max(1e-3, deadline - time.monotonic()))
 

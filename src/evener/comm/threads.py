@@ -72,7 +72,7 @@ class ThreadTeam:
         self._exchanges: dict[int, _Exchange] = {}
         self._dead: set[int] = set()
         self._closed: set[int] = set()
-        self._latest: dict[int, float] = {}
+        self._hurried: dict[int, tuple[int, float]] = {}
         self._children: list[ThreadTeam] = []
 
     def communicator(self, rank: int) -> "ThreadCommunicator":
@@ -96,9 +96,9 @@ class ThreadTeam:
             self._closed.add(rank)
             self._condition.notify_all()
 
-    def _hurry(self, rank: int, deadline: float) -> None:
+    def _hurry(self, rank: int, hurried: tuple[int, float]) -> None:
         with self._condition:
-            self._latest[rank] = deadline
+            self._hurried[rank] = hurried
             self._condition.notify_all()
 
     def _child(self, members: tuple[int, ...]) -> "ThreadTeam":
@@ -116,7 +116,10 @@ class ThreadTeam:
             if len(exchange.offers) == self.world_size and not (exchange.errors or self._dead):
                 self._complete(exchange, finish)
             while not exchange.results:
-                deadline = min(started + call.timeout_s, self._latest.get(rank, math.inf))
+                deadline = started + call.timeout_s
+                hurried, latest = self._hurried.get(rank, (0, math.inf))
+                if call.number <= hurried:
+                    deadline = min(deadline, latest)
                 if error := self._obstacle(rank, call, exchange, started, deadline):
                     raise error
                 self._condition.wait(max(0.0, deadline - time.monotonic()))
@@ -217,7 +220,7 @@ class ThreadCommunicator(Communicator):
             raise self._end(error) from None
 
     def _hurry(self, deadline: float) -> None:
-        self._team._hurry(self.number, deadline)
+        self._team._hurry(self.number, self._hurried)
 
     def _release(self) -> None:
         self._team._leave(self.number)
