@@ -191,6 +191,21 @@ def test_splits_that_end_leave_nothing() -> None:
         assert counts == [counts[0]] * len(counts)
 
 
+def count_descriptors(rank: Rank) -> list[int]:
+    counts, tensors = [], []
+    with rank.connect(backend="shared") as comm:
+        for _ in range(4):
+            tensors.append(comm.allocate(10_000, torch.float32, CPU))
+            comm.all_reduce(tensors[-1], what="sum")
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_tensors_in_shared_memory_need_no_descriptors() -> None:
+    for counts in run_ranks(count_descriptors, 3):
+        assert counts == [counts[0]] * len(counts)
+
+
 def outlive_the_team(rank: Rank) -> tuple[float, int]:
     comm = rank.connect(backend="shared")
     tensor = comm.allocate(10_000, torch.float32, CPU)

@@ -19,12 +19,18 @@ if sys.platform == "linux":
 #: Pages are reserved in steps of so many bytes: a signal makes Linux start a step again, so one
 #: step must be shorter than the time between the signals of a profiler.
 _STEP_BYTES = 16 << 20
-_FLAGS = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 #: Python's mmap has no name for it.
 _MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MMAP = ctypes.CFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *[ctypes.c_int] * 3,
+    ctypes.c_long,
+    use_errno=True,
 )
+_MUNMAP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 #: ``place`` of a tensor that does not lie in shared memory.
 NOWHERE = -1
 
@@ -83,9 +89,22 @@ def reserve(descriptor: int, start: int, size: int) -> None:
         os.posix_fallocate(descriptor, step, min(_STEP_BYTES, start + size - step))
 
 
-def map_file(descriptor: int, start: int, size: int) -> mmap.mmap:
-    """Map a part of a file whose memory is reserved; ``start`` is a multiple of the page size."""
-    return mmap.mmap(descriptor, size, flags=_FLAGS, offset=start)
+def map_file(descriptor: int, start: int, size: int) -> memoryview:
+    """Map a part of a file whose memory is reserved.
+
+    It stays mapped for as long as the view or a tensor over it lives, and needs no descriptor of
+    its own: ``mmap.mmap`` would keep one for each part, of which a host with many ranks has too
+    few.
+
+    Args:
+        descriptor: The file's.
+        start: First byte; a multiple of the page size.
+        size: Bytes.
+
+    Raises:
+        OSError: It cannot be mapped, such as for lack of addresses or memory.
+    """
+    return _Pages(descriptor, start, size).content()
 
 
 @final
@@ -97,35 +116,47 @@ class _File:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
-@final
-class _Pages(NotInherited):
-    """Where a part of this rank's file is mapped; lives as long as a tensor lies there.
+class _Pages:
+    """Where a part of a file is mapped; lives as long as a tensor lies there."""
 
-    That may be longer than the team: a model keeps its parameters.
-    """
-
-    def __init__(self, file: _File, address: int, start: int, size: int) -> None:
-        self._file, self._address, self._start, self._size = file, address, start, size
+    def __init__(self, descriptor: int, start: int, size: int) -> None:
+        library = ctypes.CDLL(None)
         # Looked up here: a forked child must not take the lock of the dynamic linker.
-        self._map = _MMAP(("mmap", ctypes.CDLL(None)))
+        self._map, self._unmap = _MMAP(("mmap", library)), _MUNMAP(("munmap", library))
+        self._size = size
+        self._address = 0
+        self._address = self._place(mmap.MAP_SHARED | mmap.MAP_POPULATE, descriptor, start)
+
+    def _place(self, flags: int, descriptor: int, start: int) -> int:
+        both = mmap.PROT_READ | mmap.PROT_WRITE
+        address = self._map(self._address, self._size, both, flags, descriptor, start)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot map {self._size} bytes: {os.strerror(number)}")
+        return int(address)
+
+    def content(self) -> memoryview:
+        """Return the bytes; the pages are given back when nothing refers to them any more."""
+        whole = (ctypes.c_ubyte * self._size).from_address(self._address)
+        weakref.finalize(whole, self._give_back).atexit = False
+        return memoryview(whole).cast("B")
+
+    def _give_back(self) -> None:
+        self._unmap(self._address, self._size)
+
+
+@final
+class _OwnPages(_Pages, NotInherited):
+    """A part of this rank's file; may outlive the team, as a model keeps its parameters."""
+
+    def __init__(self, file: _File, start: int, size: int) -> None:
+        super().__init__(file.descriptor, start, size)
+        self._file, self._start = file, start
         leave_behind_in_children(self)
 
     def leave_behind(self) -> None:
         """Give this forked child pages of its own, of which it gets copies when it writes."""
-        both = mmap.PROT_READ | mmap.PROT_WRITE
-        over = mmap.MAP_PRIVATE | _MAP_FIXED
-        self._map(self._address, self._size, both, over, self._file.descriptor, self._start)
-
-
-@final
-class _Mapping(mmap.mmap):
-    """A part of this rank's file; tensors keep it, and it keeps its ``_Pages``."""
-
-    _pages: _Pages
-
-    def keep(self, pages: _Pages) -> None:
-        """Let ``pages`` live as long as this."""
-        self._pages = pages
+        self._place(mmap.MAP_PRIVATE | _MAP_FIXED, self._file.descriptor, self._start)
 
 
 class _Piece(NamedTuple):
@@ -193,9 +224,7 @@ class SharedMemory:
         start, file = self._size, self._file
         assert file is not None, "nothing is allocated after the end"
         reserve(self.descriptor, start, room)
-        mapping = _Mapping(self.descriptor, room, flags=_FLAGS, offset=start)
-        content = torch.frombuffer(mapping, dtype=torch.uint8)
-        mapping.keep(_Pages(file, content.data_ptr(), start, room))
+        content = torch.frombuffer(_OwnPages(file, start, room).content(), dtype=torch.uint8)
         self._size += room
         self._pieces.append(_Piece(content.data_ptr(), start, content))
         self._mapped[self._number][start] = content

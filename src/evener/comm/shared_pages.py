@@ -70,7 +70,7 @@ class ControlPage:
     def __init__(self, descriptor: int) -> None:
         """Map the page of a rank; its memory is reserved."""
         self.content = map_file(descriptor, 0, PAGE_BYTES)
-        self._words = memoryview(self.content).cast("q")
+        self._words = self.content.cast("q")
         whole = torch.frombuffer(self.content, dtype=torch.uint8)
         self.stage = whole[_STAGE:].view(2, STAGE_BYTES)
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class ControlPage:
     def header(self, parity: int) -> bytes:
         """Return the packed header in a cell."""
         start = _CELLS + parity * _CELL_BYTES
-        return self.content[start : start + _CALL.size]
+        return bytes(self.content[start : start + _CALL.size])
 
     def place(self, parity: int) -> MemoryPlace:
         """Return the place that a cell tells."""
@@ -150,7 +150,7 @@ class ControlPage:
     @property
     def notice(self) -> Notice | None:
         """Why the rank gave up waiting, if it did."""
-        text = self.content[_NOTICE:_CELLS].partition(b"\0")[0]
+        text = bytes(self.content[_NOTICE:_CELLS]).partition(b"\0")[0]
         return Notice(*json.loads(text)) if text else None
 
     def post(self, notice: Notice) -> None:
