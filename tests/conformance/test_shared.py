@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conformance.stage import TIMEOUT_S, Line, Seen, SharedProcesses, watch
-from evener.comm import shared, shared_memory, shared_slots
+from evener.comm import shared, shared_memory, shared_pages, shared_slots
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 from helpers.ranks import Rank, RankTeam, run_ranks
@@ -286,22 +286,23 @@ def test_one_rank_that_cannot_share_keeps_all_on_gloo(name: str) -> None:
     assert REFUSALS[name][1] in obstacle
 
 
-def connect_in_vain(rank: Rank) -> tuple[str, str]:
+def connect_in_vain(rank: Rank) -> tuple[str, str, int]:
     with rank.connect() as comm:
+        before = len(list(Path("/proc/self/fd").iterdir()))
         if rank.rank == 1:
 
             def refuse(*_: Any) -> None:
-                raise OSError(errno.EMFILE, "Too many open files")
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-            shared_memory.SharedMemory.meet = refuse
+            shared_pages.map_file = refuse
         formed, obstacle = shared.share_memory(comm)
         comm.barrier(what="over Gloo")
-        return formed.backend, obstacle
+        return formed.backend, obstacle, len(list(Path("/proc/self/fd").iterdir())) - before
 
 
 def test_a_rank_that_fails_while_connecting_keeps_all_on_gloo() -> None:
-    expected = "rank 1 could not connect its memory ([Errno 24] Too many open files)"
-    assert run_ranks(connect_in_vain, 3) == [("gloo", expected)] * 3
+    expected = "rank 1 could not connect its memory ([Errno 12] Cannot allocate memory)"
+    assert run_ranks(connect_in_vain, 3) == [("gloo", expected, 0)] * 3
 
 
 def run_out_of_memory(rank: Rank) -> list[float]:

@@ -30,6 +30,12 @@ class Arrival(NamedTuple):
     connection: socket.socket
     descriptors: list[int]
 
+    def drop(self) -> None:
+        """Close the connection, and the descriptors that nobody has taken."""
+        self.connection.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
 
 @final
 class Door:
@@ -94,7 +100,7 @@ class Door:
                 connection, _ = self._listener.accept()
                 other, received = self._admit(connection, len(descriptors))
                 if not rank < other < len(doors) or other in arrivals:
-                    _drop(Arrival(connection, received))
+                    Arrival(connection, received).drop()
                     continue
                 arrivals[other] = Arrival(connection, received)
                 socket.send_fds(connection, [_WAKE], list(descriptors))
@@ -105,7 +111,7 @@ class Door:
         except BaseException:
             self.close()  # or those who have come would wait for an answer
             for arrival in arrivals.values():
-                _drop(arrival)
+                arrival.drop()
             raise
         return arrivals
 
@@ -222,9 +228,3 @@ def _receive(connection: socket.socket, size: int, count: int) -> tuple[bytes, l
             os.close(descriptor)
         raise ConnectionError("a rank ended its connection, or no more descriptors can be opened")
     return said, received
-
-
-def _drop(arrival: Arrival) -> None:
-    arrival.connection.close()
-    for descriptor in arrival.descriptors:
-        os.close(descriptor)

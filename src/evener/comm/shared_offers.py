@@ -104,24 +104,23 @@ class MemoryOffer:
         doors = [(spot.door, spot.token) for spot in spots]
         own = (self._page, self._memory.descriptor)
         arrivals = self._door.meet(comm.rank, doors, own, min(comm.timeout_s, _FORM_S))
-        connections = {rank: arrival.connection for rank, arrival in arrivals.items()}
         pages = []
         try:
             for rank, number in enumerate(comm.numbers):
                 if rank == comm.rank:
                     pages.append(ControlPage(self._page))
                     continue
-                page, memory = arrivals[rank].descriptors
-                self._memory.meet(number, memory)
-                try:
-                    pages.append(ControlPage(page))
-                finally:
-                    os.close(page)
-        except OSError:
-            for connection in connections.values():
-                connection.close()
+                received = arrivals[rank].descriptors
+                self._memory.meet(number, received[1])
+                received.pop()
+                pages.append(ControlPage(received[0]))
+                os.close(received.pop())
+        except BaseException:
+            for arrival in arrivals.values():
+                arrival.drop()
             raise
         cores = {core for spot in spots for core in spot.cores}
+        connections = {rank: arrival.connection for rank, arrival in arrivals.items()}
         links = Links(connections, comm.world_size)
         return Joined(pages, links, self._memory, len(cores) >= comm.world_size)
 
