@@ -92,8 +92,10 @@ class FlatBuffers:
         #: What each parameter has accumulated in this window; None before its first gradient.
         self._held: list[Tensor | None] = []
         self._nothing_held = True
-        #: Places in the buffers; none with one rank.
+        #: Places in the buffers; none with one rank. Users get ``_views``, whose memory they can
+        #: replace by ``p.grad.data = x``; ``_orders`` are the same places, and keep their strides.
         self._views: list[Tensor] = []
+        self._orders: list[Tensor] = []
         # Pointers tell whether a view still lies there: ``p.grad.data = x`` changes the memory
         # behind a view that is the same Python object as before.
         self._view_ptrs: list[int] = []
@@ -252,7 +254,7 @@ class FlatBuffers:
 
         Until ``attach_data`` the parameter itself may lie otherwise.
         """
-        return self._views[i].detach()
+        return self._orders[i]
 
     def with_gradients(self) -> list[int]:
         """Return the flat numbers of parameters that have a gradient in this window."""
@@ -302,7 +304,8 @@ class FlatBuffers:
                 self._held.append(None)
                 self._places.append(len(self.groups) - 1)
                 if self._world_size > 1:
-                    self._views.append(self._view(i))
+                    self._orders.append(self._order(i))
+                    self._views.append(self._orders[i].detach())
                     self._view_ptrs.append(self._views[i].data_ptr())
             for run in group.runs() if self._views else ():
                 members_of_run = [(i, weakref.ref(self.parameters[i])) for i in run]
@@ -325,7 +328,7 @@ class FlatBuffers:
             )
         if self._views:
             if self._views[i].data_ptr() != self._view_ptrs[i]:  # its .data was replaced
-                self._views[i] = self._view(i)
+                self._views[i] = self._orders[i].detach()
             grad = _move_grad(grad, self._views[i])
         self._held[i] = parameter.grad = grad
 
@@ -343,14 +346,16 @@ class FlatBuffers:
                 f"parameter {name!r} had shape {tuple(before)} when the team was set up and has "
                 f"{tuple(now.shape)} now: change the model before Ddp.setup"
             )
-        like = self._views[i] if self._is_divided else None
+        like = self._orders[i] if self._is_divided else None
         move_parameter(parameter, buffer, group.offsets[i - group.indices.start], like)
         if self._views:  # their strides follow the parameter's
-            grad, self._views[i] = parameter.grad, self._view(i)
+            self._orders[i] = self._order(i)
+            grad, self._views[i] = parameter.grad, self._orders[i].detach()
             if grad is not None:
                 self._held[i] = parameter.grad = _move_grad(grad, self._views[i])
 
-    def _view(self, i: int) -> Tensor:
+    def _order(self, i: int) -> Tensor:
+        """Return a place in the buffer, with the strides of the parameter as it lies now."""
         group = self.groups[self._places[i]]
         return view_like(group.grad, group.offsets[i - group.indices.start], self.parameters[i])
 

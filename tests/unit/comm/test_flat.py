@@ -315,6 +315,25 @@ def test_zero_grad_to_none_keeps_what_was_accumulated(model: Net, world_size: in
     assert_same(gradients(model), gradients(plain))
 
 
+def test_gradients_of_a_divided_update_lie_in_the_order_of_its_states(model: Net) -> None:
+    weight = model.conv.weight
+    flat = FlatBuffers(list(model.named_parameters()), 2, is_divided=True)
+    before = weight.stride()
+    model(*batch(0)).backward()
+    flat.attach_grads()
+    values = torch.arange(float(weight.numel())).view(weight.shape)
+    assert values.stride() != before
+    weight.data = weight.data.contiguous().clone()
+    assert weight.grad is not None
+    weight.grad.data = values.clone()
+    flat.attach_grads()
+    flat.gather()
+    start, stop = flat.groups[0].spans()[flat.names.index("conv.weight")]
+    part = flat.groups[0].grad[start:stop]
+    assert torch.equal(part.as_strided(weight.shape, before), values)
+    assert weight.stride() == before
+
+
 def test_assigned_gradients_are_copied_in(model: Net) -> None:
     flat = flatten(model)
     flat.attach_grads()
