@@ -32,6 +32,7 @@ from evener.averaging.optimizer_state import (
 )
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
+from evener.comm.flat_groups import FlatGroup
 from evener.devices import DeviceQueue, float64_device
 from evener.errors import UsageError
 from evener.protocol.machine import check_weight
@@ -276,7 +277,11 @@ class ShardedUpdate:
         Nothing is exchanged, as all hold the same state. Without effect where one rank is alone, or
         the buffers cannot be cut into equal parts: then each rank goes on with the whole state.
         """
-        if not self._is_wanted or comm.world_size == 1 or not _has_equal_parts(self._flat, comm):
+        if (
+            not self._is_wanted
+            or comm.world_size == 1
+            or not _has_equal_parts(self._flat.groups, comm)
+        ):
             return
         self._comm = comm
         self._own = [defaultdict(dict) for _ in self._optimizers]
@@ -308,7 +313,7 @@ class ShardedUpdate:
                 "remove the hook, or use 'auto'"
             )
         assert self._comm is not None
-        if hooked or not _has_equal_parts(self._flat, self._comm):  # a buffer may be new
+        if hooked or not _has_equal_parts(self._flat.groups, self._comm):  # a buffer may be new
             self.join()
 
     def join(self) -> None:
@@ -428,12 +433,18 @@ class ShardedUpdate:
     # ── pieces and their states ──────────────────────────────────────────────────────────────────
 
     def _make_places(self) -> None:
-        """Make pieces of the groups that are new, as parameters were made trainable."""
+        """Make pieces of the groups that are new, as parameters were made trainable.
+
+        The state of a group without equal parts stays whole on each rank: it lies in ``_rest``, and
+        ``join_if_needed`` ends the divided update before the group's first update.
+        """
         if self._num_groups == len(self._flat.groups):
             return
         comm = self._comm
         assert comm is not None
         for group in self._flat.groups[self._num_groups :]:
+            if not _has_equal_parts([group], comm):
+                continue
             size = group.data.numel() // comm.world_size
             first, last = size * comm.rank, size * (comm.rank + 1)
             for i, (a, b) in zip(group.indices, group.spans(), strict=True):
@@ -499,8 +510,8 @@ class ShardedUpdate:
         return found
 
 
-def _has_equal_parts(flat: FlatBuffers, comm: Communicator) -> bool:
-    return all(group.data.numel() % comm.world_size == 0 for group in flat.groups)
+def _has_equal_parts(groups: Iterable[FlatGroup], comm: Communicator) -> bool:
+    return all(group.data.numel() % comm.world_size == 0 for group in groups)
 
 
 def _set_state(optimizer: Optimizer, states: States) -> None:
