@@ -94,14 +94,16 @@ class ParkingEngine(Engine):
 
     def _park_misfits(self) -> None:
         """Park the ranks that the planner names; all that are present call it together."""
-        before = self.policy.forecast(self.batch_size, self.team.parked)
         told = self._end_generation(*map(float, sorted(self._misfits)))
-        misfits = tuple(map(int, told))
+        misfits, parked = tuple(map(int, told)), self.team.parked
+        # Both before the policy hears of the change, with which it forgets times of exchanges.
+        before = self.policy.forecast(self.batch_size, parked)
+        after = self.policy.forecast(self.batch_size, parked.union(misfits))
         if self.is_main and self.rank in misfits:
             self.team.hand_over()
         self._park(misfits)
         self._recall_at = self.window + self.policy.windows_apart(self.batch_size, self._change_s)
-        self.habits.notice(self._parting(misfits, before))
+        self.habits.notice(self._parting(misfits, before, after))
         if self.rank not in misfits:
             self._exchange_plans(0.0, 0.0)
 
@@ -117,10 +119,9 @@ class ParkingEngine(Engine):
         self.state = without(self.state, ranks)
         self._use_team()
 
-    def _parting(self, misfits: Sequence[int], before: Forecast) -> str:
-        """Return the warning that ranks were parked, with the numbers that speak for it."""
+    def _parting(self, misfits: Sequence[int], before: Forecast, after: Forecast) -> str:
+        """Return the warning that ranks were parked, with the forecasts that led to it."""
         speeds = self.policy.solo_speeds(self.batch_size)
-        after = self.policy.forecast(self.batch_size, self.team.parked)
         each = [
             f"rank {rank} alone does {speeds[rank]:.3g} samples/s"
             if speeds[rank]
@@ -135,7 +136,7 @@ class ParkingEngine(Engine):
                 f"; the team does {self.batch_size / before.window_s:.3g} samples/s with {whom} "
                 f"(a window takes {1000 * before.window_s:.3g} ms, of which the exchange "
                 f"{1000 * before.exchange_s:.3g} ms) and {self.batch_size / after.window_s:.3g} "
-                f"without, {before.window_s / after.window_s - 1.0:.0%} more"
+                "without"
             )
         apart = self._recall_at - self.window
         return f"{text}. The team tries again with {whom} after {apart} windows"

@@ -238,6 +238,9 @@ class SyncPolicy(Policy):
         no better, as long as an exchange takes as long with fewer ranks: the best shares of fewer
         ranks never finish earlier.
 
+        No rank is named if the window is predicted to be longer without it: where the update is
+        divided, a rank without samples still makes a part of it.
+
         Ranks are named only after several windows in a row, so that noise parks no rank. A rank
         that is hardly measured counts while it has no work: it brings nothing then, and each
         exchange costs.
@@ -255,8 +258,16 @@ class SyncPolicy(Policy):
         for rank in present:
             self._useless_windows[rank] = 0 if shares[rank] else self._useless_windows[rank] + 1
         if fastest is not None and self._alone_windows >= _PATIENCE:
-            return frozenset(present) - {fastest}
-        return frozenset(r for r in present if self._useless_windows[r] >= _PATIENCE)
+            misfits = frozenset(present) - {fastest}
+        else:
+            misfits = frozenset(r for r in present if self._useless_windows[r] >= _PATIENCE)
+        if misfits and self._is_longer_without(misfits, batch_size):
+            return frozenset()
+        return misfits
+
+    def _is_longer_without(self, ranks: frozenset[int], batch_size: int) -> bool:
+        present_s = self.forecast(batch_size, self._parked).window_s
+        return self.forecast(batch_size, self._parked | ranks).window_s > present_s
 
     def _forget_decisions(self) -> None:
         self._alone_windows = 0

@@ -26,6 +26,8 @@ class Ranks:
     batch_size: int
     noise: float = 0.0
     seed: int = 0
+    #: Whether the ranks that are present divide the update among them.
+    divides: bool = False
     #: Seconds of every window, those of changes included, and who worked in it.
     windows: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
 
@@ -69,16 +71,19 @@ class Ranks:
             self.planned.append(self.plan())
             misfits = self.policy.ranks_to_park(self.batch_size)
             noisy = [1.0 + self.noise * self.random.expovariate(1.0) for _ in self.costs]
+            parts = len(self.present) if self.divides else 1
+            costs = [cost._replace(window_s=cost.window_s / parts) for cost in self.costs]
             spent_s = [
                 cost.seconds(share, self.size) * noise
-                for cost, share, noise in zip(self.costs, plan.shares, noisy, strict=True)
+                for cost, share, noise in zip(costs, plan.shares, noisy, strict=True)
             ]
             reports = [
                 Report(
                     samples=share,
                     micro_batches=num_micro_batches(share, self.size),
                     compute_s=spent_s[rank],
-                    update_s=self.costs[rank].window_s * noisy[rank],
+                    update_s=costs[rank].window_s * noisy[rank],
+                    update_parts=parts,
                 )
                 if rank not in self.away
                 else Report()
@@ -118,6 +123,18 @@ def test_the_window_is_never_longer_than_that_of_the_fastest_rank_alone(team: Ra
     team.run(3 * DECIDED)
     for seconds, _ in team.windows[-DECIDED:]:
         assert seconds <= team.alone_s() * 1.001
+
+
+def test_a_rank_without_samples_stays_where_it_shortens_the_update() -> None:
+    update_s = 8e-3
+    slow = CostModel(0.0, 1.0, update_s)
+    for divides in (False, True):
+        costs = [CostModel(0.0, 1e-3, update_s)] * 2 + [slow]
+        team = Ranks(costs, exchange_s=1e-3, batch_size=16, divides=divides)
+        team.run(3 * DECIDED)
+        assert team.away == (frozenset() if divides else {2})
+        # 8 samples, the update in two or three parts, and the exchange.
+        assert team.windows[-1][0] <= 8e-3 + update_s / (3 if divides else 1) + 1e-3 + 1e-6
 
 
 @settings(BOUNDED, max_examples=6)
