@@ -33,8 +33,8 @@ class Speeds:
         solo: Each rank alone, with an optimizer step for each global batch, others idle.
         side_by_side: The sum of what ranks do when all work at the same time, on shares by speed,
             each stepping its optimizer by itself, without any exchange; ``None`` for one rank.
-        equal_split: All ranks with equal shares, exchanging gradients; ``None`` where the team's
-            policy exchanges none.
+        equal_split: All ranks with equal shares, which exchange gradients and update as the team
+            does; ``None`` where the team's policy exchanges none.
     """
 
     solo: tuple[float, ...]
@@ -63,6 +63,7 @@ class Rehearsal:
         self._train = train_micro_batch
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
+        self._sharded = assembly.state.sharded
         self._alone = GradientAverager(assembly.flat, SingleCommunicator())
         self._together = GradientAverager(assembly.flat, assembly.comm)
 
@@ -80,21 +81,20 @@ class Rehearsal:
         if isinstance(self._engine, SyncEngine):
             ways.append([*apportion(self._batch_size, [1.0] * world_size)])
         speeds: list[list[float]] = [[] for _ in ways]
-        sharded, comm = self._assembly.state.sharded, self._team.comm
-        is_divided = sharded.is_on
-        sharded.join()  # ranks train alone, too
+        is_divided = self._sharded.is_on
+        self._sharded.join()
         state = self._remember()
         try:
             for number in range(ROUNDS + 1):
                 for place, shares in enumerate(ways):
-                    speed = self._run(shares, alone=place < num_alone, short=number == 0)
-                    speeds[place].append(speed)
+                    alone = place < num_alone
+                    self._use(is_divided=is_divided and not alone)
+                    speeds[place].append(self._run(shares, alone=alone, short=number == 0))
                 if self._engine.stopping:
                     return None
         finally:
             self._restore(state)
-            if is_divided:
-                sharded.divide(comm)
+            self._use(is_divided=is_divided)
         # The first round, a short one, pays for caches and allocations.
         medians = [median(of_way[1:]) for of_way in speeds]
         return Speeds(
@@ -102,6 +102,13 @@ class Rehearsal:
             side_by_side=medians[world_size] if world_size > 1 else None,
             equal_split=medians[num_alone] if len(ways) > num_alone else None,
         )
+
+    def _use(self, *, is_divided: bool) -> None:
+        """Divide the update among ranks, or give each rank the whole; all call it together."""
+        if not is_divided:
+            self._sharded.join()
+        elif not self._sharded.is_on:
+            self._sharded.divide(self._team.comm)
 
     def _shares_by_speed(self) -> list[int]:
         """Return a global batch's shares as ranks were measured; alike where nothing is known."""
@@ -142,18 +149,24 @@ class Rehearsal:
         engine = self._engine
         total = weight if alone else math.fsum(row[0] for row in self._meet([weight]))
         scale = engine.share.scale_of()
-        averager = self._alone if alone else self._together
+        own = self._alone if alone else self._together
+        averager = self._sharded if self._sharded.is_on else own
         watch = Stopwatch(engine.slowdown)
-        averager.judge(Reading(averager.gather()).read())
+        own.judge(Reading(own.gather()).read())
         averager.average(scale, total, what="a rehearsal", max_norm=engine.options.max_grad_norm)
         if not alone:  # an exchange takes no longer on a slow device
             watch = Stopwatch(engine.slowdown)
         flat = self._assembly.flat
-        flat.mask_untouched()
-        engine.habits.step(engine.optimizers)
+        if self._sharded.is_on:
+            engine.habits.step(engine.optimizers, self._sharded.stepping(engine.optimizers))
+        else:
+            flat.mask_untouched()
+            engine.habits.step(engine.optimizers)
         flat.attach_data()
         flat.zero_()
         watch.stop()
+        if not alone and (self._sharded.is_on or engine.options.unlike_devices):
+            own.unify(None, what="parameters of a rehearsal")
 
     def _meet(self, payload: Sequence[float]) -> list[Sequence[float]]:
         return [*self._engine.ask(Purpose.REHEARSE, payload).values()]
