@@ -107,8 +107,8 @@ class EvaluationLoader(LikeDataLoader):
             engine.habits.tell_once(
                 f"an evaluation of {count} sample(s) on {len(rows)} ranks: the loop's body does "
                 f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
-                "what needs them on rank 0 (ddp.is_main_process)"
+                f"what needs them on rank {next(iter(rows))}"
             )
-        lowest = next(iter(rows.values()))
+        known = rows[engine.state.planner]  # others may have been parked, and have missed windows
         sizes = [int(row[2]) for row in rows.values()]
-        return evaluation_rounds(count, sizes, [lowest[3 + rank] for rank in rows])
+        return evaluation_rounds(count, sizes, [known[3 + rank] for rank in rows])
