@@ -52,14 +52,16 @@ class DeviceKind:
             than a handle: then DLPack carries a part of a tensor, of which elsewhere torch loses
             the offset (pytorch/pytorch#168177).
         keeps_parameters: Whether ``module.to(device)`` leaves a module its ``Parameter`` objects.
-        has_milestones: Whether the host runs ahead of a device, and events tell how far that has
-            come. Where they do not, the host waits for the device whenever it matters.
+        has_queue: Whether the host queues work on a device and runs ahead of it.
+        has_milestones: Whether events tell how far a device has come with its queue. Where they do
+            not, the host waits for the device whenever it matters.
     """
 
     name: str
     pins_memory: bool = False
     has_addresses: bool = True
     keeps_parameters: bool = True
+    has_queue: bool = True
     has_milestones: bool = False
 
     @property
@@ -118,6 +120,7 @@ class Cpu(DeviceKind):
     """This host's processor; evener has a rank compute on it as on one device."""
 
     name = "cpu"
+    has_queue = False
 
     def describe(self, device: torch.device) -> tuple[str, int]:
         """Return the processor's name and the host's memory."""
@@ -290,9 +293,8 @@ class DeviceQueue:
 
 
 def queue_of(device: torch.device) -> DeviceQueue | None:
-    """Return the queue of a device; ``None`` for one that does at once what it is told."""
-    is_queued = device.type != "cpu" or kind_of(device).has_milestones
-    return DeviceQueue(device) if is_queued else None
+    """Return the queue of a device; ``None`` for one that computes synchronously."""
+    return DeviceQueue(device) if kind_of(device).has_queue else None
 
 
 def count_accelerators() -> dict[str, int]:

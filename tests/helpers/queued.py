@@ -37,6 +37,7 @@ class Event:
 def give_milestones(monkeypatch: pytest.MonkeyPatch, kind: type[DeviceKind]) -> Queue:
     """Let a kind of device tell how far it has come, as CUDA does."""
     queue = Queue()
+    monkeypatch.setattr(kind, "has_queue", True)
     monkeypatch.setattr(kind, "has_milestones", True)
     monkeypatch.setattr(kind, "mark", lambda *_: Milestone(Event(queue)))
     return queue
