@@ -213,7 +213,7 @@ class Engine(ABC):
         return {rank: row.body for rank, row in rows.items()}
 
     def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
-        """Return the JSON that the main rank tells; all ranks that are present call it together."""
+        """Return the JSON ``told`` of the main rank; all that are present call it together."""
         return self.team.hear(self.state.planner, told, timeout_s=timeout_s)
 
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
@@ -379,7 +379,7 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_states(self) -> list[OptimizerState]:
-        """Return the state of each optimizer as a checkpoint holds it; on rank 0."""
+        """Return the state of each optimizer as a checkpoint holds it; on the main rank."""
 
     def set_micro_batch_size(self, size: int) -> None:
         """Tell the planner the largest micro-batch, where memory sets no other limit."""

@@ -29,7 +29,7 @@ _ZERO_GRAD = (
     "applied; you can remove the call"
 )
 
-#: Shows optimizers nothing else than what they hold.
+#: Leaves optimizers their own parameters.
 _PLAIN: Final = nullcontext()
 
 #: The watch over each model that is in a team.
@@ -208,7 +208,7 @@ class Habits:
             vars(optimizer).pop("zero_grad", None)
 
     def speak(self, *, for_all: bool) -> None:
-        """Say whether this rank tells the user what ``notice`` is told; one rank does."""
+        """Set whether ``notice`` warns on this rank; it does on one rank of the team."""
         self._speaks = for_all
 
     def notice(self, text: str) -> None:

@@ -49,15 +49,15 @@ class LateUpdate:
     """The update of one rank whose numbers the host reads when it closes the next window.
 
     Loss and norm are computed on the device, where they decide by ``found_inf`` whether the update
-    is made. Whoever asks for one of the numbers waits for the device. A norm above 1.8e19 counts as
-    not finite where gradients are in float32 or narrower: squares are added up there.
+    is made. Reading one of the numbers waits for the device. A norm above 1.8e19 counts as not
+    finite where gradients are in float32 or narrower, as the sum of their squares overflows.
 
     Args:
-        share: The rank's part of the window: all of it.
-        averager: Of the gradients, which nothing has been done to.
-        flat: Knows the gradients.
-        queue: Of the device that all of it is on.
-        update: The update before, which counts for the time of this share.
+        share: The rank's share, which is the whole window.
+        averager: Averages the gradients, which are still sums.
+        flat: Holds the gradients.
+        queue: Queue of the device that the gradients are on.
+        update: Time of the update before, which counts as compute of this window.
         scale: The loss scale that the share was computed with.
 
     Attributes:
@@ -87,7 +87,7 @@ class LateUpdate:
         self.plan, self.before = WindowPlan(0, 0, 0, 0, ()), Progress()
 
     def apply(self, plan: WindowPlan, before: Progress, max_norm: float | None) -> None:
-        """Divide the gradients by their weight, and clip them; for the attributes see above."""
+        """Divide the gradients by their weight, and clip them; set ``plan`` and ``before``."""
         self.plan, self.before = plan, before
         self._factor = self._share.scale_of() / self._weight
         self._averager.multiply(self._factor)
@@ -97,7 +97,7 @@ class LateUpdate:
 
     @contextmanager
     def deciding(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Let fused optimizers leave their steps out, as ``GradScaler`` does, in a block."""
+        """Give fused optimizers ``found_inf`` in a block, as ``GradScaler`` does."""
         for optimizer in optimizers:
             vars(optimizer)["found_inf"] = self.found_inf
         try:
@@ -151,7 +151,7 @@ class LateUpdate:
         return replace(progress, steps=steps, skipped=skipped, weight=self.before.weight)
 
     def complete(self, result: WindowResult) -> WindowResult:
-        """Return the window's result with all that its report could not tell."""
+        """Return the window's result with the numbers that its report lacks."""
         share, values = self._share, self._values
         update_s = 0.0 if self._update is None else self._update.seconds
         own = result.ranks[0]._replace(
@@ -200,14 +200,14 @@ class LateResult(WindowResult):
 
 
 class LateEngine(ParkingEngine):
-    """Windows of SYNC, as far as devices decide about updates."""
+    """The part of SYNC in which a device decides about updates."""
 
     def __init__(self, team: Team, training: TrainingState, options: EngineOptions) -> None:
         super().__init__(team, training, options)
         #: The update of this window, and that of the window before, where the device decides.
         self._late: LateUpdate | None = None
         self._undecided: LateUpdate | None = None
-        #: The last update: this rank's own work too, and part of what it costs a window.
+        #: Time of the last update, which is part of what this rank costs in a window.
         self._update_lap: Lap | None = None
         self._sync_s = 0.0
         #: Windows that the policy has not learnt from.
@@ -267,7 +267,7 @@ class LateEngine(ParkingEngine):
         )
 
     def _undo(self, *, failed: bool) -> None:
-        """Take back that the update of the window before counts: the device left it out."""
+        """Correct the progress, as the device has left out the update of the window before."""
         late, applied = self._undecided, self._applied
         assert late is not None
         assert applied is not None

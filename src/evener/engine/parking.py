@@ -36,7 +36,7 @@ class ParkingEngine(Engine):
         self._misfits: frozenset[int] = frozenset()
         #: The window at which parked ranks are tried again.
         self._recall_at = 0
-        #: Seconds in which parked ranks were called back last; 0 before.
+        #: Seconds that calling parked ranks back took last; 0 before the first time.
         self._change_s = 0.0
 
     @property

@@ -153,11 +153,11 @@ class Share:
         return sum(lap.seconds for lap in self._warmup_laps)
 
     def losses_of(self, part: int | None = None) -> list[Tensor]:
-        """Return the losses of a part, shape ``()`` each, which a device may not have computed."""
+        """Return the losses of a part, shape ``()`` each; a device may still compute them."""
         return [loss.reshape(()) for of, _, loss in self._losses if of == part]
 
     def loss_sum_of(self, part: int | None, losses: Iterable[float]) -> float:
-        """Return Σ weight · loss of a part, of whose losses these are the values."""
+        """Return Σ weight · loss of a part; ``losses`` are the values of ``losses_of``."""
         weights = [weight for of, weight, _ in self._losses if of == part]
         total = 0.0
         for weight, value in zip(weights, losses, strict=True):
@@ -168,7 +168,7 @@ class Share:
         """Start the clock on a micro-batch."""
         self.resume()
         if self.micro_batches and samples not in self._known_sizes:
-            # Or a device would do what is left of the ones before in the time of this one.
+            # Otherwise the device would finish earlier micro-batches in the time of this one.
             self._wait_for_device()
             self.pause()
             self.resume()

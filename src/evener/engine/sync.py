@@ -258,7 +258,7 @@ class SyncEngine(LateEngine):
         return self._result
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
-        """Say also whether the device has found the update before finite, if it was to decide."""
+        """Add to the row what a device has found not finite in the window before."""
         may_shrink = self._scale.is_used and self._scale.may_shrink(self.rank)
         late = self._undecided
         return super()._meet(

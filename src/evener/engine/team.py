@@ -55,7 +55,7 @@ class Team:
         return self.comm.all_gather_json(greeting, what="greetings", timeout_s=timeout_s)
 
     def hear(self, rank: int, told: Any, *, timeout_s: float | None = None) -> Any:
-        """Return the JSON that one rank tells; all that are present call it together."""
+        """Return the JSON ``told`` of one rank; all that are present call it together."""
         return self.introduce(told, timeout_s=timeout_s)[self.members.index(rank)]
 
     def places(self) -> dict[int, str]:
@@ -69,11 +69,11 @@ class Team:
         return {rank: place.decode() for rank, place in zip(self.members, told, strict=True)}
 
     def call_on_handover(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when this rank stops being the main one, before another one is."""
+        """Call ``function`` on the main rank before that is parked."""
         self._on_handover.append(function)
 
     def hand_over(self) -> None:
-        """Finish what the main rank does, last things first: it is about to be parked."""
+        """Call the functions of ``call_on_handover``, newest first: this rank will be parked."""
         for function in reversed(self._on_handover):
             function()
 

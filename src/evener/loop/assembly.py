@@ -181,9 +181,9 @@ class Assembly:
         tell(place=LEFT)
 
     def hand_back(self) -> None:
-        """Give optimizers their whole state back, where all ranks come; they call it together."""
+        """Give optimizers their whole state back, if all ranks take part; they call it together."""
         if self._sharded.is_on:
-            with suppress(CollectiveError):  # who reads a state that stays divided is told
+            with suppress(CollectiveError):  # reading a state that stays divided raises an error
                 self.engine.ask(Purpose.CLOSE)
                 self._sharded.join()
 

@@ -74,7 +74,7 @@ class Checkpointer:
             self._writer = CheckpointWriter(self._folder, self._keep_last)
 
     def _hand_over(self) -> None:
-        """Finish what this rank is writing, as another one writes from now on."""
+        """Finish what this rank is writing: another rank writes from now on."""
         try:
             self.close()
         except CheckpointError as error:
@@ -193,7 +193,11 @@ class Checkpointer:
         return self._writer.last_path if self._writer is not None else None
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:
-        """Wait a while, on the main process; return whether to go on, and what went wrong."""
+        """Wait up to ``round_s`` seconds for the last write, on the main process.
+
+        Returns:
+            Whether all ranks have to wait another round, and the reason if the write has failed.
+        """
         writer = self._writer
         if writer is None:
             return False, ""

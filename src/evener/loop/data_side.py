@@ -252,7 +252,7 @@ class DataSide:
         engine = self._engine
         engine.ask(Purpose.SAVE)
         engine.settle()  # parameters may be a window ahead of the data position
-        engine.prepare_save()  # not before: what is called at a commit may save, too
+        engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
         failure, written = "", None
         if engine.is_main:

@@ -87,7 +87,7 @@ class EventStream:
         """Hand every further event to these, windows included; all ranks call it.
 
         Functions that make a sink are called on the main process alone: here, and when another
-        rank becomes it. Closed by ``end``, or when this rank is no longer the main process.
+        rank becomes it. ``end`` closes the sinks; a main process that is parked closes them, too.
 
         Raises:
             ConfigError: A function returned something else.
@@ -129,7 +129,10 @@ class EventStream:
         self._sinks.emit(event)
 
     def start(self, **facts: Unpack[RunFacts]) -> None:
-        """Tell who is there and what will be done; at a resume, first which events are void."""
+        """Write ``run_started`` with the team and the facts of the run, once.
+
+        On resume ``run_resumed`` precedes it, with the window from which earlier events are void.
+        """
         self._facts |= {**facts, "t": time.time(), "window": self._engine.window}
         self._tell_start()
 
@@ -159,7 +162,7 @@ class EventStream:
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""
         if not self._engine.is_main:
-            self._has_started = True  # which the main process has told
+            self._has_started = True  # the main process has written ``run_started``
             return
         state, team = self._engine.state, self._engine.team
         place: dict[str, Any] = {

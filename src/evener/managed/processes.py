@@ -189,7 +189,7 @@ class WorkerTeam(Supervisor, Run):
                 child.desert("ended with exit code 0; its output above may say why")
             elif child in at_work and child.is_another_program:
                 child.desert(ANOTHER_PROGRAM)
-                child.kill()  # it does no more of the run, and hears of no end
+                child.kill()  # it would neither train nor be told of the end
         if self._must_end.is_set():
             if not self._killed:
                 self._kill("ended on request")

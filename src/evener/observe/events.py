@@ -60,8 +60,8 @@ class Sink(Closing):
     A sink runs on the training thread: it is quick, and it never raises into training.
 
     Attributes:
-        continues: Whether it appends to what a sink of another process has written. Where the main
-            process changes, other sinks are told ``run_started`` once more, by the new one.
+        continues: Whether it appends to what a sink of another process has written. If another rank
+            becomes the main process, it emits ``run_started`` again to sinks that do not.
     """
 
     continues: ClassVar[bool] = False

@@ -179,7 +179,7 @@ class SpeedModel:
         self._cost = _fitted(self._recent)
 
     def observe_update(self, update_s: float) -> None:
-        """Learn from an update, of whatever window; 0 where none was made."""
+        """Learn from the update of a window; 0 if none was made."""
         if 0.0 < update_s < math.inf:
             self._updates_s = [*self._updates_s[-_MEMORY + 1 :], update_s]
 

@@ -32,7 +32,7 @@ _MEMORY = 15
 """Exchanges remembered."""
 
 _MEMORY_OF_BEFORE = 3
-"""Of these, how many after the team has changed: what is measured anew soon outvotes them."""
+"""Of these, how many are kept when the team changes: new measurements soon outvote them."""
 
 _PATIENCE = 6
 """Windows in a row in which a rank must cost more than it brings before it is parked."""
@@ -41,11 +41,11 @@ _TRIALS = 0.01
 """Part of the time spent on trying parked ranks again."""
 
 _TRIAL_WINDOWS = 5
-"""Windows in which a rank that is tried again has work, though it be slow."""
+"""Windows in which a rank that is tried again has work, even if it is slow."""
 
 _UNKNOWN_RATIO = 8.0
 """A rank that never had work may be so many times slower than the calibration says, as that is
-clipped: its first trial must not be dear."""
+clipped: its first trial must not be expensive."""
 
 _TRANSFER = 4
 """A rank that is called back receives about so many times what is exchanged in a window:

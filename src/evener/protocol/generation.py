@@ -4,8 +4,8 @@ A generation is a period in which membership does not change. A rank that is par
 changes it, and that is agreed: the planner wishes it in the last window of a generation, a round of
 ``CHANGE`` rows shows that all have applied that window, and each forms the next generation from
 what it knows. Any rank may be parked, rank 0 too. Where it is the planner that is parked, the
-lowest rank that stays plans from then on. It still does when others come back: they have missed
-what the team has learnt.
+lowest rank that stays plans from then on. It continues to plan when others come back, as they have
+missed what the team has learnt.
 
 Ranks that are parked wait at the *door*, where those that work come by now and then. What is said
 there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others. At the end of an epoch all

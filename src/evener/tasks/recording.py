@@ -50,7 +50,7 @@ class RunTally(Sink):
 
     @property
     def sums(self) -> EventTally:
-        """The events, added up; from the file where another rank has recorded some of them."""
+        """The sums of the events; of those in the file, if another rank has recorded some."""
         if self._has_gaps:
             return EventTally.of(read_events(self._path, self._skip))
         return self._sums
@@ -72,7 +72,7 @@ def record(
 ) -> RunTally:
     """Write the team's events to ``events.jsonl``, and show them to people; all ranks call it.
 
-    The main process does so. Where another rank becomes it, that one continues.
+    The main process writes and prints. If it is parked, the next main process continues.
 
     Args:
         ddp: The team.
@@ -82,7 +82,7 @@ def record(
         sinks: Make sinks of the user's own.
 
     Returns:
-        The sums of the events, for the main process.
+        The sums of the events; to be read on the main process.
 
     Raises:
         ConfigError: A function returned something else than a sink.

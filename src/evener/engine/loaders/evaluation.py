@@ -81,7 +81,7 @@ class EvaluationLoader(LikeDataLoader):
         self._closing()
 
     def _agree(self, fingerprint: int) -> list[Parts]:
-        """Return the rounds of the ranks that are present; the speeds of the lowest one count.
+        """Return the rounds of the ranks that are present, by the planner's speeds.
 
         Raises:
             UsageError: Ranks have different data.
