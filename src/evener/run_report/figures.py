@@ -155,7 +155,6 @@ def _team(
     if heldout is None and evals:
         heldout = evals[-1]
     best = float(np.fmax.reduce(solo[0], initial=0.0))
-    sent = float(table["sent_bytes"].sum())
     return {
         "samples": number(float(table["samples"].sum())),
         "weight": number(float(table["weight"].sum())),
@@ -172,7 +171,6 @@ def _team(
             f"{key.removesuffix('_s')}_fraction": number(value / total_s) if total_s > 0 else None
             for key, value in spent.items()
         },
-        "sent_bytes": number(sent) if sent else None,
     }
 
 
@@ -212,7 +210,6 @@ def _ranks(
                 "emulated": slowed.get(str(lane.rank)),
                 "parked": lane.rank in history.parked,
                 **{key: number(value) for key, value in own.items()},
-                "sent_bytes": number(own["sent_bytes"]) if own["sent_bytes"] else None,
                 "share": number(own["weight"] / weight) if weight > 0 else None,
                 "wait_fraction": number(own["wait_s"] / spent_s) if spent_s > 0 else None,
                 "alone": number(float(solo[0][i])),
@@ -263,10 +260,9 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
     ends = bucket_ends(starts, count)
     columns = {key: np.asarray(column) for key, column in history.columns.items()}
     weight, samples = table["weight"].sum(axis=0), table["samples"].sum(axis=0)
-    loss, anchor, ones = columns["loss"], columns["anchor"], np.ones(count)
+    loss, anchor = columns["loss"], columns["anchor"]
     counted = np.where(weight > 0, weight, 0.0)
     spent_s = table["compute_s"] + table["wait_s"] + table["sync_s"]
-    sent = table["sent_bytes"].sum(axis=0)
     return {
         "windows_per_point": number(count / len(starts)) if count else 0,
         "end_s": numbers(columns["end_s"][ends]),
@@ -274,8 +270,7 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
         "window": numbers(columns["window"][ends]),
         "loss": band(loss * counted, counted, starts),
         "speed": band(weight, _lengths(history), starts),
-        "anchor": band(anchor, ones, starts) if np.isfinite(anchor).any() else None,
-        "sent_bytes": band(sent, ones, starts) if sent.any() else None,
+        "anchor": band(anchor, np.ones(count), starts) if np.isfinite(anchor).any() else None,
         "shares": [band(row, weight, starts) for row in table["weight"]],
         "waits": [
             band(row, whole, starts) for row, whole in zip(table["wait_s"], spent_s, strict=True)

@@ -11,12 +11,10 @@ from evener.observe.events import Event, mean_loss
 from evener.observe.progress_line import describe
 from evener.parsing import Fields, short
 
-_CHECKED: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
+LANE_COLUMNS: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
+"""What a lane knows of each window; 0 where the member took no part."""
 
-LANE_COLUMNS: Final = (*_CHECKED, "sent_bytes")
-"""What a lane knows of each window; 0 where the member took no part, or nothing is said."""
-
-WINDOW_COLUMNS: Final = ("window", "begin_s", "end_s", "loss", "lr", "anchor")
+WINDOW_COLUMNS: Final = ("window", "begin_s", "end_s", "loss", "anchor")
 """What is known of a window of the team; NaN where nothing is."""
 
 MOST_LANES: Final = 1024
@@ -48,9 +46,8 @@ class Lane:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a window; the row is empty where the member took no part in it."""
-        for name in _CHECKED:
+        for name in LANE_COLUMNS:
             self.columns[name].append(row[name] if row else 0.0)
-        self.columns["sent_bytes"].append(max(0.0, _optional(row, "sent_bytes", 0.0)))
         self.rank = row.get("rank", self.rank)
 
     def keep(self, kept: list[bool]) -> None:
@@ -202,7 +199,7 @@ class RunHistory:
         members = set()
         for row in event["ranks"]:
             members.add(row["member"])
-            for name in _CHECKED:
+            for name in LANE_COLUMNS:
                 if row[name] < 0:
                     raise ValueError(f"{name} of rank {row['rank']} is {short(row[name])}, below 0")
         if len(members) < len(event["ranks"]):
@@ -217,8 +214,7 @@ class RunHistory:
             "begin_s": min(max(self._free_s, self._last("end_s")), end_s),
             "end_s": end_s,
             "loss": math.nan if loss is None else loss,
-            "lr": _optional(event, "lr", math.nan),
-            "anchor": _optional(event, "anchor", math.nan),
+            "anchor": _optional(event, "anchor"),
         }
         by_member = {row["member"]: row for row in event["ranks"]}
         for member in [name for name in by_member if name not in self.lanes]:
@@ -284,7 +280,7 @@ def _read_start(fields: Fields) -> dict[str, Any]:
     reason, emulated = fields.values.get("backend_reason"), fields.values.get("emulated")
     total, factors = fields["total_windows"], {}
     if isinstance(emulated, dict):
-        factors = {rank: _optional(emulated, rank, math.nan) for rank in emulated}
+        factors = {rank: _optional(emulated, rank) for rank in emulated}
     return {
         **{name: fields.text(name) for name in ("run", "policy", "backend", "unit")},
         "num_samples": fields.whole("num_samples"),
@@ -307,11 +303,11 @@ def _sentence(event: Event) -> str:
     return f"{event['reason']} after step {event['window']:,}{message}"
 
 
-def _optional(fields: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a number that need not be there, or need not be one."""
+def _optional(fields: Mapping[str, Any], name: str) -> float:
+    """Return the number of a field, or NaN where there is no such field, or no number in it."""
     value: Any = fields.get(name)
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if good and abs(value) <= 1e308 else default
+    return float(value) if good and abs(value) <= 1e308 else math.nan
 
 
 def _compressed(column: "array[float]", kept: list[bool]) -> "array[float]":

@@ -154,7 +154,6 @@ _OVERVIEW: Final = (
     ("time computing", "team", "compute_fraction", _percent),
     ("time waiting for others", "team", "wait_fraction", _percent),
     ("time exchanging", "team", "sync_fraction", _percent),
-    ("bytes sent", "team", "sent_bytes", human_bytes),
 )
 
 _SOURCES: Final = {
@@ -216,7 +215,6 @@ def _run(number: int, run: Document, *, alone: bool) -> str:
         ("shares", "Share of each rank", True),
         ("waits", "Part of its time that each rank waits for others", True),
         ("anchor", "Anchor: local steps of the slowest rank in a window", series["anchor"]),
-        ("sent", "Bytes sent in a window", series["sent_bytes"]),
     ]
     return "\n".join(
         [

@@ -82,20 +82,12 @@ def test_losses_shares_and_waits_over_time():
     assert [share["mean"][0] for share in series["shares"]] == [0.6, 0.4]
     assert [wait["mean"][0] for wait in series["waits"]] == [0.2, 0]
     assert series["anchor"] is None
-    assert series["sent_bytes"] is None
 
 
-def test_anchor_and_bytes_are_shown_where_events_have_them():
-    events = []
-    for k in range(3):
-        event = committed_window(k, t=k + 1.0) | {"anchor": 5 + k}
-        for row in event["ranks"]:
-            row["sent_bytes"] = 100.0
-        events.append(event)
+def test_the_anchor_is_shown_where_events_have_it():
+    events = [committed_window(k, t=k + 1.0) | {"anchor": 5 + k} for k in range(3)]
     found = document_of(history_of(started(), *events))
     assert found["series"]["anchor"] == {"mean": [5, 6, 7]}
-    assert found["series"]["sent_bytes"] == {"mean": [200] * 3}
-    assert found["team"]["sent_bytes"] == 600
 
 
 def test_long_runs_keep_their_extremes(monkeypatch):

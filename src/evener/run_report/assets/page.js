@@ -93,9 +93,6 @@
     anchor: (run) => ({
       curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], x: duration, y: count,
     }),
-    sent: (run) => ({
-      curves: [curve("bytes", run.series.end_s, run.series.sent_bytes, curveInk(0))], x: duration, y: count,
-    }),
   };
 
   /** One table with a common x of several curves: what uPlot takes. */
