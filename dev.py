@@ -4,7 +4,7 @@
   setup               make .venv (also done by every other task, when it is missing or out of date)
   demo [OPTIONS]      pretrain a small model on this machine with two ranks
   test [--all]        ruff, mypy, import-linter and all tests; --all includes those that need root,
-                      chromium or a GPU
+                      chromium (for which it installs playwright) or a GPU
   test [--all] ARGS   pytest with these arguments, and nothing else
   lint                ruff, mypy and import-linter
   bench               measure the short forms of the benchmarks, and print their tables
@@ -60,6 +60,9 @@ STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
 EXTRAS = "hf,data,tensorboard,dev"
+
+# Programs of which one is enough for the tests marked `browser`.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 # These hold peers to short deadlines and have the cores for themselves; others run side by side.
 SERIAL_TESTS = ("conformance",)
@@ -128,27 +131,60 @@ def make_venv(stamp: str) -> None:
     shutil.rmtree(VENV, ignore_errors=True)
     # Not sys.executable: that may be the .venv that has just been removed.
     base = getattr(sys, "_base_executable", None) or sys.executable
-    uv = shutil.which("uv")
-    if uv and pip_has_settings():
-        say("uv is here, but pip has settings of its own (index or find-links): using pip")
-        uv = None
+    uv = find_uv()
     tool = "uv" if uv else "pip"
     say(f"making .venv with {tool}; the first time takes a minute or more, for torch")
     if not (Path("/proc/driver/nvidia").exists() or pip_has_settings()):
         say("no NVIDIA GPU seen; CONTRIBUTING.md says how to get torch without CUDA (3 GB less)")
-    target = [str(BIN / "python")]
-    what = ["-e", f"{ROOT}[{EXTRAS}]", "-c", str(ROOT / "constraints.txt")]
+    what = ["-e", f"{ROOT}[{EXTRAS}]"]
     if uv:
         follow([uv, "venv", "--quiet", "--python", base, str(VENV)])
-        follow([uv, "pip", "install", "--python", *target, *what])
+        install(uv, what)
     else:
         follow([base, "-m", "venv", str(VENV)])
-        follow([*target, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *what])
+        install(uv, what)
         # pip compiles on one core, and half of its time is that. Files for other versions of
         # Python do not compile; that is no failure.
-        follow([*target, "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")], may_fail=True)
+        compiling = [str(BIN / "python"), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib")]
+        follow(compiling, may_fail=True)
     STAMP.write_text(stamp + "\n", encoding="utf-8")
     say(f".venv is ready ({time.monotonic() - started_s:.0f} s)")
+
+
+def find_uv() -> str | None:
+    """The program uv, where it is installed and finds the same packages as pip."""
+    import shutil
+
+    uv = shutil.which("uv")
+    if uv and pip_has_settings():
+        say("uv is here, but pip has settings of its own (index or find-links): using pip")
+        return None
+    return uv
+
+
+def install(uv: str | None, what: Sequence[str], *, may_fail: bool = False) -> None:
+    """Installs packages into .venv, in the versions of constraints.txt."""
+    python = str(BIN / "python")
+    by_pip = [python, "-m", "pip", "install", "--no-compile", "--progress-bar", "off"]
+    tool = [uv, "pip", "install", "--python", python] if uv else by_pip
+    follow([*tool, *what, "-c", str(ROOT / "constraints.txt")], may_fail=may_fail)
+
+
+def add_browser() -> None:
+    """Installs what tests with chromium need, where chromium is here; the stamp stays as it is.
+
+    Without it, as where there is no network, pytest says that those tests were not run.
+    """
+    import shutil
+
+    if os.environ.get("EVENER_DEV_FROZEN") or not any(map(shutil.which, BROWSERS)):
+        return
+    with only_one():
+        if not list(VENV.glob("lib/python*/site-packages/playwright")):
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+            wanted = project["project"]["optional-dependencies"]["browser"]
+            say(f"installing {', '.join(wanted)} for the tests with chromium")
+            install(find_uv(), wanted, may_fail=True)
 
 
 def pip_has_settings() -> bool:
@@ -219,6 +255,8 @@ def test(arguments: Sequence[str]) -> int:
 
     everything = [a for a in arguments if a == "--all"]
     rest = [a for a in arguments if a != "--all"]
+    if everything:
+        add_browser()
     if rest:
         run_tool("python", "-m", "pytest", *everything, *rest)
     started_s = time.monotonic()

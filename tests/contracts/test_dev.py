@@ -201,6 +201,30 @@ def test_arguments_go_to_pytest_alone(dev, clone):
     assert calls(clone) == ["python -m pytest --all tests/unit -k cursor"]
 
 
+def test_all_installs_what_drives_chromium_where_it_is_missing(dev, monkeypatch):
+    here = {"chromium": "/usr/bin/chromium"}
+    monkeypatch.setattr(shutil, "which", here.get)
+    monkeypatch.setattr(dev, "run_tool", lambda *_: sys.exit(0))
+    dev.setup()
+    stamp = dev.STAMP.read_text()
+
+    def installed(*arguments):
+        dev.made.clear()
+        with pytest.raises(SystemExit):
+            dev.test([*arguments, "tests/unit"])
+        return dev.made
+
+    assert installed() == []
+    [command] = installed("--all")
+    assert command.endswith(f" playwright -c {dev.ROOT}/constraints.txt")
+    assert dev.STAMP.read_text() == stamp
+    (dev.VENV / "lib/python3.11/site-packages/playwright").mkdir(parents=True)
+    assert installed("--all") == []
+    shutil.rmtree(dev.VENV / "lib")
+    here.clear()
+    assert installed("--all") == []
+
+
 def test_an_unknown_task_is_named(clone):
     done = run(clone, "tset")
     assert done.returncode == 1
