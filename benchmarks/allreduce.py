@@ -17,7 +17,7 @@ Three conditions:
 - ``busy``: as ``tight``, while another program keeps one core busy.
 
 ``seconds`` is the median over rounds (over calls where they are skewed) and ``speedup`` that of
-``gloo`` over this, from the same round; ``_90`` is the interval that holds 90 % of them.
+``gloo`` over this, from the same round; ``_90`` is the 5th and 95th percentile.
 """
 
 import argparse
@@ -35,9 +35,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import load_average, load_before, write_report
-from rounds import TIMEOUT_S, Team, is_rank, ratios, run_ranks, shuffled, some_of, spread
-from tables import text_of
+from machine import load_before, write_report
+from options import make_parser, numbers, some_of
+from rounds import TIMEOUT_S, Team, is_rank, run_ranks, shuffled
+from tables import ratios, spread, text_of
 from torch import Tensor
 
 from evener.comm.base import Communicator
@@ -64,19 +65,13 @@ def main() -> int:
     before = load_before()
     rows = [row for count in arguments.ranks for row in run_ranks(count, threads=1)]
     print(text_of(rows))
-    write_report(
-        arguments.json,
-        benchmark="allreduce",
-        load_average=[before, load_average()],
-        arguments={k: v for k, v in vars(arguments).items() if k != "json"},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=numbers, default=[2, 4], metavar="N,...")
     parser.add_argument(
         "--bytes",
@@ -88,19 +83,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--turn-s", type=float, default=0.05, help="length of a tight turn, about")
     parser.add_argument("--quick", action="store_true", help="7 rounds, 3 sizes")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 7
     return arguments
-
-
-def numbers(text: str) -> list[int]:
-    """``2,4`` as numbers."""
-    values = [int(t) if t.isdecimal() else 0 for t in text.split(",")]
-    if not all(values):
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0, such as 2,4")
-    return values
 
 
 class Way(ABC):

@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from lost import TOLERANCE, Lost, lost_time, over_ranks, unnamed
-from rounds import Team, ratios, shuffled, spread
+from rounds import Team, shuffled
+from tables import ratios, spread
 from ways import Ceiling, Evener, Setting, Solo, Way, Window
 
 #: What a way may lose of its ranks' time.

@@ -5,6 +5,7 @@ is a folder inside the project's and sees the project's packages; so all librari
 same torch, in the same processes.
 """
 
+import argparse
 import importlib.util
 import logging
 import os
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from machine import ROOT
 from models import mean_loss
+from options import some_of
 from rounds import TIMEOUT_S, Team
 from torch import Tensor, nn
 from ways import Setting, TunedDdp, Way
@@ -29,6 +31,18 @@ PACKAGES = {
     "fabric": ("lightning_fabric", "lightning-fabric==2.6.6"),
     "torchft": ("torchft", "torchft==0.2.0"),
 }
+
+
+def add_libraries(parser: argparse.ArgumentParser) -> None:
+    """The option that names those to be measured."""
+    parser.add_argument(
+        "--with",
+        dest="libraries",
+        type=some_of(PACKAGES),
+        default=[],
+        metavar="NAME,...",
+        help=f"other libraries beside torch: {', '.join(PACKAGES)}",
+    )
 
 
 def missing(names: Sequence[str]) -> list[str]:

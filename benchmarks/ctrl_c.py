@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser
 from runs import RUN_TIMEOUT_S, clean_environment
 
 
 def main() -> None:
     """Presses Ctrl-C as often as was asked for."""
     arguments = parse_arguments()
-    before = load_average()
+    before = load_before()
     draw = random.Random(arguments.seed)
     codes: collections.Counter[int] = collections.Counter()
     told = []
@@ -34,30 +35,22 @@ def main() -> None:
             told.append(round(moment_s, 3))
             print(f"after {moment_s:.3f} s:\n{output}", file=sys.stderr)
     print(f"{arguments.moments} moments, {len(told)} tracebacks, exit codes {dict(codes)}")
-    write_report(
-        arguments.json,
-        benchmark="ctrl_c",
-        load_average=[before, load_average()],
-        arguments={"within_s": arguments.within, "seed": arguments.seed},
-        rows=[
-            {
-                "name": "pretrain",
-                "moments": arguments.moments,
-                "tracebacks_at_s": told,
-                "exit_codes": {str(code): count for code, count in sorted(codes.items())},
-            }
-        ],
-    )
+    row = {
+        "name": "pretrain",
+        "moments": arguments.moments,
+        "tracebacks_at_s": told,
+        "exit_codes": {str(code): count for code, count in sorted(codes.items())},
+    }
+    write_report(arguments, before, [row])
     sys.exit(1 if told else 0)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--moments", type=int, default=50)
     parser.add_argument("--within", type=float, default=20.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

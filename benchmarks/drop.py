@@ -9,38 +9,39 @@ the longest wait of one window, which is that of the drop.
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from hetero import read_speeds
-from machine import load_average, write_report
+from machine import load_before, write_report
 from models import GPT, Tokens, mean_loss
+from options import make_parser
+from rounds import TIMEOUT_S, Team, is_rank, run_ranks
+from tables import text_of
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.team.launch import launch
 
 SEQ_LEN = 128
-STARTED = "DROP_STARTED"
-TIMEOUT_S = 120.0
 SETTLING = 3
 """First windows, which pay for caches and calibration."""
 
 
 def main() -> int:
-    """Starts the ranks; the first one prints and writes the report."""
+    """Starts the ranks; prints and writes what they measured."""
     arguments = parse_arguments()
-    if STARTED in os.environ:
-        return run_rank(arguments)
-    os.environ |= {STARTED: "1", "OMP_NUM_THREADS": "1"}
-    return launch([sys.executable, *sys.argv], nproc=len(arguments.speeds))
+    if is_rank():
+        run_rank(Team(), arguments)
+        return 0
+    before, rows = load_before(), run_ranks(len(arguments.speeds), threads=1)
+    print(text_of(rows))
+    write_report(arguments, before, rows, emulated=True)
+    return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--speeds", type=read_speeds, default="1,0.3333", help="relative to the fastest"
     )
@@ -53,15 +54,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4, help="samples of a local step")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 
-def run_rank(arguments: argparse.Namespace) -> int:
+def run_rank(team: Team, arguments: argparse.Namespace) -> None:
     """One rank."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    before = load_average()
     model = GPT(width=arguments.width, layers=arguments.layers, seq_len=SEQ_LEN)
     slow = {r: 1 / s for r, s in enumerate(arguments.speeds)}
     # A rank at full speed is emulated too, by a hair: what does not sleep can be slowed no more.
@@ -75,10 +73,11 @@ def run_rank(arguments: argparse.Namespace) -> int:
         precision="fp32",
         config=DdpConfig(
             emulate_slow=slow,
-            anchor=None if arguments.policy == "sync" else arguments.anchor,
+            anchor=arguments.anchor,
             timeout_s=TIMEOUT_S,
         ),
         quiet=True,
+        environment=team.environment(),
     ) as ddp:
         slowdown = ddp.assembly.engine.options.slowdown
 
@@ -97,18 +96,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             if in_mid_window and not has_dropped:
                 slowdown.factor, has_dropped = slowdown.factor * arguments.factor, True
         others = [r for r in range(ddp.world_size) if r != arguments.rank]
-        if ddp.is_main_process:
-            row = describe(windows, others, arguments)
-            print(", ".join(f"{name} {value}" for name, value in row.items()))
-            write_report(
-                arguments.json,
-                benchmark="drop",
-                load_average=[before, load_average()],
-                emulated=True,
-                arguments={k: v for k, v in vars(arguments).items() if k != "json"},
-                rows=[row],
-            )
-    return 0
+    team.finish([describe(windows, others, arguments)])
 
 
 def describe(

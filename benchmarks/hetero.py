@@ -14,7 +14,7 @@ Linux). Each rank has a core of its own as far as there are enough, and the slow
 over whole global batches, with an optimizer step for each. ``of_ceiling`` is that over the ceiling
 of the same round: the same ranks side by side with the same local batches, and an optimizer step
 for each, without any exchange; with a step for each micro-batch for ways that make local steps.
-Figures are medians over rounds; ``_90`` is the interval that holds 90 % of them.
+Figures are medians over rounds; ``_90`` is their 5th and 95th percentile.
 
 ``lost`` is the part of ranks' time that was not compute, from the events of their windows: waiting
 for others, exchange, and bookkeeping. ``unnamed`` is the part of a turn's time that its windows'
@@ -32,10 +32,11 @@ from contextlib import nullcontext
 
 import quota
 from comparison import EVENER, Comparison
-from competitors import PACKAGES, enter, missing, ways_of
-from machine import load_average, load_before, write_report
-from rounds import Team, is_rank, ratios, run_ranks, some_of, spread
-from tables import text_of
+from competitors import add_libraries, enter, missing, ways_of
+from machine import load_before, write_report
+from options import make_parser, some_of
+from rounds import Team, is_rank, run_ranks
+from tables import ratios, spread, text_of
 from ways import Ceiling, Evener, LocalCeiling, Setting, Solo, TorchDdp, TunedDdp, Way, speed_of
 
 SLOWED_BY = ("sleep", "quota")
@@ -69,19 +70,13 @@ def main() -> int:
             with quota.Quotas(speeds) if slowed_by == "quota" else nullcontext():
                 rows += run_ranks(len(speeds), threads=1)
     print(text_of(rows))
-    write_report(
-        arguments.json,
-        benchmark="hetero",
-        load_average=[before, load_average()],
-        arguments={k: v for k, v in vars(arguments).items() if k != "json"},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--speeds",
         type=read_speeds,
@@ -91,14 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--slowed-by", type=some_of(SLOWED_BY), default=list(SLOWED_BY))
     parser.add_argument("--ways", type=some_of(WAYS), default=USUAL, metavar="NAME,...")
-    parser.add_argument(
-        "--with",
-        dest="libraries",
-        type=some_of(tuple(PACKAGES)),
-        default=[],
-        metavar="NAME,...",
-        help=f"other libraries beside torch: {', '.join(PACKAGES)}",
-    )
+    add_libraries(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=6, help="global batches a turn")
     parser.add_argument("--far-windows", type=int, default=40, help="with a rank far slower")
@@ -115,7 +103,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one team of two, asleep; 3 rounds")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.slowed_by = 3, ["sleep"]

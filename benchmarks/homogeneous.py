@@ -25,8 +25,8 @@ installs them into an environment of their own where they are missing.
 ``parked`` is the part of evener's windows in which a rank did not work, since by what was measured
 it did not pay; between equal ranks that happens where other programs take cores.
 
-Figures are medians over rounds, ``_90`` the intervals that hold 90 % of them. What is not needed
-for the main ratios runs in every third round.
+Figures are medians over rounds, ``_90`` their 5th and 95th percentile. What is not needed for the
+main ratios runs in every third round.
 """
 
 import argparse
@@ -37,12 +37,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from competitors import PACKAGES, enter, missing, ways_of
-from machine import load_average, load_before, write_report
+from competitors import add_libraries, enter, missing, ways_of
+from machine import load_before, write_report
 from models import mean_loss
+from options import make_parser, some_of
 from picture import write_bars
-from rounds import Team, is_rank, run_ranks, shuffled, some_of, spread
-from tables import text_of
+from rounds import Team, is_rank, run_ranks, shuffled
+from tables import spread, text_of
 from ways import Ceiling, Evener, Setting, Solo, TorchDdp, TunedDdp, Way
 
 SEQ_LEN = 128
@@ -97,34 +98,20 @@ def main() -> int:
     print(text_of(rows))
     if arguments.svg:
         draw(rows, arguments.svg)
-    write_report(
-        arguments.json,
-        benchmark="homogeneous",
-        load_average=[before, load_average()],
-        arguments={k: v for k, v in vars(arguments).items() if k not in ("json", "svg")},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", type=some_of(MODELS), default=list(MODELS), metavar="NAME,...")
     parser.add_argument("--tokens", type=tokens, default=[128, 1024], help="per rank and step")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turn-s", type=float, default=0.5, help="length of a turn, about")
     parser.add_argument("--quick", action="store_true", help="5 short rounds, 2 models, 128 tokens")
-    parser.add_argument(
-        "--with",
-        dest="libraries",
-        type=some_of(PACKAGES),
-        default=[],
-        metavar="NAME,...",
-        help=f"other libraries beside torch: {', '.join(PACKAGES)}",
-    )
-    parser.add_argument("--json", metavar="FILE")
+    add_libraries(parser)
     parser.add_argument("--svg", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:

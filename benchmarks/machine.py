@@ -5,11 +5,15 @@ import os
 import platform
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Options that hold paths.
+PATHS = ("json", "svg", "data")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -56,15 +60,28 @@ def describe_versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], **{n: version(n) for n in names}}
 
 
-def write_report(path: str | None, **content: Any) -> None:
-    """Writes ``{machine, commit, versions, ...content}`` as JSON, if a path was given."""
-    if path is None:
+def write_report(
+    arguments: Namespace, load_before: float, rows: Sequence[Mapping[str, Any]], **content: Any
+) -> None:
+    """Writes machine, commit, versions, command line and rows as JSON, if ``--json`` is given.
+
+    Args:
+        arguments: The command line; paths in it are not written.
+        load_before: The load average before the measurement.
+        rows: What was measured.
+        **content: Further facts.
+    """
+    if arguments.json is None:
         return
     document = {
+        "benchmark": Path(sys.argv[0]).stem,
         "machine": describe_machine(),
         "commit": describe_commit(),
         "versions": describe_versions(),
+        "load_average": [load_before, load_average()],
+        "arguments": {k: v for k, v in vars(arguments).items() if k not in PATHS},
         **content,
+        "rows": rows,
     }
-    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+    Path(arguments.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {arguments.json}")

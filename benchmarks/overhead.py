@@ -6,7 +6,7 @@
 Both loops train copies of one model in one process: same samples a step, same fused AdamW, with
 and without clipping. They take short turns, each going first in every other one, so that a machine
 whose speed drifts favours none. ``ratio`` is evener's time over that of the plain loop in the same
-round of several turns: median, then smallest and largest. ``cpu_ratio`` is the same in processor
+round of several turns: median, and 5th to 95th percentile. ``cpu_ratio`` is the same in processor
 time, and ``best_ratio`` compares the fastest turn of each: other programs on the machine disturb
 these less. Everything runs on one thread.
 """
@@ -14,12 +14,14 @@ these less. Everything runs on one thread.
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from machine import load_average, write_report
+from machine import load_before, write_report
 from models import GPT, Tokens, mean_loss
+from options import make_parser, some_of
+from tables import ratios, spread, text_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -119,56 +121,28 @@ def main() -> None:
     """Measures every case with and without clipping."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
-    before = load_average()
+    before = load_before()
     rows = []
-    print(" model  clip  plain ms   ratio  spread         cpu ratio  spread         best ratio")
     for name in arguments.cases:
-        for clip in (False, True):
-            row = measure(CASES[name], clip, arguments)
-            rows.append(row)
-            print(
-                f"{name:>6} {clip!s:>5} {row['plain_ms']:9.2f} {row['ratio']:7.4f}  "
-                f"{row['ratio_spread'][0]:.4f}..{row['ratio_spread'][1]:.4f} "
-                f"{row['cpu_ratio']:9.4f}  "
-                f"{row['cpu_ratio_spread'][0]:.4f}..{row['cpu_ratio_spread'][1]:.4f} "
-                f"{row['best_ratio']:9.4f}"
-            )
-    write_report(
-        arguments.json,
-        benchmark="overhead",
-        load_average=[before, load_average()],
-        arguments={
-            "rounds": arguments.rounds,
-            "round_s": arguments.round_s,
-            "dataloader": arguments.dataloader,
-            "threads": 1,
-        },
-        rows=rows,
-    )
+        rows += [measure(CASES[name], clip, arguments) for clip in (False, True)]
+        print(f"{name}: measured", flush=True)
+    print(text_of(rows))
+    write_report(arguments, before, rows, threads=1)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=1.2, help="length of a round")
-    parser.add_argument("--cases", type=cases, default=list(CASES), help=",".join(CASES))
+    parser.add_argument("--cases", type=some_of(CASES), default=list(CASES), help=",".join(CASES))
     parser.add_argument(
         "--batch-size", type=int, help="samples a step, in place of each case's own"
     )
     parser.add_argument(
         "--dataloader", action="store_true", help="both loops read through a torch DataLoader"
     )
-    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
-
-
-def cases(text: str) -> list[str]:
-    """``0.1M,3.3M`` as names of cases."""
-    names = text.split(",")
-    if unknown := set(names) - set(CASES):
-        raise argparse.ArgumentTypeError(f"no case {sorted(unknown)}; choose from {list(CASES)}")
-    return names
 
 
 def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, object]:
@@ -187,7 +161,9 @@ def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, 
         for name, way in pair if number % 2 else reversed(pair):
             turns[name].append(timed(way.run, steps))
     evener.close()
-    walls, cpus = (ratios(turns, rounds, kind) for kind in (0, 1))
+    walls, cpus = (
+        ratios(per_round(turns["evener"], kind), per_round(turns["plain"], kind)) for kind in (0, 1)
+    )
     best = {name: 1000 * min(wall_s for wall_s, _ in turns[name]) / steps for name in turns}
     middle = {
         name: 1000 * statistics.median(wall_s for wall_s, _ in turns[name]) / steps
@@ -196,33 +172,23 @@ def measure(case: Case, clip: bool, arguments: argparse.Namespace) -> dict[str, 
     return {
         "name": case.name,
         "clip": clip,
-        "parameters": sum(p.numel() for p in plain.model.parameters()),
+        "params": sum(p.numel() for p in plain.model.parameters()),
         "batch_size": case.batch_size,
         "seq_len": case.seq_len,
         "steps_a_turn": steps,
         "plain_ms": round(middle["plain"], 4),
         "evener_ms": round(middle["evener"], 4),
-        "ratio": round(statistics.median(walls), 4),
-        "ratio_spread": [round(min(walls), 4), round(max(walls), 4)],
-        "cpu_ratio": round(statistics.median(cpus), 4),
-        "cpu_ratio_spread": [round(min(cpus), 4), round(max(cpus), 4)],
+        **spread("ratio", walls),
+        **spread("cpu_ratio", cpus),
         "best_ratio": round(best["evener"] / best["plain"], 4),
         "best_plain_ms": round(best["plain"], 4),
     }
 
 
-def ratios(
-    turns: Mapping[str, Sequence[tuple[float, float]]], rounds: int, kind: int
-) -> list[float]:
-    """evener over plain, round by round; ``kind`` 0 for wall time, 1 for processor time."""
-    per_round = {
-        name: [
-            sum(turn[kind] for turn in taken[k * TURNS_A_ROUND : (k + 1) * TURNS_A_ROUND])
-            for k in range(rounds)
-        ]
-        for name, taken in turns.items()
-    }
-    return [e / p for p, e in zip(per_round["plain"], per_round["evener"], strict=True)]
+def per_round(turns: Sequence[tuple[float, float]], kind: int) -> list[float]:
+    """Seconds of each round; ``kind`` 0 for wall time, 1 for processor time."""
+    seconds = [turn[kind] for turn in turns]
+    return [sum(seconds[k : k + TURNS_A_ROUND]) for k in range(0, len(seconds), TURNS_A_ROUND)]
 
 
 def timed(run: Callable[[int], None], steps: int) -> tuple[float, float]:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -58,12 +57,7 @@ class Quotas:
         os.environ[_GROUPS] = os.pathsep.join(str(group or "") for group in self._groups)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         del os.environ[_GROUPS]
         self._remove()
 

@@ -7,7 +7,6 @@ Opening is from the order to the browser to the moment at which every chart is d
 chromium and playwright it is left out.
 """
 
-import argparse
 import random
 import resource
 import shutil
@@ -18,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser, numbers
 from runs import command_line
 
 from evener.observe.events import make_event
@@ -29,23 +29,16 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def main() -> None:
     """Measures what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--windows", type=int, default=100_000)
-    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2])
+    parser.add_argument("--ranks", type=numbers, default=[2])
     parser.add_argument(
         "--rounds", type=int, default=3, help="how often the page is opened; 0: never"
     )
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    before = load_average()
+    before = load_before()
     rows = [measure(arguments.windows, ranks, arguments.rounds) for ranks in arguments.ranks]
-    write_report(
-        arguments.json,
-        benchmark="report_page",
-        load_average=[before, load_average()],
-        arguments={"windows": arguments.windows, "ranks": arguments.ranks},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
 
 
 def measure(windows: int, ranks: int, rounds: int) -> dict[str, Any]:

@@ -1,23 +1,21 @@
-"""The ranks of a benchmark, which take turns at what it compares, and the figures of their rounds.
+"""The ranks of a benchmark, which take turns at what it compares.
 
 All ways that a benchmark compares live in the same processes and run one after another in each
 round. So a round is short, and a machine whose speed drifts favours no way. Ratios are formed
 inside a round, between figures that were taken within seconds of one another.
 """
 
-import argparse
 import json
 import os
 import random
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,35 +109,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
-    """Reads some of these names, with commas between them, from a command line."""
-
-    def read(text: str) -> list[str]:
-        names = text.split(",")
-        if unknown := [n for n in names if n not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return names
-
-    return read
-
-
 def shuffled(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
     """An order of the names for each round, the same on every rank."""
     generator = random.Random(0)
     for _ in range(rounds):
         yield generator.sample(list(names), len(names))
-
-
-def spread(key: str, values: Sequence[float]) -> dict[str, Any]:
-    """The median over rounds, and the interval that holds 90 % of them: ``{key, key_90}``."""
-    low, middle, high = (_rounded(v) for v in np.quantile(values, [0.05, 0.5, 0.95]))
-    return {key: middle, f"{key}_90": [low, high]}
-
-
-def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Round by round, values over others."""
-    return [v / o for v, o in zip(values, others, strict=True)]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

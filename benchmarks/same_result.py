@@ -8,7 +8,6 @@ is the relative difference of the held-out loss from that of the one process. Be
 much one process differs from itself with another seed: what nobody would call another result.
 """
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser
 from runs import pretrain, settings
 
 
@@ -51,14 +51,13 @@ REST = ("eval.max_sequences=256", "checkpoint.every=0", "sample.num_tokens=0")
 
 def main() -> None:
     """Trains every team with every seed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--teams", type=int, default=len(TEAMS), help="how many, from one rank on")
     parser.add_argument("--data", metavar="PATH", help="instead of Python's own sources")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    before = load_average()
+    before = load_before()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.seeds):
@@ -79,15 +78,7 @@ def main() -> None:
     alone = [row["heldout_loss"] for row in rows if row["ranks"] == 1]
     spread = (max(alone) - min(alone)) / statistics.mean(alone)
     print(f"largest change {worst:.6%}; one process differs between seeds by {spread:.2%}")
-    write_report(
-        arguments.json,
-        benchmark="same_result",
-        load_average=[before, load_average()],
-        arguments={"seeds": arguments.seeds, "steps": arguments.steps},
-        largest_change=worst,
-        spread_between_seeds=spread,
-        rows=rows,
-    )
+    write_report(arguments, before, rows, largest_change=worst, spread_between_seeds=spread)
 
 
 def train(folder: Path, team: Team, seed: int, keys: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ the ceiling lacks of 1, ranks take from one another on shared cores.
 import argparse
 
 from comparison import EVENER, Comparison
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser, numbers
 from rounds import Team, is_rank, run_ranks
 from tables import text_of
 from ways import Ceiling, LocalCeiling, Setting, Solo, TunedDdp, Way
@@ -27,43 +28,28 @@ def main() -> int:
     if is_rank():
         measure(Team(), arguments)
         return 0
-    before, rows = load_average(), []
+    before, rows = load_before(), []
     for count in arguments.ranks:
         rows += run_ranks(count, threads=1)
     print(text_of(rows))
-    write_report(
-        arguments.json,
-        benchmark="scaling",
-        load_average=[before, load_average()],
-        arguments={k: v for k, v in vars(arguments).items() if k != "json"},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
     return 0
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=sizes, default=list(RANKS), metavar="N,...")
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=numbers, default=list(RANKS), metavar="N,...")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=10, help="global batches a turn")
     parser.add_argument("--samples", type=int, default=16, help="of a global batch, for each rank")
     parser.add_argument("--sample-s", type=float, default=0.01, help="sleep for each of them")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--quick", action="store_true", help="1, 2 and 4 ranks, 2 rounds")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ranks, arguments.rounds = [1, 2, 4], 2
     return arguments
-
-
-def sizes(text: str) -> list[int]:
-    """``2,4`` as numbers of ranks."""
-    values = [int(t) if t.isdecimal() else 0 for t in text.split(",")]
-    if not all(values):
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers above 0, such as 2,4")
-    return values
 
 
 def measure(team: Team, arguments: argparse.Namespace) -> None:

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser, numbers
 
 from evener.data.cursor import Cursor, Slice
 from evener.data.leases import LeaseBook
@@ -239,7 +240,7 @@ WAYS = (
 def main() -> None:
     """Measures every size of a team."""
     arguments = parse_arguments()
-    before = load_average()
+    before = load_before()
     rows: list[dict[str, Any]] = []
     for way in WAYS:
         for num_ranks in arguments.ranks:
@@ -247,31 +248,19 @@ def main() -> None:
                 rows.append(row)
                 told = f"{1000 * row['seconds']:10.3f} ms {row['bytes'] / 2**20:10.3f} MiB"
                 print(f"{row['name']:20} {num_ranks:6} ranks {told}", flush=True)
-    write_report(
-        arguments.json,
-        benchmark="simulate_scale",
-        load_average=[before, load_average()],
-        arguments={"rounds": arguments.rounds, "ranks": arguments.ranks},
-        rows=rows,
-    )
+    write_report(arguments, before, rows)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--ranks", type=sizes, default=list(RANKS), help="such as 2,64,1024")
+    parser.add_argument("--ranks", type=numbers, default=list(RANKS), help="such as 2,64,1024")
     parser.add_argument("--quick", action="store_true", help="2, 1,024 and 10,240 ranks; 3 rounds")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.ranks, arguments.rounds = [2, 1024, 10240], 3
     return arguments
-
-
-def sizes(text: str) -> list[int]:
-    """``2,64`` as numbers of ranks."""
-    return [int(number) for number in text.split(",")]
 
 
 def measure(way: Way, num_ranks: int, rounds: int) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ Blank lines, comments and docstrings do not count: they are for readers. Tokens 
 Python's own tokenizer without newlines and indents, so that long lines gain nothing.
 """
 
-import argparse
 import ast
 import io
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from machine import ROOT, load_average, write_report
+from options import make_parser
 
 LAYOUT = {
     tokenize.COMMENT,
@@ -102,16 +102,15 @@ def show(found: dict[str, Any], first: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--against", metavar="COMMIT", help="count that commit first")
-    parser.add_argument("--json", help="write the report here")
     arguments = parser.parse_args()
     before = load_average()
     commits = [None] if arguments.against is None else [arguments.against, None]
     found = [count(commit) for commit in commits]
     for one in found:
         show(one, found[0])
-    write_report(arguments.json, load_average=[before, load_average()], rows=found)
+    write_report(arguments, before, found)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,18 @@ building the model (which imports transformers).
 """
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import load_average, write_report
+from machine import load_before, write_report
+from options import make_parser, some_of
 from runs import clean_environment, command_line, pretrain, settings
+from tables import spread, text_of
 
 RANKS = 2
 #: A demo that ends soon after its first window.
@@ -42,37 +43,22 @@ PARTS = {
 def main() -> None:
     """Measures what was asked for."""
     arguments = parse_arguments()
-    before = load_average()
+    before = load_before()
     rows: list[dict[str, Any]] = []
     for group in arguments.only:
         for name, seconds in GROUPS[group](arguments.rounds).items():
-            rows.append(row(name, seconds))
-            low, high = rows[-1]["spread_s"]
-            print(f"{name:24} {rows[-1]['seconds']:7.3f} s   {low:.3f}..{high:.3f}")
-    write_report(
-        arguments.json,
-        benchmark="startup",
-        load_average=[before, load_average()],
-        arguments={"rounds": arguments.rounds, "only": arguments.only, "ranks": RANKS},
-        rows=rows,
-    )
+            rows.append({"name": name, **spread("seconds", seconds), "times": len(seconds)})
+        print(f"{group}: measured", flush=True)
+    print(text_of(rows))
+    write_report(arguments, before, rows, ranks=RANKS)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", type=groups, default=list(GROUPS), help=",".join(GROUPS))
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--only", type=some_of(GROUPS), default=list(GROUPS), help=",".join(GROUPS))
     return parser.parse_args()
-
-
-def groups(text: str) -> list[str]:
-    """``help,demo`` as names of groups."""
-    names = text.split(",")
-    if unknown := set(names) - set(GROUPS):
-        raise argparse.ArgumentTypeError(f"no {sorted(unknown)}; choose from {list(GROUPS)}")
-    return names
 
 
 def time_help(rounds: int) -> dict[str, list[float]]:
@@ -112,16 +98,6 @@ GROUPS: dict[str, Callable[[int], dict[str, list[float]]]] = {
     "demo": time_demo,
     "parts": time_parts,
 }
-
-
-def row(name: str, seconds: Sequence[float]) -> dict[str, Any]:
-    """Median and spread."""
-    return {
-        "name": name,
-        "seconds": round(statistics.median(seconds), 4),
-        "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
-        "times_measured": len(seconds),
-    }
 
 
 def measure(action: Callable[[], None]) -> float:

@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Row = Mapping[str, Any]
 
 #: What tells rows of one table from those of another; said once, above it.
 FACTS = (*("speeds", "slowed_by", "condition", "ranks", "params", "tokens_per_rank", "batch_size"),)
-#: Columns that stand beside the figure itself, or are a table of their own.
-_BESIDE = ("_90", "_spread", "_rounds", "_aim")
+#: Endings of columns whose values stand in brackets beside the figure, and what is said of them.
+BRACKETS = {
+    "_90": "(low..high): 5th to 95th percentile of the values of which the figure is the median.",
+    "_aim": "[value]: what is aimed at.",
+}
 
 
 def main() -> None:
@@ -31,6 +36,21 @@ def main() -> None:
         print(text_of(document["rows"], markdown=arguments.markdown))
 
 
+def spread(key: str, values: Sequence[float]) -> dict[str, Any]:
+    """The median over rounds, and their 5th and 95th percentile: ``{key, key_90}``."""
+    low, middle, high = (_rounded(v) for v in np.quantile(values, [0.05, 0.5, 0.95]))
+    return {key: middle, f"{key}_90": [low, high]}
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, values over others."""
+    return [v / o for v, o in zip(values, others, strict=True)]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
 def heading(document: Mapping[str, Any], *, markdown: bool) -> str:
     """The benchmark, the machine, the commit and the versions."""
     machine, versions = document["machine"], document["versions"]
@@ -43,7 +63,7 @@ def heading(document: Mapping[str, Any], *, markdown: bool) -> str:
 
 
 def text_of(rows: Sequence[Row], *, markdown: bool = False) -> str:
-    """The tables of rows, one for each set of facts that they share."""
+    """The tables of rows, one for each set of facts that they share, and what brackets mean."""
     facts = [
         name
         for name in FACTS
@@ -58,6 +78,8 @@ def text_of(rows: Sequence[Row], *, markdown: bool = False) -> str:
         title = ", ".join(key).replace("_", " ")
         above = f"**{title}**\n\n" if markdown else f"{title}\n"
         parts.append(above * bool(key) + table(group, markdown=markdown))
+    keys = {key for row in rows for key in row}
+    parts += [text for ending, text in BRACKETS.items() if any(k.endswith(ending) for k in keys)]
     return "\n\n".join(parts)
 
 
@@ -68,7 +90,7 @@ def table(rows: Sequence[Row], *, markdown: bool) -> str:
             name
             for row in rows
             for name, value in row.items()
-            if name not in FACTS and not name.endswith(_BESIDE) and is_figure(value)
+            if name not in FACTS and not name.endswith(tuple(BRACKETS)) and is_figure(value)
         )
     )
     lines = [[column.replace("_", " ") for column in columns]]
@@ -89,14 +111,13 @@ def is_figure(value: object) -> bool:
 
 
 def cell(row: Row, column: str) -> str:
-    """A figure, the interval that holds most rounds, and what was aimed at."""
+    """A figure, its 5th and 95th percentile, and what was aimed at."""
     if column not in row:
         return ""
     text = brief(row[column])
-    for suffix in ("_90", "_spread"):
-        if row.get(f"{column}{suffix}"):
-            low, high = row[f"{column}{suffix}"]
-            text += f" ({brief(low)}..{brief(high)})"
+    if f"{column}_90" in row:
+        low, high = row[f"{column}_90"]
+        text += f" ({brief(low)}..{brief(high)})"
     if (aim := row.get(f"{column}_aim")) is not None:
         text += f" [{brief(aim)}]"
     return text

@@ -155,9 +155,9 @@ class Way:
     def clock(self) -> "Iterator[Clock]":
         """Measures what follows, from when all ranks are there."""
         self.team.barrier()
-        clock = Clock(time.perf_counter())
+        clock, started_s = Clock(), time.perf_counter()
         yield clock
-        clock.elapsed_s = time.perf_counter() - clock.elapsed_s
+        clock.elapsed_s = time.perf_counter() - started_s
 
     def batch(self, step: int, size: int) -> Tensor:
         """Some samples."""
@@ -181,7 +181,7 @@ class Way:
 class Clock:
     """The seconds of a turn on this rank, when it is over."""
 
-    elapsed_s: float
+    elapsed_s: float = 0.0
 
 
 class Solo(Way):

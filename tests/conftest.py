@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 
 from helpers import leaks
+from helpers.browsers import find_browser
 from helpers.forking import Zygote
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ def has(marker: str) -> bool:
     if marker == "root":
         return os.geteuid() == 0 and all(map(which, ("ip", "tc", "nsenter", "unshare")))
     if marker == "browser":
-        browsers = ("chromium", "chromium-browser", "google-chrome")
-        return find_spec("playwright") is not None and any(map(which, browsers))
+        return find_spec("playwright") is not None and find_browser() is not None
     import torch
 
     return torch.cuda.is_available()

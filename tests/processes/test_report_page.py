@@ -1,6 +1,5 @@
 """The page of a report in a real browser: it draws, asks for nothing, and obeys the keyboard."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 from evener import cli
 from evener.observe.events import make_event
 from evener.observe.jsonl import to_line
+from helpers.browsers import find_browser
 from helpers.event_cases import committed_window, started
 from helpers.limits import PATIENCE_S
 
 pytestmark = pytest.mark.browser
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def write_run(folder: Path, count: int) -> Path:
@@ -40,11 +38,10 @@ def write_run(folder: Path, count: int) -> Path:
 def browsing(page: Path, **options: Any) -> Iterator[Any]:
     """A page in a browser; fails at its end for whatever the console said or was asked for."""
     playwright = pytest.importorskip("playwright.sync_api")
-    program = next(filter(None, map(shutil.which, BROWSERS)))
     said: list[str] = []
     asked: list[str] = []
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         try:
             tab = browser.new_page(**options)
             tab.set_default_timeout(1000 * PATIENCE_S)

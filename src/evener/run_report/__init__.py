@@ -1,1 +1,1 @@
-"""What a run folder tells afterwards: figures, a page to look at, a trace for Perfetto."""
+"""Reports of runs, made from their folders: figures, a page to look at, a trace for Perfetto."""

@@ -22,16 +22,16 @@ from evener.run_report.timeline import timeline
 from evener.run_report.waiting import Waits, count_waits
 
 MOST_POINTS: Final = 1500
-"""Points of a curve; few screens have so many columns for it."""
+"""The most points of a curve: as many as a wide screen has columns of pixels for it."""
 
 MOST_NUMBERS: Final = 250_000
-"""Numbers in all curves of a page, at about 7 bytes each; with many ranks curves get fewer."""
+"""The most numbers in all curves of a page; each takes about 7 bytes of it."""
 
 MOST_TIMELINE_BYTES: Final = 6_000_000
-"""Of all timelines of a page; windows are merged to stay below."""
+"""The most bytes of all timelines of a page; windows are merged where they would take more."""
 
 MOST_LISTED: Final = 500
-"""Lines of a list, such as that of the checkpoints; of longer ones the middle is left out."""
+"""The most lines of a list, such as that of the checkpoints; a longer one loses its middle."""
 
 
 # Sums of absurd values become infinite, and null in the document.

@@ -18,10 +18,10 @@ from typing import Any, Final
 from evener.observe.numbers import human_bytes, human_count, human_duration
 
 GENERATOR: Final = '<meta name="generator" content="evener report">'
-"""By this a page is known as one that may be replaced."""
+"""A file with this line is a report of ours, so that ``evener report`` may replace it."""
 
 _MOST_CLASSES: Final = 60
-"""Of more classes the matrix is left out of the page: cells would be too small to read."""
+"""The most classes whose matrix the page shows: cells of a larger one are too small to read."""
 
 Document = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ class Confusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryFacts:
-    """What events do not say.
+    """The figures of a report that events lack.
 
     Attributes:
         speed: Units per second of the team after the warm-up.

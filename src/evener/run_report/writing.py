@@ -1,4 +1,4 @@
-"""Reads run folders and writes what is told of them: the only part of a report with I/O."""
+"""Read run folders and write their reports: the only part of this package with I/O."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from evener.version import __version__
 DEFAULT_PAGE: Final = Path("report.html")
 
 _MOST_NOTES: Final = 3
-"""Lines that are not events and are named; of further ones only the number is told."""
+"""The most lines that are named because they are not events; further ones are counted."""
 
 
 def report(runs: Sequence[Path]) -> dict[str, Any]:
