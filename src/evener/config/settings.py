@@ -107,8 +107,8 @@ class TrainingOptions(LocalOptions):
         speed_hint: Speeds of the ranks relative to one another, a larger number for a faster rank:
             one for each rank, such as ``(1.0, 0.33)``, or by rank, such as ``{1: 0.33}``, where a
             rank that is not named has speed 1. ``with_speed_hint`` says how slow a rank is instead.
-            Replaces the calibration before the first window. Where measurement contradicts it,
-            rank 0 warns.
+            Replaces the calibration before the first window. A warning tells where measurement
+            contradicts it.
         partition_ratios: Shares of the ranks relative to one another, the same in every window;
             replaces planning altogether. 0 gives a rank nothing to do.
         verify_every: After every so many windows, at the end of an epoch, before a checkpoint and

@@ -93,7 +93,7 @@ class Loop(DataSide):
             scheduler: Torch scheduler(s), stepped once per optimizer step of the team; or a
                 function of ``Progress`` that gives the factor of the base learning rate.
             policy: ``"sync"``, ``"cadence"`` or ``"async"``; see ``ApplyPolicy``.
-            backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+            backend: ``"auto"``, ``"gloo"``, ``"cpu"`` or ``"nccl"``; see ``AverageBackend``.
             devices: ``"auto"`` (every device of this host's accelerator, else the CPU), ``"cpu"``,
                 ``"cuda"``, ``"xpu"``, ``"mps"``, ``"accelerator"`` (whatever torch finds), one
                 device such as ``"cuda:1"``, a number of ranks, or a list with a device for each
@@ -150,8 +150,8 @@ class Loop(DataSide):
     def is_main_process(self) -> bool:
         """Whether this rank writes and prints for the team; true on one rank.
 
-        That is rank 0, until it is parked because it is too slow; then the lowest rank that is
-        not. So ask for it each time.
+        It is rank 0 until that is parked because it is too slow; then the lowest rank that stays,
+        also after rank 0 has come back. So ask for it each time.
         """
         return self._engine.is_main
 

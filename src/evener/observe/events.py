@@ -194,9 +194,9 @@ class RankRow(TypedDict):
         compute_s: Seconds of compute, without waiting.
         wait_s: Seconds in which it waited for other ranks.
         sync_s: Seconds of exchange after all had arrived.
-        elapsed_s: Seconds from applying the window before to applying this one, on its clock. What
-            the three times above leave of it is bookkeeping: fetching data, planning, events,
-            and whatever the loop does besides.
+        elapsed_s: Seconds on its clock from applying the window before, or from the beginning of
+            the epoch, to applying this one. The part that is in none of the three times above is
+            bookkeeping: fetching data, planning, events, and whatever the loop does besides.
     """
 
     rank: int

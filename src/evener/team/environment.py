@@ -49,12 +49,19 @@ class DistributedBackend(StrEnum):
 
 
 class AverageBackend(StrEnum):
-    """How ranks exchange: ``GLOO`` through sockets, ``CPU`` through memory where they share it."""
+    """How ranks exchange."""
 
     AUTO = "auto"
+    """NCCL where every rank has a GPU of its own and NCCL passes its preflight; else as ``CPU``."""
+
     NCCL = "nccl"
+    """Between GPUs of one vendor, one for each rank."""
+
     GLOO = "gloo"
+    """Through sockets, also between ranks of one host."""
+
     CPU = "cpu"
+    """Through shared memory if all ranks are on one host and can share it; else as ``GLOO``."""
 
 
 _CHOICES: Final[Mapping[str, type[StrEnum]]] = {
