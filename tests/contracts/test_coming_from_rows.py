@@ -44,6 +44,7 @@ from evener import (
     Replicas,
     TrainedState,
     TransformerTrainer,
+    UsageError,
     Verdict,
     WindowResult,
     WorkerError,
@@ -52,12 +53,14 @@ from evener import (
     shard_files,
 )
 from evener.cli import app
+from evener.comm.base import Communicator
 from evener.observe.jsonl import to_line
 from helpers.classification import TINY_LLAMA, config, samples
 from helpers.event_cases import committed_window, started
 from helpers.language import llama, lm_batch
 from helpers.limits import PATIENCE_S
 from helpers.source import ROOT
+from helpers.teams import run_team, setup
 
 Snippet = Callable[[Path], None]
 
@@ -569,6 +572,26 @@ def on_threads(ends: list[DistributedComm], body: Callable[[DistributedComm], An
         thread.join(PATIENCE_S)
     assert None not in found
     return found
+
+
+@row("ZeRO-1")
+def _(folder: Path) -> None:
+    assert DdpConfig().sharded_update == "auto"
+
+    def body(comm: Communicator) -> dict[int, Any]:
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.Adam(model.parameters())
+        with setup(comm, model, optimizer, sharded_update="on") as ddp:
+            for (x,) in ddp.loader(DATA, batch_size=8).epoch(0):
+                ddp.backward(model(x).square().mean())
+                ddp.step()
+            with pytest.raises(UsageError, match="is divided among 2 ranks"):
+                optimizer.state[model.weight]
+            states: dict[int, Any] = optimizer.state_dict()["state"]
+        return states
+
+    for states in run_team(2, body):
+        assert [state["exp_avg"].shape for state in states.values()] == [(3, 2), (3,)]
 
 
 @row("`DistributedTrainer`, `DistributedComm`")
