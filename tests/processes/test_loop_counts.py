@@ -17,7 +17,7 @@ SAMPLES, BATCH, EPOCHS = 609, 29, 2
 
 
 def train(rank: Rank, policy: str) -> dict[str, Any]:
-    from evener import Ddp
+    from evener import Ddp, WindowResult
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
@@ -25,10 +25,15 @@ def train(rank: Rank, policy: str) -> dict[str, Any]:
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 2))
     seen: list[list[int]] = []
     firsts: dict[int, int] = {}
-    forwards, committed = 0, []
+    forwards, committed = 0, [[0] * rank.world_size for _ in range(EPOCHS)]
     copy: list[torch.Tensor] = []
+
+    def count(result: WindowResult) -> None:
+        for i, record in enumerate(result.ranks):
+            committed[result.epoch][i] += record.micro_batches
+
     with Ddp.setup(model, optimizer, policy=policy, quiet=True) as ddp:
-        ddp.on_commit(lambda result: committed.append([r.micro_batches for r in result.ranks]))
+        ddp.on_commit(count)
         loader = ddp.loader(data, batch_size=BATCH)
         for epoch in range(EPOCHS):
             seen.append([])
@@ -48,7 +53,7 @@ def train(rank: Rank, policy: str) -> dict[str, Any]:
         "seen": seen,
         "firsts": firsts,
         "forwards": forwards,
-        "micro_batches": sum(window[rank.rank] for window in committed),
+        "micro_batches": [epoch[rank.rank] for epoch in committed],
         "starts_alike": all(map(torch.equal, copy, start.parameters())),
         "unmoved": unmoved,
         "tracked": int(model[1].num_batches_tracked),
@@ -64,9 +69,11 @@ def test_a_loop_sees_each_sample_once_an_epoch(world_size: int, policy: str) -> 
         assert ids == dict.fromkeys(range(SAMPLES), 1)
     for rank in found:
         assert rank["firsts"][0] == 0
-        # With so small a model the team may do best with a rank that is parked after some windows.
-        assert policy == "sync" or len(rank["firsts"]) == EPOCHS
-        assert rank["forwards"] == rank["micro_batches"], "a batch was handed out and did not count"
+        # With so small a model the team may do best without a rank that the machine holds up.
+        worked = [epoch for epoch in range(EPOCHS) if rank["micro_batches"][epoch]]
+        assert list(rank["firsts"]) == worked, "a rank begins the epochs in which it has work"
+        counted = sum(rank["micro_batches"])
+        assert rank["forwards"] == counted, "a batch was handed out and did not count"
         assert rank["starts_alike"]
         assert rank["unmoved"] == 0
         begins = {r["firsts"][1] for r in found if 1 in r["firsts"]}
