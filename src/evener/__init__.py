@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from evener.errors import CollectiveMismatchError as CollectiveMismatchError
     from evener.errors import CollectiveTimeoutError as CollectiveTimeoutError
     from evener.errors import ConfigError as ConfigError
+    from evener.errors import CoordinatorLostError as CoordinatorLostError
     from evener.errors import DataError as DataError
     from evener.errors import EvenerError as EvenerError
     from evener.errors import LaunchError as LaunchError
+    from evener.errors import LeftOutError as LeftOutError
     from evener.errors import NonFiniteGradientError as NonFiniteGradientError
     from evener.errors import PeerLostError as PeerLostError
     from evener.errors import ProtocolError as ProtocolError
     from evener.errors import ReplicasDifferError as ReplicasDifferError
+    from evener.errors import TeamRefusedError as TeamRefusedError
     from evener.errors import UsageError as UsageError
     from evener.errors import UserError as UserError
     from evener.errors import WorkerError as WorkerError
@@ -120,6 +123,9 @@ _MODULE_OF: Final = {
     "UserError": "evener.errors",
     "Verdict": "evener.planning.guard",
     "WindowResult": "evener.engine.results",
+    "CoordinatorLostError": "evener.errors",
+    "LeftOutError": "evener.errors",
+    "TeamRefusedError": "evener.errors",
     "WorkerError": "evener.errors",
     "classify": "evener.tasks.classification.command",
     "pretrain": "evener.tasks.pretraining",

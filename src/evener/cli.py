@@ -27,6 +27,8 @@ from evener.config.options import (
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
+from evener.protocol.roster import Deadlines, parse_team_limits
+from evener.team.address import check_port
 from evener.team.child import apply_threads, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
@@ -82,6 +84,25 @@ class ReportOptions:
     numbers: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinateOptions:
+    """Options of ``evener coordinator``.
+
+    Attributes:
+        team: Fewest and most workers, as ``MIN:MAX``.
+        host: Where it listens.
+        port: Its port; a free one by default.
+        token_file: Holds what workers must know.
+        timeout_s: How long it waits for workers that are missing.
+    """
+
+    team: str
+    host: str = "127.0.0.1"
+    port: int | None = None
+    token_file: Path | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
 _Options = TypeVar("_Options")
 
 #: By the field of a class of options: how the command line takes it, in the order of the help.
@@ -117,6 +138,10 @@ _TAKEN: Final = {
     "port": typer.Option(
         metavar="P", help=f"Port to meet on; a free one, or {DEFAULT_PORT} with --nnodes."
     ),
+    "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
+    "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
+    "token_file": typer.Option(metavar="FILE", help="Holds what workers must know."),
+    "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
 }
@@ -322,6 +347,25 @@ def report(options: ReportOptions, _arguments: Sequence[str]) -> int:
         if options.numbers:
             print(numbers_text(document))
     return 0
+
+
+@_command(CoordinateOptions)
+def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
+    """Decide who is in an elastic team; evener launch --elastic starts one by itself."""
+    from evener.team.coordinator import CoordinatorOptions, coordinate
+    from evener.team.sealed import read_token
+
+    least, most = parse_team_limits(options.team)
+    return coordinate(
+        CoordinatorOptions(
+            host=options.host,
+            port=0 if options.port is None else check_port(options.port, "--port"),
+            least=least,
+            most=most,
+            token=read_token(options.token_file),
+            deadlines=Deadlines(timeout_s=options.timeout_s),
+        )
+    )
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:

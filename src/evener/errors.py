@@ -93,6 +93,18 @@ class CollectiveMismatchError(CollectiveError, UserError):
     """Ranks joined different collectives, such as an evaluation on a local step counter."""
 
 
+class TeamRefusedError(UserError):
+    """The coordinator of an elastic team refused this worker; the message says what differs."""
+
+
+class LeftOutError(EvenerError):
+    """The team has formed a generation without this worker, which must drop what is uncommitted."""
+
+
+class CoordinatorLostError(EvenerError):
+    """The coordinator of an elastic team did not answer for as long as workers wait for it."""
+
+
 class WorkerError(EvenerError):
     """A worker of a managed run failed; its cause shows the worker's own traceback.
 

@@ -7,6 +7,7 @@ from helpers.source import PACKAGE, modules
 
 #: Files that share a name with another file or with a package, and why readers may expect it.
 SAME_NAME = {
+    "coordinator": "classification's public DataParallelCoordinator; team/ has that of a team",
     "engine": "the module that the other modules of engine/ build on",
     "loop": "the class that the other modules of loop/ serve",
     "sync": "the policy SYNC: planning/ divides its windows, engine/ carries them out",

@@ -1,0 +1,458 @@
+"""The coordinator of an elastic team: a small process that never trains and decides who is in.
+
+What it decides is in ``protocol/roster.py``. This is its edge: TCP connections, on each of which
+messages travel as lines of JSON. A message that is too long, damaged or of an unknown kind ends its
+connection and nothing else. Nothing is unpickled.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, final
+
+from evener.comm.addresses import bind, is_loopback
+from evener.errors import ConfigError, LaunchError
+from evener.parsing import Fields, parse_json, short
+from evener.protocol.roster import (
+    Deadlines,
+    ProcessState,
+    Roster,
+    read_formation,
+    read_standing,
+)
+from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
+from evener.team.terminal import say
+from evener.version import __version__
+
+_BACKLOG: Final = 128
+_TICK_S: Final = 0.05
+#: Connections that have not said who they are; the oldest is closed for a new one.
+_MOST_STRANGERS: Final = 32
+#: A peer that does not read what it is sent is closed when so many bytes wait for it.
+_MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
+_MOST_KEYS: Final = 100_000
+_MOST_STORE_BYTES: Final = 64 * 1024 * 1024
+_MOST_REFUSALS: Final = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions:
+    """How a coordinator is started.
+
+    Attributes:
+        host: Where it listens.
+        port: Its port; 0 takes a free one.
+        least: Fewest members of the team.
+        most: Most members.
+        token: What workers must know; ``None`` admits every process of this host.
+        deadlines: Those of the team.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    least: int = 1
+    most: int
+    token: bytes | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ConfigError(
+                f"--elastic is {self.least}:{self.most}; give MIN:MAX with 1 <= MIN <= MAX"
+            )
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host is {self.host}, but there is no token: without one the coordinator "
+                "listens on loopback only; give --token-file to admit workers of other machines"
+            )
+
+
+def coordinate(options: CoordinatorOptions) -> int:
+    """Run a coordinator until this process is told to stop (SIGINT, SIGTERM); return 0.
+
+    It prints its address as soon as workers can connect.
+
+    Raises:
+        LaunchError: The port is in use or not allowed.
+    """
+
+    async def run() -> None:
+        coordinator = Coordinator(options)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, coordinator.stop)
+        least, most = options.least, options.most
+        where = f"{options.host}:{coordinator.port}"
+        say(f"evener coordinator: listens on {where} for a team of {least} to {most} workers")
+        await coordinator.serve()
+
+    asyncio.run(run())
+    return 0
+
+
+@final
+class Coordinator:
+    """Decides who is in an elastic team, for as long as ``serve`` runs.
+
+    Args:
+        options: How it is started.
+
+    Raises:
+        LaunchError: The port is in use or not allowed.
+    """
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        try:
+            self._socket = bind(options.host, options.port, _BACKLOG)
+        except OSError as error:
+            raise LaunchError(
+                f"the coordinator cannot listen on {options.host}:{options.port} "
+                f"({error.strerror}): end the program that uses the port, or choose another with "
+                "--port"
+            ) from None
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self.options = options
+        self.roster = Roster(options.least, options.most, options.deadlines, time.monotonic())
+        self.store = GenerationStore()
+        self._strangers: list[Visitor] = []
+        self._workers: dict[str, Visitor] = {}
+        self._num_refusals = 0
+        self._stopping = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Serve until ``stop`` is called."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Visitor(self), sock=self._socket)
+        try:
+            while not self._stopping.is_set():
+                try:
+                    await asyncio.wait_for(self._stopping.wait(), _TICK_S)
+                except TimeoutError:
+                    self._tick()
+        finally:
+            server.close()
+            for visitor in [*self._strangers, *self._workers.values()]:
+                visitor.drop()
+
+    def stop(self) -> None:
+        """Let ``serve`` return; call it in the thread of its loop."""
+        self._stopping.set()
+
+    # ── what visitors call ───────────────────────────────────────────────────────────────────────
+
+    def welcome(self, visitor: "Visitor") -> None:
+        """Take in a connection that has not said who it is."""
+        self._strangers.append(visitor)
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._strangers[0].drop()
+
+    def know(self, visitor: "Visitor") -> None:
+        """Note that a connection has said who it is."""
+        if visitor in self._strangers:
+            self._strangers.remove(visitor)
+        if visitor.member:
+            before = self._workers.get(visitor.member)
+            self._workers[visitor.member] = visitor
+            if before is not None and before is not visitor:
+                before.drop()
+
+    def forget(self, visitor: "Visitor") -> None:
+        """Note that a connection has ended."""
+        if visitor in self._strangers:
+            self._strangers.remove(visitor)
+        if self._workers.get(visitor.member) is visitor:
+            del self._workers[visitor.member]
+            self.roster.depart(time.monotonic(), visitor.member, visitor.session)
+            self.send_orders()
+
+    def refuse(self, why: str) -> None:
+        """Print why a connection was refused, up to a number of times."""
+        self._num_refusals += 1
+        if self._num_refusals <= _MOST_REFUSALS:
+            say(f"evener coordinator: {why}")
+
+    def send_orders(self) -> None:
+        """Send what follows from the last event."""
+        for order in self.roster.take():
+            if not order.to:
+                say(f"evener coordinator: {order.content['text']}")
+            elif order.to in self._workers:
+                self._workers[order.to].tell(order.type, order.content)
+        self.store.keep(self.roster.generation)
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        self.roster.tick(now_s)
+        self.send_orders()
+        self.store.expire(now_s)
+        for visitor in [*self._strangers]:
+            if now_s - visitor.since_s > self.options.deadlines.hello_s:
+                visitor.drop()
+
+
+@final
+class Visitor(asyncio.Protocol):
+    """One connection, of a worker, of a supervisor or of a stranger."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.member = ""
+        self.session = ""
+        self.since_s = time.monotonic()
+        self._coordinator = coordinator
+        self._unread = bytearray()
+        self._nonce = new_nonce()
+        self._seal: Seal | None = None
+        self._role = ""
+        self._transport: asyncio.Transport | None = None
+
+    # ── asyncio calls these ──────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say what the other end has to prove."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._write(
+            {
+                "type": "challenge",
+                "nonce": self._nonce,
+                "needs_token": self._coordinator.options.token is not None,
+                "evener": __version__,
+            }
+        )
+        self._coordinator.welcome(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Read whole lines."""
+        self._unread += data
+        while self._transport is not None:
+            line, newline, rest = self._unread.partition(b"\n")
+            if len(line) > MOST_MESSAGE_BYTES:
+                self._reject(f"a message has more than {MOST_MESSAGE_BYTES} bytes")
+                return
+            if not newline:
+                return
+            self._unread = rest
+            try:
+                self._hear(bytes(line))
+            except ValueError as error:
+                self._reject(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note that the other end has gone."""
+        del exc
+        self._transport = None
+        self._coordinator.forget(self)
+
+    # ── what others call ─────────────────────────────────────────────────────────────────────────
+
+    def tell(self, type: str, content: Mapping[str, Any]) -> None:  # noqa: A002
+        """Send a message."""
+        if self._seal is not None:
+            self._write(self._seal.close({"type": type, **content}))
+
+    def drop(self) -> None:
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+            self._coordinator.forget(self)
+
+    # ── what is heard ────────────────────────────────────────────────────────────────────────────
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(json.dumps(message).encode() + b"\n")
+        if self._transport.get_write_buffer_size() > _MOST_WAITING_BYTES:
+            self.drop()
+
+    def _reject(self, why: str) -> None:
+        who = f"{self._role} {self.member}".strip() or "a connection"
+        self._coordinator.refuse(f"closed the connection of {who}: {why}")
+        self.drop()
+
+    def _hear(self, line: bytes) -> None:
+        message = parse_json(line)
+        now_s = time.monotonic()
+        if self._seal is None:
+            self._meet(now_s, message)
+        else:
+            fields = self._seal.open(message)
+            hear = {"worker": self._hear_worker, "supervisor": self._hear_supervisor}[self._role]
+            hear(now_s, fields.text("type"), fields)
+        self._coordinator.send_orders()
+
+    def _meet(self, now_s: float, message: Any) -> None:
+        nonce = Fields(message).text("nonce")[:64]
+        seal = Seal(self._coordinator.options.token, (self._nonce, nonce), FROM_COORDINATOR)
+        try:
+            hello = seal.open(message)
+        except ValueError as error:
+            self._write({"type": "refused", "why": "the token differs from the coordinator's"})
+            raise ValueError(f"it does not know the token ({error})") from None
+        role, member = hello.text("role"), hello.text("member")
+        if role not in ("worker", "supervisor") or not 0 < len(member) <= 128:
+            raise ValueError(f"role {short(role)} or member {short(member)} is none")
+        self._seal = seal
+        self._role = role
+        if role == "worker":
+            session = hello.text("session")
+            held = read_formation(hello.fields("held")) if hello["held"] is not None else None
+            facts = hello.fields("facts").values
+            why = self._coordinator.roster.arrive(now_s, member, session, facts, held)
+            if why:
+                self.tell("refused", {"why": why})
+                raise ValueError(f"refused worker {member}: {why}")
+            self.member, self.session = member, session
+        self._coordinator.know(self)
+        roster = self._coordinator.roster
+        number = roster.number_of(member) if role == "worker" else 0
+        deadlines = asdict(self._coordinator.options.deadlines)
+        self.tell(
+            "welcome",
+            {"generation": roster.generation, "number": number, "deadlines": deadlines},
+        )
+
+    def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
+        roster = self._coordinator.roster
+        if kind == "beat":
+            counter, phase = fields.whole("micro_batches"), fields.text("phase")
+            sent = fields["at"]
+            renewed = roster.beat(now_s, self.member, counter, phase)
+            self.tell("beaten", {"at": sent, "renewed": renewed, "generation": roster.generation})
+        elif kind == "report":
+            standing = fields["standing"]
+            held = read_standing(fields.fields("standing")) if standing is not None else None
+            roster.report(now_s, self.member, fields.whole("generation"), held)
+        elif kind == "leave":
+            roster.leave(now_s, self.member)
+            self.tell("left", {})
+        elif kind == "store":
+            self._coordinator.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
+        else:
+            raise ValueError(f"type is {short(kind)}, which no worker sends")
+
+    def _hear_supervisor(self, now_s: float, kind: str, fields: Fields) -> None:
+        if kind == "process":
+            state = ProcessState(fields.text("state"))
+            roster = self._coordinator.roster
+            roster.process(now_s, fields.text("member"), state, fields.text("reason"))
+        elif kind != "beat":
+            raise ValueError(f"type is {short(kind)}, which no supervisor sends")
+
+
+# ── keys and values of a generation ──────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Wait:
+    number: int
+    generation: int
+    key: str
+    until_s: float
+    answer: Callable[[Mapping[str, Any]], None]
+
+
+class GenerationStore:
+    """What members of a generation tell one another in order to connect."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._num_bytes = 0
+        self._newest = 0
+        self._waits: list[_Wait] = []
+
+    def keep(self, generation: int) -> None:
+        """Drop what belongs to generations before this one."""
+        if generation == self._newest:
+            return
+        self._newest = generation
+        for place in [place for place in self._values if place[0] < generation]:
+            self._remove(place)
+        for waiting in [one for one in self._waits if one.generation < generation]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "error": "its generation is over"})
+
+    def expire(self, now_s: float) -> None:
+        """Answer those that have waited for too long."""
+        for waiting in [one for one in self._waits if now_s >= one.until_s]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "error": "no member has set it in time"})
+
+    def ask(
+        self, now_s: float, fields: Fields, answer: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Carry out a request, and answer it now or later.
+
+        Raises:
+            ValueError: It is not a request.
+        """
+        number, generation = fields.whole("number"), fields.whole("generation")
+        what, keys = fields.text("what"), fields.texts("keys")
+        if not keys or (what not in ("holds",) and len(keys) != 1):
+            raise ValueError(f"keys is {short(keys)}, not one key")
+        if generation != self._newest:
+            answer({"number": number, "error": f"generation {generation} is over"})
+            return
+        place = generation, keys[0]
+        if what == "put":
+            self._put(place, _decode(fields.text("value")))
+            answer({"number": number, "value": True})
+        elif what == "fetch" and place not in self._values:
+            until_s = now_s + fields.number("timeout_s", least=0.0)
+            self._waits.append(_Wait(number, generation, keys[0], until_s, answer))
+        elif what == "fetch":
+            answer({"number": number, "value": _encode(self._values[place])})
+        elif what == "increase":
+            before = self._values.get(place, b"0")
+            total = int(before) + fields.whole("amount", least=-(2**53))
+            self._put(place, str(total).encode())
+            answer({"number": number, "value": total})
+        elif what == "holds":
+            present = all((generation, key) in self._values for key in keys)
+            answer({"number": number, "value": present})
+        elif what == "remove":
+            answer({"number": number, "value": self._remove(place)})
+        else:
+            raise ValueError(f"what is {short(what)}, which is no request")
+
+    def _put(self, place: tuple[int, str], value: bytes) -> None:
+        self._remove(place)
+        self._num_bytes += len(value) + len(place[1])
+        if self._num_bytes > _MOST_STORE_BYTES or len(self._values) >= _MOST_KEYS:
+            self._num_bytes -= len(value) + len(place[1])
+            raise ValueError(
+                f"the store holds {len(self._values)} keys and {self._num_bytes} bytes, which is "
+                "as many as it keeps"
+            )
+        self._values[place] = value
+        for waiting in [one for one in self._waits if (one.generation, one.key) == place]:
+            self._waits.remove(waiting)
+            waiting.answer({"number": waiting.number, "value": _encode(value)})
+
+    def _remove(self, place: tuple[int, str]) -> bool:
+        value = self._values.pop(place, None)
+        if value is None:
+            return False
+        self._num_bytes -= len(value) + len(place[1])
+        return True
+
+
+def _encode(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"value is {short(text)}, not base64") from None

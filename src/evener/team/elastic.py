@@ -1,0 +1,317 @@
+"""The worker's side of an elastic team: its link to the coordinator."""
+
+import base64
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final, final
+
+from evener.comm.relayed import KeyValues, RelayedStore
+from evener.errors import EvenerError, LeftOutError, TeamRefusedError
+from evener.parsing import Fields
+from evener.protocol.roster import (
+    NO_NUMBER,
+    Formation,
+    Standing,
+    formation_fields,
+    read_formation,
+)
+from evener.team.channel import Message
+from evener.team.connection import CoordinatorConnection
+
+#: What a worker is doing, as it declares it with its heartbeats.
+TRAINING: Final = "training"
+WAITING: Final = "waiting"
+"""It waits for other members, in an exchange."""
+
+
+@final
+class CoordinatorLink(CoordinatorConnection):
+    """One connection to the coordinator, and a thread that keeps it; see ``CoordinatorConnection``.
+
+    Any thread may call it.
+
+    Args:
+        address: ``HOST:PORT`` of the coordinator.
+        token: The team's; ``None`` where it has none.
+        member: Id of this worker, of which the team has one.
+        facts: What must be the same on all members, such as the model's fingerprint.
+        timeout_s: Longest wait for the coordinator, and for a generation.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: bytes | None,
+        member: str,
+        facts: Mapping[str, Any],
+        timeout_s: float,
+    ) -> None:
+        self._session = secrets.token_hex(8)
+        self._facts = dict(facts)
+        self._held: Formation | None = None  # the last generation that this worker was in
+        self._formed: Formation | None = None  # formed, and not yet returned
+        self._asking: Message | None = None
+        self._left_out = False
+        self._has_left = False
+        self._refusal = ""
+        self._generation = 0
+        self._number = NO_NUMBER
+        self._wanted = False
+        self._over: dict[int, str] = {}
+        self._lease_end_s = 0.0
+        self._micro_batches, self._phase = 0, "joining"
+        self._answers: dict[int, Fields | None] = {}
+        self._num_asked = 0
+        super().__init__(address, token=token, member=member, role="worker", timeout_s=timeout_s)
+
+    # ── membership ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def generation(self) -> int:
+        """The highest generation that has been formed, as last heard; 0 for none."""
+        return self._generation
+
+    @property
+    def number(self) -> int:
+        """This worker's number in the team; -1 as long as others have them all."""
+        return self._number
+
+    def next_generation(self, standing: Standing | None) -> Formation:
+        """Leave the present generation, and wait for the next one.
+
+        From here on this worker commits nothing in the generation that it was in.
+
+        Args:
+            standing: What this worker holds; ``None`` without state.
+
+        Returns:
+            The next generation, of which this worker is a member.
+
+        Raises:
+            LeftOutError: The team has gone on without it; it must drop its state and ask again,
+                with ``None``.
+            TeamRefusedError: The coordinator refuses it.
+            CoordinatorLostError: The coordinator did not answer for ``patience_s``.
+            LaunchError: No generation formed within ``timeout_s``.
+        """
+        generation = self._held.generation if self._held else 0
+        message = {
+            "type": "report",
+            "generation": generation,
+            "standing": None if standing is None else asdict(standing),
+        }
+        with self._changed:
+            self._lease_end_s = 0.0
+            self._left_out, self._formed, self._asking = False, None, message
+            self._post(message)
+            self._changed.wait_for(self._is_answered, self.deadlines.timeout_s)
+            self._asking = None
+            self._check()
+            if self._left_out:
+                raise LeftOutError(
+                    f"{self.member} was in generation {generation}, and the team went on without "
+                    f"it to generation {self._generation}"
+                )
+            formation = self._take_formation()
+            if formation is None:
+                raise TeamRefusedError(
+                    f"{self.member} waited {self.deadlines.timeout_s:g} s (timeout_s) for the next "
+                    f"generation of the team at {self.address}: too few workers came; the "
+                    "coordinator's output says which are missing"
+                )
+            return formation
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether a worker waits to join."""
+        return self._wanted
+
+    def why_over(self, generation: int) -> str:
+        """Return why a generation is over, as the coordinator has said; empty while it is not.
+
+        A member that waits in an exchange of that generation must give up at once: another member
+        is lost, or has left.
+        """
+        return self._over.get(generation, "")
+
+    def lease_end_s(self) -> float:
+        """Return when the lease ends, on ``time.monotonic()``; nothing is committed later."""
+        return self._lease_end_s
+
+    def await_lease(self, timeout_s: float) -> bool:
+        """Wait for a lease; return whether there is one. ``False``: the generation is over.
+
+        Raises:
+            CoordinatorLostError: The coordinator did not answer for ``patience_s``.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or self._is_over() or time.monotonic() < self._lease_end_s,
+                timeout_s,
+            )
+            self._check()
+            return time.monotonic() < self._lease_end_s and not self._is_over()
+
+    def heartbeat(self, micro_batches: int, phase: str) -> None:
+        """Say how far this worker is, with its next heartbeat; costs nothing.
+
+        Args:
+            micro_batches: How many it has done, in the whole run.
+            phase: What it is doing: ``TRAINING``, ``WAITING`` for others in an exchange, or in its
+                own words, such as ``compiling``.
+        """
+        self._micro_batches, self._phase = micro_batches, phase
+
+    def leave(self) -> None:
+        """Leave the team for good, after this worker's last commit; waits until that is known."""
+        with self._changed:
+            self._lease_end_s = 0.0
+            self._post({"type": "leave"})
+            self._changed.wait_for(
+                lambda: self._has_left or self._failure, self.deadlines.reconnect_s
+            )
+
+    def store(self, generation: int, timeout_s: float | None = None) -> RelayedStore:
+        """Return the keys and values of a generation, for forming its process groups.
+
+        Args:
+            generation: Its number.
+            timeout_s: Longest wait for a key; ``timeout_s`` of the team by default.
+        """
+        patience_s = self.deadlines.timeout_s if timeout_s is None else timeout_s
+        return RelayedStore(_LinkValues(self, generation), patience_s)
+
+    def ask_store(self, request: Message, timeout_s: float) -> Any:
+        """Send a request to the store, and return the answer.
+
+        Raises:
+            RuntimeError: It failed, as torch expects it of a store.
+        """
+        with self._changed:
+            self._num_asked += 1
+            number = self._num_asked
+            self._answers[number] = None
+            self._post({"type": "store", "number": number, **request})
+            self._changed.wait_for(
+                lambda: self._answers.get(number) or number not in self._answers or self._failure,
+                timeout_s + self.deadlines.reconnect_s,
+            )
+            answer = self._answers.pop(number, None)
+        if answer is None:
+            what = f"{request['what']} of {request['keys']}"
+            raise RuntimeError(
+                f"{self.member} got no answer from the coordinator at {self.address} to {what} "
+                f"within {timeout_s:g} s"
+            )
+        if "error" in answer:
+            raise RuntimeError(
+                f"{self.member} waited up to {timeout_s:g} s for {request['keys']} of generation "
+                f"{request['generation']}: {answer.text('error')}"
+            )
+        return answer["value"]
+
+    # ── the connection calls these, under its lock ───────────────────────────────────────────────
+
+    def _introduction(self) -> Message:
+        held = None if self._held is None else formation_fields(self._held)
+        return {"session": self._session, "facts": self._facts, "held": held}
+
+    def _begin(self, welcome: Fields) -> list[Message]:
+        self._generation = welcome.whole("generation")
+        number = welcome.whole("number", least=NO_NUMBER)
+        self._number = number
+        return [] if self._asking is None else [self._asking]
+
+    def _beat(self, now_s: float) -> Message:
+        return {
+            "type": "beat",
+            "micro_batches": self._micro_batches,
+            "phase": self._phase,
+            "at": now_s,
+        }
+
+    def _hear(self, kind: str, fields: Fields) -> None:
+        if kind == "beaten":
+            self._generation = fields.whole("generation")
+            is_own = self._held is not None and self._generation == self._held.generation
+            if fields.flag("renewed") and is_own and self._asking is None and self._held:
+                self._lease_end_s = fields.number("at") + self._held.lease_s
+        elif kind == "formed":
+            formation = read_formation(fields)
+            self._generation = formation.generation
+            if self._asking is not None and self.member in formation.members:
+                self._formed = formation
+                self._asking = None
+        elif kind == "over":
+            self._over[fields.whole("generation")] = fields.text("why")
+        elif kind == "wanted":
+            self._wanted = fields.flag("value")
+        elif kind == "left_out":
+            self._generation = fields.whole("generation")
+            self._left_out = self._asking is not None
+        elif kind == "failed":
+            self._refusal = fields.text("why")
+        elif kind == "left":
+            self._has_left = True
+        elif kind == "stored":
+            number = fields.whole("number")
+            if number in self._answers:
+                self._answers[number] = fields
+
+    def _disconnected(self) -> None:
+        self._answers.clear()  # who asked may ask again
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────
+
+    def _take_formation(self) -> Formation | None:
+        formation, self._formed = self._formed, None
+        if formation is not None:
+            self._held = formation
+            self._number = formation.numbers[formation.members.index(self.member)]
+            self._beat_soon()  # for the lease
+        return formation
+
+    def _is_answered(self) -> bool:
+        return bool(self._formed or self._left_out or self._refusal or self._failure)
+
+    def _is_over(self) -> bool:
+        return self._held is not None and self._held.generation in self._over
+
+    def _check(self) -> None:
+        failure: EvenerError | None = self._failure
+        if failure is not None:
+            raise failure
+        if self._refusal:
+            raise TeamRefusedError(self._refusal)
+
+
+@final
+class _LinkValues(KeyValues):
+    """The store of one generation, by way of the link."""
+
+    def __init__(self, link: CoordinatorLink, generation: int) -> None:
+        self._link = link
+        self._generation = generation
+
+    def put(self, key: str, value: bytes) -> None:
+        self._ask("put", [key], value=base64.b64encode(value).decode())
+
+    def fetch(self, key: str, timeout_s: float) -> bytes:
+        answer: str = self._ask("fetch", [key], timeout_s, timeout_s=timeout_s)
+        return base64.b64decode(answer)
+
+    def increase(self, key: str, amount: int) -> int:
+        return int(self._ask("increase", [key], amount=amount))
+
+    def holds(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("holds", list(keys)))
+
+    def remove(self, key: str) -> bool:
+        return bool(self._ask("remove", [key]))
+
+    def _ask(self, what: str, keys: list[str], patience_s: float = 5.0, **more: Any) -> Any:
+        request = {"generation": self._generation, "what": what, "keys": keys, **more}
+        return self._link.ask_store(request, patience_s)
