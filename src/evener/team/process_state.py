@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 
-class ProcessState(StrEnum):
+class KernelState(StrEnum):
     """State of a process, by the letter in ``/proc/PID/stat``."""
 
     RUNNING = "running"
@@ -22,32 +22,32 @@ class ProcessState(StrEnum):
     @property
     def is_halted(self) -> bool:
         """Whether it does nothing until somebody continues it."""
-        return self in (ProcessState.STOPPED, ProcessState.TRACED)
+        return self in (KernelState.STOPPED, KernelState.TRACED)
 
 
 _LETTERS: Final = {
-    "R": ProcessState.RUNNING,
-    "S": ProcessState.SLEEPING,
-    "I": ProcessState.SLEEPING,
-    "D": ProcessState.BLOCKED,
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.TRACED,
-    "Z": ProcessState.GONE,
-    "X": ProcessState.GONE,
+    "R": KernelState.RUNNING,
+    "S": KernelState.SLEEPING,
+    "I": KernelState.SLEEPING,
+    "D": KernelState.BLOCKED,
+    "T": KernelState.STOPPED,
+    "t": KernelState.TRACED,
+    "Z": KernelState.GONE,
+    "X": KernelState.GONE,
 }
 _PROC = Path("/proc")
 
 
-def state_of(pid: int) -> ProcessState:
+def state_of(pid: int) -> KernelState:
     """Return the state of a process of this host."""
     with suppress(OSError):
         # The name of the program comes before, in parentheses, and may hold any character.
         rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
-        return _LETTERS.get(rest[0].decode(), ProcessState.UNKNOWN)
-    return ProcessState.GONE if (_PROC / "self").exists() else ProcessState.UNKNOWN
+        return _LETTERS.get(rest[0].decode(), KernelState.UNKNOWN)
+    return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
 
 
-def describe_halt(who: str, pid: int, state: ProcessState, since: float, waiting: str) -> str:
+def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:
     """Say that a process is halted, who waits for it, and what continues it.
 
     Args:
@@ -58,7 +58,7 @@ def describe_halt(who: str, pid: int, state: ProcessState, since: float, waiting
         waiting: Who waits for it, such as ``"rank 0 waits for it"``.
     """
     remedy = f"`kill -CONT {pid}` continues it"
-    if state is ProcessState.TRACED:
+    if state is KernelState.TRACED:
         remedy = "let the debugger continue it, or detach it"
     return f"evener: {who} is {state} since {clock_time(since)}, and {waiting}; {remedy}"
 

@@ -27,7 +27,7 @@ from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
-from evener.team.process_state import ProcessState, describe_halt, state_of
+from evener.team.process_state import KernelState, describe_halt, state_of
 from evener.team.signals import start_in_silence
 from evener.team.terminal import say
 
@@ -193,7 +193,7 @@ class Child(RankRecord):
             _kill_group(self.pid)
         return code is not None
 
-    def look_at_state(self) -> ProcessState | None:
+    def look_at_state(self) -> KernelState | None:
         """Return its state, if it was halted for good or continued since the last look."""
         state, now = state_of(self.pid), time.time()
         if not state.is_halted:
@@ -373,7 +373,7 @@ class Supervisor(ABC):
         elif (state := child.look_at_state()) is not None:
             self._note_state(child, state)
 
-    def _note_state(self, child: Child, state: ProcessState) -> None:
+    def _note_state(self, child: Child, state: KernelState) -> None:
         """A rank was stopped, is held by a debugger, or runs again; nothing is ended for it."""
         if not state.is_halted:
             say(f"evener: {child.who} runs again")

@@ -16,7 +16,7 @@ from evener.comm.messages import name_ranks
 from evener.planning.silence import silence_deadline_s
 from evener.team.child import is_supervised
 from evener.team.members import Member
-from evener.team.process_state import ProcessState, clock_time, describe_halt, state_of
+from evener.team.process_state import KernelState, clock_time, describe_halt, state_of
 from evener.team.terminal import say
 
 # Looks of a long wait are further and further apart: each asks the store, where it needs one.
@@ -134,22 +134,22 @@ class WaitWatch(WaitListener):
             f"{clock_time(began + call.timeout_s)} (timeout_s)"
         )
 
-    def _state_of(self, rank: int) -> ProcessState:
+    def _state_of(self, rank: int) -> KernelState:
         near = rank in self._neighbours
-        return state_of(self._members[rank].pid) if near else ProcessState.UNKNOWN
+        return state_of(self._members[rank].pid) if near else KernelState.UNKNOWN
 
-    def _describe(self, rank: int, state: ProcessState) -> str:
+    def _describe(self, rank: int, state: KernelState) -> str:
         member = self._members[rank]
-        if state is ProcessState.UNKNOWN:
+        if state is KernelState.UNKNOWN:
             return f"rank {rank} is on {member.host} (pid {member.pid})"
         text = f"rank {rank} (pid {member.pid}) is {state}"
-        if state is ProcessState.GONE:
+        if state is KernelState.GONE:
             return text
         return f"{text}, and `py-spy dump --pid {member.pid}` shows where"
 
 
 def _has_state(pid: int) -> bool:
-    return state_of(pid) not in (ProcessState.GONE, ProcessState.UNKNOWN)
+    return state_of(pid) not in (KernelState.GONE, KernelState.UNKNOWN)
 
 
 def _who_waits(waiting: Collection[int]) -> str:
