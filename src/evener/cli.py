@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import MISSING, dataclass, fields, replace
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -103,6 +104,23 @@ class CoordinateOptions:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """Options of ``evener doctor``.
+
+    Attributes:
+        address: Another machine, or where to listen.
+        listen: Answer other machines.
+        token_file: Holds what both machines must know.
+        as_json: Print JSON instead of a table.
+    """
+
+    address: str | None = None
+    listen: bool = False
+    token_file: Path | None = None
+    as_json: bool = False
+
+
 _Options = TypeVar("_Options")
 
 #: By the field of a class of options: how the command line takes it, in the order of the help.
@@ -111,6 +129,12 @@ _TAKEN: Final = {
     "page": typer.Option("-o", "--out", metavar="FILE", help="The page; report.html."),
     "trace": typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto."),
     "numbers": typer.Option("--json", help="Print the numbers of the page as JSON."),
+    "address": typer.Argument(
+        metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or where to listen."
+    ),
+    "listen": typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
+    "token_file": typer.Option(metavar="FILE", help="Holds a secret that both ends have."),
+    "as_json": typer.Option("--json", help="Print facts and problems as JSON."),
     "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
     "arguments": typer.Argument(metavar="ARGS", help="Handed to the script."),
     "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
@@ -140,7 +164,6 @@ _TAKEN: Final = {
     ),
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
     "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
-    "token_file": typer.Option(metavar="FILE", help="Holds what workers must know."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
@@ -366,6 +389,24 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
             deadlines=Deadlines(timeout_s=options.timeout_s),
         )
     )
+
+
+@_command(DoctorOptions)
+def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
+    """Look for what keeps runs from starting or from being fast: here, there and on the way."""
+    from evener.doctor.answering import answer_visitors, open_door, read_token
+    from evener.doctor.diagnosis import diagnose
+    from evener.doctor.examination import examine_host
+
+    token = read_token(options.token_file)
+    if options.listen:
+        facts = examine_host()  # before the door takes the port
+        with closing(open_door(options.address, token)) as door:
+            answer_visitors(door, facts, token)
+        return 0
+    diagnosis = diagnose(options.address, token)
+    print(diagnosis.json_text() if options.as_json else diagnosis.for_people())
+    return 1 if diagnosis.problems else 0
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:

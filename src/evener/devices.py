@@ -114,6 +114,10 @@ class DeviceKind:
         """Return the half precision that a device computes in faster than in fp32."""
         return "fp32"
 
+    def architecture(self, device: torch.device) -> str:
+        """Return what kernels are compiled for, such as ``sm_61``; empty if torch cannot tell."""
+        return ""
+
 
 @final
 class Cpu(DeviceKind):
@@ -167,6 +171,13 @@ class Cuda(DeviceKind):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bf16"
         return "fp16" if torch.cuda.get_device_capability(device) >= _FAST_FP16 else "fp32"
+
+    def architecture(self, device: torch.device) -> str:
+        """``sm_86`` for capability 8.6; of AMD's, such as ``gfx90a``, without its features."""
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            return str(properties.gcnArchName).partition(":")[0]
+        return f"sm_{properties.major}{properties.minor}"
 
 
 @final

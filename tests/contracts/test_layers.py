@@ -42,6 +42,8 @@ def is_pure(name: str) -> bool:
         "averaging.weights",
         "data.cursor",
         "data.leases",
+        "doctor.host_facts",
+        "doctor.judgement",
         "notebook",
         "parsing",
     }

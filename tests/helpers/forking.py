@@ -22,7 +22,7 @@ class ZygoteError(AssertionError):
 class Zygote:
     """The process that ranks are forked from; one for all tests of this pytest process."""
 
-    PRELOADED = ("torch", "torch.distributed", "numpy", "cloudpickle", "pytest")
+    PRELOADED = ("torch", "torch.distributed", "numpy", "cloudpickle", "pytest", "evener")
     _current: ClassVar["Zygote | None"] = None
 
     def __init__(self) -> None:

@@ -40,6 +40,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     warm_up_torch()
+    warm_up_evener()
     libc = ctypes.CDLL(None, use_errno=True)
     gc.collect()
     gc.freeze()  # ranks collect what they make themselves, not torch's modules over and over
@@ -85,6 +86,13 @@ def warm_up_torch() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()
+
+
+def warm_up_evener() -> None:
+    """Public names import their modules when they are first used, for half a second together."""
+    evener = sys.modules.get("evener")
+    for name in evener.__all__ if evener is not None else ():
+        getattr(evener, name)
 
 
 def answer(requests: socket.socket, **message: int) -> None:

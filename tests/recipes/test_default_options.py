@@ -20,7 +20,7 @@ WORLD_SIZES = (1, 2, 3)
 LAUNCHED = ["gan_manual", "image_classification", "local_sgd", "log_to_your_tracker"]
 LAUNCHED += ["own_dataloader", "quickstart", "reinforce_manual", "uneven_devices"]
 #: Those in which the main rank prints, whichever that is; in the others rank 0 does.
-FOLLOW_MAIN = ["log_to_your_tracker", "own_dataloader", "quickstart"]
+FOLLOW_MAIN = ["local_sgd", "log_to_your_tracker", "own_dataloader", "quickstart", "uneven_devices"]
 #: Recipe -> what it writes, where that would be the user's own folder.
 OUTPUTS = {"image_classification": "runs", "log_to_your_tracker": "log.jsonl"}
 

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple, final
@@ -17,6 +17,7 @@ from evener.errors import CollectiveError, CollectiveMismatchError, ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
 _ORPHAN_S = 10.0  # how long a call may last after the script ended without closing its team
+_WAIT_S = 0.25  # a shorter wait for others is nothing to report
 
 
 class Call(NamedTuple):
@@ -35,6 +36,21 @@ class Call(NamedTuple):
     what: str
     timeout_s: float
     label: str
+
+
+class WaitListener(ABC):
+    """Is told while a rank waits for others in a call, by the thread that waits.
+
+    It must neither raise nor take long: the thread does not see meanwhile that the others came.
+    """
+
+    @abstractmethod
+    def still_waits(self, comm: "Communicator", call: Call, waited_s: float) -> None:
+        """A call has waited for others for so many seconds; told again and again."""
+
+    @abstractmethod
+    def wait_over(self, comm: "Communicator", *, succeeded: bool) -> None:
+        """The call of which ``still_waits`` has told is over; ``succeeded`` if the others came."""
 
 
 class Communicator(Closing):
@@ -91,6 +107,22 @@ class Communicator(Closing):
         #: The latest call that ``hurry`` has found, and the deadline of all up to it.
         self._hurried = (0, math.inf)
         self._is_orphaned = False
+        self._listener: WaitListener | None = None
+        self._has_told = False  # of the wait under way
+
+    def report_waits_to(self, listener: WaitListener) -> None:
+        """Tell of long waits for others from now on, here and in later splits."""
+        self._listener = listener
+
+    def find_absent(self) -> frozenset[int] | None:
+        """Return the numbers of ranks that have not come to the call under way.
+
+        To be called by a ``WaitListener`` alone, once it has been told of the wait.
+
+        Returns:
+            ``None`` where this rank cannot find out.
+        """
+        return None
 
     @property
     def number(self) -> int:
@@ -295,7 +327,10 @@ class Communicator(Closing):
                 return None
             return SingleCommunicator(timeout_s=self.timeout_s, number=self.number)
         call = self._begin("split", what, timeout_s, f"number {self._num_splits}")
-        return self._split(members, f"{self._num_splits}/{name}", call)
+        part = self._split(members, f"{self._num_splits}/{name}", call)
+        if part is not None and self._listener is not None:
+            part.report_waits_to(self._listener)
+        return part
 
     def add_nccl(self) -> None:
         """Let CUDA tensors travel over NCCL from now on, each rank's current device; collective.
@@ -363,6 +398,19 @@ class Communicator(Closing):
             self.hurry(_ORPHAN_S)  # the interpreter waits for this thread, and nobody for it
         (number, deadline), (hurried, latest) = self._current, self._hurried
         return (min(deadline, latest) if number <= hurried else deadline) - time.monotonic()
+
+    def _still_waits(self, call: Call, started: float) -> None:
+        """Tell the listener, if there is one, that a call waits for others; cheap."""
+        waited_s = time.monotonic() - started
+        if self._listener is not None and waited_s >= _WAIT_S:
+            self._has_told = True
+            self._listener.still_waits(self, call, waited_s)
+
+    def _wait_over(self, *, succeeded: bool) -> None:
+        """Tell the listener, if it was told of a wait, that it is over."""
+        if self._has_told and self._listener is not None:
+            self._has_told = False
+            self._listener.wait_over(self, succeeded=succeeded)
 
     def _end(self, error: CollectiveError) -> CollectiveError:
         """Let everything go, make later calls raise the same, and return ``error`` to be raised."""

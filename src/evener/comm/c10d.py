@@ -12,6 +12,7 @@ from typing import Any
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
 from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch._C._distributed_c10d import ReduceScatterOptions as ReduceScatterOptions

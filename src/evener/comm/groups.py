@@ -185,6 +185,8 @@ class GroupCommunicator(Communicator, NotInherited):
         self._store = store = PrefixStore(key, meeting.store)
         notices = PrefixStore("notices", store)
         self._board = StoreNotices(notices, self.numbers, meeting.host, meeting.host_rank)
+        waits = PrefixStore("waits", store)
+        self._waits = StoreNotices(waits, self.numbers, meeting.host, meeting.host_rank)
         with Wires.opened() as self._wires:
             self._gloo: ProcessGroupGloo | None = form_gloo(
                 PrefixStore("gloo", store), rank, len(numbers), meeting.devices, form_timeout_s
@@ -204,6 +206,18 @@ class GroupCommunicator(Communicator, NotInherited):
         self._cells_tensor = torch.frombuffer(self._cells, dtype=torch.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         leave_behind_in_children(self)
+
+    def find_absent(self) -> frozenset[int] | None:
+        """Return who has not said that it waits in this call, as this rank now does.
+
+        Gloo does not tell for whom it waits, so ranks that wait for long say so in the store.
+        """
+        number = self._current[0]
+        own = Notice(number, 0.0, "")
+        told = self._waits.read() if self._waits.post(self.number, own) else None
+        if told is None:
+            return None
+        return frozenset(n for n in self.numbers if n not in told or told[n].number < number)
 
     def leave_behind(self) -> None:
         """Let the connections go in a forked child; see ``NotInherited``."""
@@ -420,7 +434,8 @@ class GroupCommunicator(Communicator, NotInherited):
         done = 0
         try:
             works.extend(start(self._nccl if nccl else self._gloo) for start in starts)
-            while self._poll(works[done]) if nccl else self._wait(works[done]):
+            wait = self._poll if nccl else self._wait
+            while wait(works[done], calls[0], started):
                 done += 1
                 if done == len(works):
                     self._busy = False
@@ -430,6 +445,7 @@ class GroupCommunicator(Communicator, NotInherited):
             failure, cause = first_line(error), cause_of(error, works)
         finally:
             works.clear()
+            self._wait_over(succeeded=not self._busy and done == len(calls))
         waited_s = time.monotonic() - started
         raise self._explain(calls[done], calls, failure, cause, waited_s)
 
@@ -452,7 +468,7 @@ class GroupCommunicator(Communicator, NotInherited):
         Before the groups on an orderly end: a peer that sees its connection close then finds no
         server, rather than one that goes while it answers, over which torch prints a stack trace.
         """
-        del self._board, self._meeting, self._store
+        del self._board, self._waits, self._meeting, self._store
 
     def _explain(
         self, call: Call, calls: Sequence[Call], failure: str, cause: Cause, waited_s: float
@@ -502,8 +518,14 @@ class GroupCommunicator(Communicator, NotInherited):
         if now - self._broken_s >= _CLOSED_S:
             raise RuntimeError("Connection closed by peer")
 
-    def _wait(self, work: Work) -> bool:
-        """Return whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed."""
+    def _wait(self, work: Work, call: Call, started: float) -> bool:
+        """Return whether ``work`` succeeded in time; raises ``RuntimeError`` where it failed.
+
+        Args:
+            work: Waited for.
+            call: The call that it belongs to.
+            started: When that began, on the monotonic clock.
+        """
         try:
             while True:
                 left_s = self._left_s
@@ -515,15 +537,24 @@ class GroupCommunicator(Communicator, NotInherited):
                     if work.is_completed():
                         return bool(work.wait())  # raises why it failed
                     self._check_wires()
+                    self._still_waits(call, started)
         finally:
             del work
 
-    def _poll(self, work: Work) -> bool:
-        """The same for NCCL, whose ``wait`` returns before the device is done."""
+    def _poll(self, work: Work, call: Call, started: float) -> bool:
+        """The same for NCCL, whose ``wait`` returns before the device is done.
+
+        NCCL does not notice that a peer has died, but Gloo's connection to it closes.
+        """
+        looks_at = started + _SLICE_S
         try:
             while not work.is_completed():
                 if self._left_s <= 0:
                     return False
+                if time.monotonic() >= looks_at:
+                    looks_at = time.monotonic() + _SLICE_S
+                    self._check_wires()
+                    self._still_waits(call, started)
                 time.sleep(20e-6)
             return bool(work.wait())
         finally:

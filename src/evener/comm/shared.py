@@ -14,7 +14,7 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from evener.comm.base import Call, Communicator
+from evener.comm.base import Call, Communicator, WaitListener
 from evener.comm.forks import NotInherited, leave_behind_in_children
 from evener.comm.messages import (
     closed_message,
@@ -114,6 +114,19 @@ class SharedCommunicator(Communicator, NotInherited):
             with suppress(OSError):
                 return self._memory.allocate(size).view(dtype)
         return super().allocate(numel, dtype, device)
+
+    def report_waits_to(self, listener: WaitListener) -> None:
+        """Tell of long waits; see ``Communicator.report_waits_to``."""
+        super().report_waits_to(listener)
+        self._base.report_waits_to(listener)
+
+    def find_absent(self) -> frozenset[int] | None:
+        """Return who has not arrived at the barrier under way; see the base class."""
+        arrived = {
+            rank: page.arrived if KEEPS_ORDER else self._links.count(rank)
+            for rank, page in self._others
+        }
+        return frozenset(self.numbers[r] for r, n in arrived.items() if n < self._num_barriers)
 
     def leave_behind(self) -> None:
         """Let connections and memory go in a forked child; see ``NotInherited``."""
@@ -363,8 +376,10 @@ class SharedCommunicator(Communicator, NotInherited):
         """Be in a call: its deadline counts from now, and any error ends the communicator."""
         self._started = self._start(call)
         self._busy = True
+        succeeded = False
         try:
             yield
+            succeeded = True
         except CollectiveError as error:
             raise self._end(error) from None
         except BaseException as error:
@@ -376,6 +391,7 @@ class SharedCommunicator(Communicator, NotInherited):
             )
             raise
         finally:
+            self._wait_over(succeeded=succeeded)
             with self._closing:
                 self._busy = False
                 if self._is_released:
@@ -434,6 +450,7 @@ class SharedCommunicator(Communicator, NotInherited):
                     raise self._explain(call, timed_out=False)
                 if self._left_s <= 0:
                     raise self._explain(call, timed_out=True)
+                self._still_waits(call, self._started)
         finally:
             self._own.sleep(0)
 

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -79,6 +80,7 @@ class Engine(ABC):
         in_epoch: Whether a loader with plans is being iterated over.
         committing: Whether the functions of ``on_commit`` are being called.
         was_parked: Whether this rank has ever been parked.
+        windows_s: Seconds that the latest windows took.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Engine(ABC):
         self._wants_stop = False
         self._applied: Applied | None = None
         self._since_s = time.perf_counter()
+        self.windows_s: deque[float] = deque(maxlen=64)
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
         self.habits = options.habits
@@ -556,6 +559,7 @@ class Engine(ABC):
 
     def _advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
         """Count a window that was applied, of some optimizer steps."""
+        self.windows_s.append(time.perf_counter() - self._since_s)
         before = self.progress
         self.progress = Progress(
             window=before.window + 1,

@@ -1,12 +1,14 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from evener.comm.base import Communicator
 from evener.errors import CollectiveError
 from evener.places import here
+from evener.team.members import Member
+from evener.team.waits import WaitWatch
 
 #: Longest wait of a parked rank for a call: others may evaluate or save for hours in between.
 PARKED_TIMEOUT_S = 7 * 24 * 3600.0
@@ -49,6 +51,15 @@ class Team:
     def has_ended(self) -> bool:
         """Whether a connection was closed or lost."""
         return self.comm.has_ended or self.whole.has_ended
+
+    def watch_waits(self, members: Sequence[Member], windows_s: Sequence[float]) -> None:
+        """Let this rank say at the terminal for whom it waits, when it waits for long.
+
+        Args:
+            members: What each rank is.
+            windows_s: Seconds that the latest windows took, kept by the engine.
+        """
+        self.whole.report_waits_to(WaitWatch(self.rank, members, windows_s))
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""

@@ -131,6 +131,7 @@ class Assembly:
             parts = (self.model, self.flat, self.buffers, optimizers)
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
             self.engine = self._make_engine()
+            self.team.watch_waits(self.members, self.engine.windows_s)
             self._habits = self.engine.habits
             self._face_optimizers()
         except BaseException:

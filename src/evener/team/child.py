@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _supervisors: list[Channel] = []
 
 
-def _is_supervised() -> bool:
+def is_supervised() -> bool:
     """Return whether somebody listens to this process: not to children of a rank."""
     return any(not channel.has_ended for channel in _supervisors)
 
@@ -57,7 +57,7 @@ def run_child(main: Callable[[], int | None]) -> int:
         return main() or 0
     except SystemExit as stop:
         # Python may take seconds to end, and by then others have told that they lost this rank.
-        if exit_code_of(stop) and _is_supervised():
+        if exit_code_of(stop) and is_supervised():
             report_failure(stop)
         raise
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def report_failure(error: Exception | SystemExit) -> int:
         What the process should exit with.
     """
     add_notes(error)
-    if _is_supervised():
+    if is_supervised():
         tell(failure=asdict(describe(error)))
     elif isinstance(error, UserError):
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)

@@ -23,7 +23,7 @@ from evener.parsing import Fields
 from evener.team.address import check_port, parse_address
 from evener.team.channel import Channel, Message
 from evener.team.supervisor import MAX_NPROC, LocalRanks
-from evener.team.terminal import say
+from evener.team.terminal import printable, say
 from evener.version import __version__
 
 # ── what the user says ───────────────────────────────────────────────────────────────────────────
@@ -232,11 +232,6 @@ def _open(connection: socket.socket) -> Channel:
     return Channel(connection, _LONGEST_MESSAGE_BYTES)
 
 
-def _printable(text: str) -> str:
-    """Return text without what would steer a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
     """Return what is wrong with a launcher that has come; empty if nothing is.
 
@@ -249,7 +244,7 @@ def check_hello(node: Node, hello: Message, known: Mapping[int, int]) -> str:
         ValueError: No launcher says such a thing.
     """
     fields = Fields(hello)
-    version = _printable(fields.text("evener"))[:64]
+    version = printable(fields.text("evener"))[:64]
     number, nnodes, nproc = (
         fields.whole(name, least=-_LARGEST_NUMBER, most=_LARGEST_NUMBER)
         for name in ("node", "nnodes", "nproc")
@@ -505,7 +500,7 @@ def _ask(node: Node, nproc: int, channel: Channel, deadline: float) -> LocalRank
     if answer is None:
         raise LaunchError(_is_no_answer(node, "closed the connection"))
     if isinstance(answer.get("error"), str):
-        raise LaunchError(_printable(answer["error"]))
+        raise LaunchError(printable(answer["error"]))
     first, world_size = answer.get("first_rank"), answer.get("world_size")
     if type(first) is not int or type(world_size) is not int:
         raise LaunchError(_is_no_answer(node, "answered something else"))

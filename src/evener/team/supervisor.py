@@ -27,6 +27,7 @@ from evener.team.environment import LAUNCHED, STORE_FD
 from evener.team.failures import FailureReport, RankRecord
 from evener.team.host import threads_per_rank
 from evener.team.output import OutputPump
+from evener.team.process_state import KernelState, describe_halt, state_of
 from evener.team.signals import start_in_silence
 from evener.team.terminal import say
 
@@ -144,6 +145,8 @@ ANOTHER_PROGRAM: Final = (
 
 # What a rank says wakes its supervisor, and so do signals; the rest it looks for.
 _LOOK_S = 0.1
+# A debugger that attaches, or a tool that reads a process's stack, holds it for a moment.
+_HALT_S = 0.3
 # A rank that lost its peer may say so while the peer still unwinds from what really happened: the
 # others are left alone for so long, so that it can say it.
 _SETTLE_S = 2.0
@@ -161,11 +164,15 @@ class Child(RankRecord):
         process: Leader of a session and a process group of its own.
         channel: To it.
         place: The last place that it told: ``""`` at first, then such as ``JOINING``.
+        halted_since: Unix seconds at which it was first seen halted; 0 while it is not.
+        is_halted: Whether that has lasted, so that people were told.
     """
 
     process: subprocess.Popen[bytes]
     channel: Channel
     place: str = ""
+    halted_since: float = 0.0
+    is_halted: bool = False
 
     @property
     def is_another_program(self) -> bool:
@@ -185,6 +192,18 @@ class Child(RankRecord):
             self.end(code)
             _kill_group(self.pid)
         return code is not None
+
+    def look_at_state(self) -> KernelState | None:
+        """Return its state, if it was halted for good or continued since the last look."""
+        state, now = state_of(self.pid), time.time()
+        if not state.is_halted:
+            was_halted, self.is_halted, self.halted_since = self.is_halted, False, 0.0
+            return state if was_halted else None
+        self.halted_since = self.halted_since or now
+        if self.is_halted or now - self.halted_since < _HALT_S:
+            return None
+        self.is_halted = True
+        return state
 
     def end(self, code: int) -> None:
         """Note that it has ended, or that it never will."""
@@ -351,6 +370,17 @@ class Supervisor(ABC):
     def _look_after(self, child: Child) -> None:
         if child.look():
             self._tell_lifeline(child)
+        elif (state := child.look_at_state()) is not None:
+            self._note_state(child, state)
+
+    def _note_state(self, child: Child, state: KernelState) -> None:
+        """A rank was stopped, is held by a debugger, or runs again; nothing is ended for it."""
+        if not state.is_halted:
+            say(f"evener: {child.who} runs again")
+            return
+        alone = len(self.children) == 1
+        waiting = "nothing waits for it on this host" if alone else "the other ranks wait for it"
+        say(describe_halt(child.who, child.pid, state, child.halted_since, waiting))
 
     def _take(self, child: Child, message: Message) -> None:
         child.take(message)

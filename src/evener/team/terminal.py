@@ -25,6 +25,11 @@ def warn(text: str) -> None:
     say(f"warning: {text}")
 
 
+def printable(text: str) -> str:
+    """Return text that somebody else wrote, without what would steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def _let_go() -> None:
     # What could not be written stays in Python's buffer, and would fail again at the very end.
     with suppress(OSError, ValueError):

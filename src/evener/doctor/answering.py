@@ -1,0 +1,164 @@
+"""``evener doctor --listen``: what a machine answers to one that asks from elsewhere."""
+
+import socket
+import time
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from evener.comm.addresses import bind, is_loopback, listens_everywhere
+from evener.doctor.conversation import (
+    Conversation,
+    StrangerError,
+    challenge,
+    hear_text,
+    hear_whole,
+)
+from evener.doctor.host_facts import HostFacts
+from evener.errors import ConfigError, LaunchError
+from evener.files import read_file
+from evener.team.address import parse_address
+from evener.team.meeting import DEFAULT_PORT
+from evener.team.terminal import say
+
+#: Most bytes of one transfer.
+MOST_BYTES: Final = 64 << 20
+#: Seconds without a visitor after which the door closes.
+IDLE_S: Final = 600.0
+#: Seconds of silence after which a visitor is left: the next one waits for it.
+PATIENCE_S: Final = 5.0
+
+_LOOPBACK: Final = "127.0.0.1"
+_PAUSE_S: Final = 0.05
+_CALL_S: Final = 3.0
+_MOST_COMPLAINTS: Final = 8  # are printed; what is printed for each would fill a disk
+_SHORTEST_TOKEN: Final = 16
+_LONGEST_TOKEN: Final = 1 << 16
+
+
+def read_token(path: Path | None) -> bytes:
+    """Return the token of a file, without white space around it; empty without a file.
+
+    Raises:
+        ConfigError: It cannot be read, or is too short.
+    """
+    if path is None:
+        return b""
+    try:
+        token = read_file(path, most_bytes=_LONGEST_TOKEN).strip()
+    except OSError as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None
+    if len(token) < _SHORTEST_TOKEN:
+        raise ConfigError(
+            f"the token in {path} has {len(token)} bytes; give {_SHORTEST_TOKEN} or more, such as "
+            f"by `openssl rand -hex 16 > {path}`"
+        )
+    return token
+
+
+def open_door(address: str | None, token: bytes) -> socket.socket:
+    """Return a socket that listens for other machines.
+
+    Args:
+        address: ``HOST`` or ``HOST:PORT``; loopback without it.
+        token: What visitors must know; needed on any address but loopback.
+
+    Raises:
+        ConfigError: It is not an address, or lacks a token.
+        LaunchError: It cannot listen there.
+    """
+    host, port = parse_address(address or _LOOPBACK, "ADDR", may_bind=True)
+    needs_token = ConfigError(
+        f"--listen on {host} lets every machine that reaches it ask; give --token-file FILE (the "
+        f"same there), or listen on {_LOOPBACK}"
+    )
+    if not token and not is_loopback(host):
+        raise needs_token
+    port = port or DEFAULT_PORT
+    try:
+        door = bind(host, port, socket.SOMAXCONN)
+    except OSError as error:
+        raise LaunchError(
+            f"evener doctor cannot listen on {host} port {port} ({error.strerror}): end the "
+            "program that uses it, or give another port (HOST:PORT)"
+        ) from None
+    if not token and listens_everywhere(door):  # the name of loopback is unknown here
+        door.close()
+        raise needs_token
+    return door
+
+
+def answer_visitors(
+    door: socket.socket,
+    facts: HostFacts,
+    token: bytes,
+    *,
+    idle_s: float = IDLE_S,
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Answer visitors, one after another, until none has come for a while.
+
+    Args:
+        door: See ``open_door``.
+        facts: What to tell of this host.
+        token: What visitors must prove to know.
+        idle_s: Seconds without a visitor who knows the token.
+        patience_s: Longest silence of a visitor; the next one waits meanwhile.
+    """
+    host, port = door.getsockname()[:2]
+    say(f"evener: doctor listens on {host} port {port}; on the other machine, ask this address")
+    deadline = time.monotonic() + idle_s
+    complaints = 0
+    while (left_s := deadline - time.monotonic()) > 0:
+        door.settimeout(left_s)
+        try:
+            connection, (visitor, *_) = door.accept()
+        except TimeoutError:
+            return
+        except OSError:  # it has gone again, or there are no descriptors left
+            time.sleep(_PAUSE_S)
+            continue
+        try:
+            with closing(Conversation(connection, patience_s)) as talk:
+                challenge(talk, token)
+                _answer(talk, facts)
+            say(f"evener: answered {visitor}")
+            deadline = time.monotonic() + idle_s
+        except (OSError, StrangerError) as error:
+            complaints += 1
+            if complaints <= _MOST_COMPLAINTS:
+                say(f"evener: {visitor} {error}")
+
+
+def _answer(talk: Conversation, facts: HostFacts) -> None:
+    while True:
+        message = talk.hear()
+        match hear_text(message, "want"):
+            case "facts":
+                talk.say(facts=asdict(facts))
+            case "time":
+                talk.say(time=time.time())
+            case "drain":
+                talk.drain(hear_whole(message, "bytes", MOST_BYTES))
+                talk.say(done=True)
+            case "pour":
+                talk.pour(hear_whole(message, "bytes", MOST_BYTES))
+            case "call":
+                port = hear_whole(message, "port", 65_535)
+                talk.say(failure=_call(talk.peer_address, port))
+            case "end":
+                return
+            case other:
+                raise StrangerError(f"wants {other!r}, which is unknown here")
+
+
+def _call(address: str, port: int) -> str:
+    """Return why a connection to the visitor failed; empty where it succeeded."""
+    try:
+        socket.create_connection((address, port), _CALL_S).close()
+    except TimeoutError:
+        return f"no answer within {_CALL_S:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

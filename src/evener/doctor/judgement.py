@@ -1,0 +1,280 @@
+"""What is wrong with a host, with a link or between two hosts, and what helps. Pure: facts in."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from evener.doctor.host_facts import DeviceFacts, HostFacts, MeasuredLink
+
+_OLDEST_TORCH: Final = (2, 6)
+_FEWEST_FILES: Final = 1024
+_FEWEST_PROCESSES: Final = 512
+_LEAST_SHM: Final = 256 << 20  # containers have 64 MiB unless told otherwise
+_LEAST_LOCKED: Final = 64 << 20
+_LEAST_MEMORY: Final = 1 << 30
+_MOST_CLOCK_DIFFERENCE_S: Final = 1.0
+_LONGEST_ROUND_TRIP_S: Final = 0.005
+_LEAST_BYTES_PER_S: Final = 50e6  # below half of a gigabit link
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that keeps a run from starting, or from being as fast as it could be.
+
+    Attributes:
+        where: ``here``, ``there`` or ``between`` the two.
+        what: What is wrong, with the value.
+        remedy: What to do.
+    """
+
+    where: Literal["here", "there", "between"]
+    what: str
+    remedy: str
+
+
+_Finding = tuple[str, str]
+
+
+def judge_host(facts: HostFacts, where: Literal["here", "there"] = "here") -> list[Problem]:
+    """Return what is wrong with a host.
+
+    Args:
+        facts: What was found there.
+        where: Which host it is.
+    """
+    findings = [
+        *_judge_devices(facts),
+        *_judge_exchange(facts),
+        *_judge_network(facts),
+        *_judge_limits(facts),
+        *_judge_processor(facts),
+    ]
+    return [Problem(where, what, remedy) for what, remedy in findings]
+
+
+def judge_pair(here: HostFacts, there: HostFacts, link: MeasuredLink) -> list[Problem]:
+    """Return what keeps two hosts from training together, or makes it slow."""
+    findings = [*_judge_versions(here, there), *_judge_link(here, link)]
+    return [Problem("between", what, remedy) for what, remedy in findings]
+
+
+def has_kernels(architecture: str, built_for: tuple[str, ...]) -> bool:
+    """Return whether a build of torch can compute on GPUs of an architecture.
+
+    A kernel for CUDA's ``sm_80`` runs on every 8.x from 8.0 on. ``compute_80`` is translated by the
+    driver for anything newer. Names with a letter at their end (``sm_90a``) hold for that one
+    alone. ROCm's kernels run on the very architecture that they were compiled for.
+
+    Args:
+        architecture: Such as ``sm_61`` or ``gfx1030``.
+        built_for: What the build names.
+    """
+    if architecture in built_for:
+        return True
+    number = architecture.removeprefix("sm_")
+    if number == architecture or not number.isdecimal():
+        return False
+    own = int(number)
+    for name in built_for:
+        kind, _, other = name.partition("_")
+        if not other.isdecimal() or int(other) > own:
+            continue
+        if kind == "compute" or (kind == "sm" and int(other) // 10 == own // 10):
+            return True
+    return False
+
+
+# ── one host ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _judge_devices(facts: HostFacts) -> Iterator[_Finding]:
+    torch = facts.versions.get("torch", "")
+    numbers = [part for part in torch.split(".")[:2] if part.isdecimal()]
+    if len(numbers) == 2 and tuple(map(int, numbers)) < _OLDEST_TORCH:
+        yield f"torch is {torch}, and evener needs 2.6 or later", "pip install -U torch"
+    missing = facts.devices_shown - len(facts.accelerators)
+    if missing > 0 and not facts.build.runtime:
+        yield (
+            f"the system shows {facts.devices_shown} GPUs, but torch {torch} was built without "
+            "CUDA and ROCm",
+            "install the build of torch for your GPUs (https://pytorch.org/get-started/locally)",
+        )
+    elif missing > 0:
+        yield (
+            f"the system or CUDA_VISIBLE_DEVICES shows {facts.devices_shown} GPUs, but torch "
+            f"({facts.build.runtime}) finds {len(facts.accelerators)}",
+            "see what nvidia-smi or rocminfo says: the driver may be too old for this build of "
+            "torch, not loaded, or not visible in this container",
+        )
+    for device in facts.devices:
+        yield from _judge_device(device, facts)
+
+
+def _judge_device(device: DeviceFacts, facts: HostFacts) -> Iterator[_Finding]:
+    built_for = facts.build.architectures
+    if device.architecture and built_for and not has_kernels(device.architecture, built_for):
+        yield (
+            f"torch has no kernels for {device.name} ({device.model}, {device.architecture}); it "
+            f"was built for {', '.join(built_for)}",
+            f"install a build of torch whose list has {device.architecture}, or leave the device "
+            "out with devices=... or CUDA_VISIBLE_DEVICES",
+        )
+    elif device.failure:
+        yield (
+            f"{device.name} ({device.model}) does not compute: {device.failure}",
+            "end other programs that use the device, or leave it out with devices=...; if it "
+            "fails alone, too, its driver does not fit this build of torch",
+        )
+
+
+def _judge_exchange(facts: HostFacts) -> Iterator[_Finding]:
+    trials = facts.exchange
+    if trials.gloo_failure:
+        yield (
+            f"two ranks cannot exchange over Gloo: {trials.gloo_failure}",
+            "allow connections to 127.0.0.1, and unset GLOO_SOCKET_IFNAME or let it name an "
+            "interface of this host",
+        )
+    num_cuda = sum(device.name.startswith("cuda") for device in facts.devices)
+    if num_cuda > 1 and not facts.build.nccl:
+        yield (
+            f"{num_cuda} GPUs, but torch was built without NCCL",
+            "install another build of torch; until then ranks exchange by way of host memory, "
+            "which is slower",
+        )
+    if trials.nccl_failure:
+        yield (
+            f"the GPUs cannot exchange over NCCL: {trials.nccl_failure}",
+            "use backend='gloo', which backend='auto' does by itself; NCCL_DEBUG=INFO tells more, "
+            "and NCCL_P2P_DISABLE=1 helps where copies between cards are blocked",
+        )
+    if trials.memory_failure:
+        yield (
+            f"ranks cannot share memory, and exchange through sockets: {trials.memory_failure}",
+            "let the sandbox or container allow memfd_create, abstract Unix sockets and the "
+            "passing of descriptors",
+        )
+    if trials.shm_bytes is not None and trials.shm_bytes < _LEAST_SHM:
+        yield (
+            f"/dev/shm has {_mebibytes(trials.shm_bytes)}: workers of a DataLoader end with a bus "
+            "error when it is full",
+            "docker run --shm-size=8g (or --ipc=host), or num_workers=0",
+        )
+
+
+def _judge_network(facts: HostFacts) -> Iterator[_Finding]:
+    network = facts.network
+    if network.loopback_failure:
+        yield (
+            f"a process cannot reach another one at 127.0.0.1: {network.loopback_failure}",
+            "bring the loopback interface up (ip link set lo up) and allow it in the firewall",
+        )
+    elif network.port_failure:
+        yield (
+            f"port {network.port}, where machines meet, cannot be used: {network.port_failure}",
+            "end the program that listens there, or give every machine another with --port; a run "
+            "on one machine takes a free port by itself",
+        )
+
+
+def _judge_limits(facts: HostFacts) -> Iterator[_Finding]:
+    limits = facts.limits
+    if limits.open_files is not None and limits.open_files < _FEWEST_FILES:
+        yield (
+            f"a process may have {limits.open_files} open files; each rank opens several for each "
+            "other rank and each worker",
+            "ulimit -n 4096 (or LimitNOFILE=, docker run --ulimit nofile=4096)",
+        )
+    if limits.processes is not None and limits.processes < _FEWEST_PROCESSES:
+        yield (
+            f"{limits.processes} processes and threads are allowed; a rank alone may start a "
+            "hundred",
+            "ulimit -u 4096 (or TasksMax=, docker run --pids-limit=4096)",
+        )
+    locked = limits.locked_bytes
+    if facts.network.infiniband and locked is not None and locked < _LEAST_LOCKED:
+        yield (
+            f"{_mebibytes(locked)} of memory may be locked, and NCCL over "
+            f"{facts.network.infiniband[0]} (InfiniBand) needs more",
+            "ulimit -l unlimited (or LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)",
+        )
+
+
+def _judge_processor(facts: HostFacts) -> Iterator[_Finding]:
+    processor, cpus = facts.processor, facts.limits.cpus
+    usable = processor.usable_cores
+    if cpus is not None and cpus < usable - 0.5:
+        most = max(1, int(cpus))
+        yield (
+            f"the control group grants {cpus:g} CPUs, but {usable} cores are visible: ranks start "
+            "a thread for each, and wait for one another",
+            f"OMP_NUM_THREADS={most} divided by the ranks of this host, or cores of your own "
+            f"(taskset, docker run --cpuset-cpus=0-{most - 1})",
+        )
+    elif processor.threads > usable:
+        yield (
+            f"torch computes with {processor.threads} threads on {usable} cores",
+            f"unset OMP_NUM_THREADS and MKL_NUM_THREADS, or set them to {usable} or less",
+        )
+    if processor.free_bytes < _LEAST_MEMORY:
+        yield (
+            f"{_mebibytes(processor.free_bytes)} of memory are free; a rank that has loaded torch "
+            "takes half a gigabyte before it trains",
+            "end other programs, or give the container more memory",
+        )
+
+
+# ── two hosts ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _judge_versions(here: HostFacts, there: HostFacts) -> Iterator[_Finding]:
+    for name in ("evener", "torch"):
+        mine, theirs = here.versions.get(name), there.versions.get(name)
+        if mine != theirs:
+            yield (
+                f"{name} is {mine} here and {theirs} there; such ranks refuse one another",
+                f"install the same version of {name} on both",
+            )
+    both_have_gpus = here.build.nccl and there.build.nccl
+    if both_have_gpus and here.build.nccl != there.build.nccl:
+        yield (
+            f"NCCL is {here.build.nccl} here and {there.build.nccl} there, which do not understand "
+            "one another; ranks exchange by way of host memory, which is slower",
+            "install the same build of torch on both",
+        )
+
+
+def _judge_link(here: HostFacts, link: MeasuredLink) -> Iterator[_Finding]:
+    if link.return_failure:
+        yield (
+            f"{here.host} reaches the other machine, but cannot be reached from there: "
+            f"{link.return_failure}",
+            "open the firewall here for connections from there: ranks connect to one another on "
+            "ports that the system chooses",
+        )
+    difference_s = abs(link.clock_ahead_s)
+    if difference_s - link.clock_error_s > _MOST_CLOCK_DIFFERENCE_S:
+        side = "ahead of" if link.clock_ahead_s > 0 else "behind"
+        yield (
+            f"the clock there is {difference_s:.1f} s {side} the one here; which rank failed first "
+            "is then told wrongly",
+            "synchronise both (timedatectl set-ntp true)",
+        )
+    slowest = min(link.bytes_per_s_there, link.bytes_per_s_here)
+    if slowest < _LEAST_BYTES_PER_S:
+        yield (
+            f"the link carries {8e-6 * slowest:,.0f} Mbit/s in its slower direction: the gradients "
+            f"of 100M parameters take {4e8 / max(1.0, slowest):,.0f} s in each window of SYNC",
+            "look for a faster interface (a cable instead of wireless, the other address), or use "
+            "policy='cadence', which exchanges less often",
+        )
+    if link.round_trip_s > _LONGEST_ROUND_TRIP_S:
+        yield (
+            f"a message takes {1e3 * link.round_trip_s:.0f} ms there and back, and each window of "
+            "SYNC waits for several",
+            "use policy='cadence' or 'async', or a larger batch_size",
+        )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

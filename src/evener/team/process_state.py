@@ -1,0 +1,68 @@
+"""What the kernel says of a process: whether it runs, was stopped, or has gone."""
+
+import time
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+
+class KernelState(StrEnum):
+    """State of a process, by the letter in ``/proc/PID/stat``."""
+
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    BLOCKED = "in the kernel, waiting for a device or a disk"
+    STOPPED = "stopped"
+    TRACED = "held by a debugger"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """This system has no ``/proc``, or the process is on another host."""
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether it does nothing until somebody continues it."""
+        return self in (KernelState.STOPPED, KernelState.TRACED)
+
+
+_LETTERS: Final = {
+    "R": KernelState.RUNNING,
+    "S": KernelState.SLEEPING,
+    "I": KernelState.SLEEPING,
+    "D": KernelState.BLOCKED,
+    "T": KernelState.STOPPED,
+    "t": KernelState.TRACED,
+    "Z": KernelState.GONE,
+    "X": KernelState.GONE,
+}
+_PROC = Path("/proc")
+
+
+def state_of(pid: int) -> KernelState:
+    """Return the state of a process of this host."""
+    with suppress(OSError):
+        # The name of the program comes before, in parentheses, and may hold any character.
+        rest = (_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+        return _LETTERS.get(rest[0].decode(), KernelState.UNKNOWN)
+    return KernelState.GONE if (_PROC / "self").exists() else KernelState.UNKNOWN
+
+
+def describe_halt(who: str, pid: int, state: KernelState, since: float, waiting: str) -> str:
+    """Say that a process is halted, who waits for it, and what continues it.
+
+    Args:
+        who: The rank, in words.
+        pid: Its process.
+        state: ``STOPPED`` or ``TRACED``.
+        since: Unix seconds at which this was seen first.
+        waiting: Who waits for it, such as ``"rank 0 waits for it"``.
+    """
+    remedy = f"`kill -CONT {pid}` continues it"
+    if state is KernelState.TRACED:
+        remedy = "let the debugger continue it, or detach it"
+    return f"evener: {who} is {state} since {clock_time(since)}, and {waiting}; {remedy}"
+
+
+def clock_time(unix_s: float) -> str:
+    """Return a moment as people of this host read it, such as ``14:03:22``."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))

@@ -1,0 +1,59 @@
+"""Facts about hosts that nobody has, for ``evener doctor``."""
+
+from dataclasses import replace
+from typing import Any
+
+from evener.doctor.host_facts import (
+    DeviceFacts,
+    ExchangeTrials,
+    HostFacts,
+    LimitFacts,
+    MeasuredLink,
+    NetworkFacts,
+    ProcessorFacts,
+    TorchBuild,
+)
+
+GIB = 1 << 30
+
+HEALTHY = HostFacts(
+    host="box",
+    system="Linux 6.1 x86_64",
+    versions={"python": "3.12.1", "torch": "2.9.0", "evener": "0.1.0"},
+    extras={"data": {"pyarrow": "20.0"}, "hf": {"peft": "", "transformers": "5.0"}},
+    devices=(
+        DeviceFacts(name="cpu", model="Xeon", memory_bytes=64 * GIB),
+        DeviceFacts(name="cuda:0", model="RTX 4090", memory_bytes=24 * GIB, architecture="sm_89"),
+        DeviceFacts(name="cuda:1", model="GTX 1060", memory_bytes=6 * GIB, architecture="sm_61"),
+    ),
+    devices_shown=2,
+    build=TorchBuild(
+        runtime="CUDA 12.6", architectures=("sm_50", "sm_60", "sm_80", "sm_90"), nccl="2.27"
+    ),
+    exchange=ExchangeTrials(nccl_tried=True, shm_bytes=8 * GIB),
+    network=NetworkFacts(addresses=("10.0.0.1",), port=29500, infiniband=("mlx5_0",)),
+    limits=LimitFacts(open_files=4096, processes=4096),
+    processor=ProcessorFacts(
+        cores=16, usable_cores=16, threads=16, memory_bytes=64 * GIB, free_bytes=32 * GIB
+    ),
+    clock_is_set=True,
+)
+
+GOOD_LINK = MeasuredLink(
+    round_trip_s=0.0002,
+    bytes_per_s_there=1.1e8,
+    bytes_per_s_here=1.1e8,
+    clock_ahead_s=0.01,
+    clock_error_s=0.0001,
+)
+
+
+def host(**changes: Any) -> HostFacts:
+    """The healthy host, with other facts: values, or dicts of them for a part."""
+    parts = {
+        name: replace(getattr(HEALTHY, name), **value)
+        if isinstance(value, dict) and name not in ("versions", "extras")
+        else value
+        for name, value in changes.items()
+    }
+    return replace(HEALTHY, **parts)

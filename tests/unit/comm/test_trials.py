@@ -1,0 +1,57 @@
+"""Ways to exchange, tried on this host."""
+
+import errno
+import os
+import socket
+import sys
+
+import pytest
+import torch
+
+from evener.comm.trials import (
+    try_gloo,
+    try_loopback,
+    try_nccl,
+    try_port,
+    try_shared_memory,
+)
+from helpers.limits import PATIENCE_S
+from helpers.ports import free_port
+from helpers.ranks import TESTS, Rank, run_ranks
+
+
+def test_what_works_here() -> None:
+    assert try_gloo() == ""
+    assert try_loopback() == ""
+    assert try_port(free_port()) == ""
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert try_port(server.getsockname()[1]) == os.strerror(errno.EADDRINUSE)
+
+
+def test_an_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    assert "GLOO_SOCKET_IFNAME is 'none0'" in try_gloo()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
+def test_a_sandbox_that_forbids_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert try_shared_memory() == ""
+
+    def refuse(name: str, flags: int) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert "Operation not permitted" in try_shared_memory()
+
+
+def try_as_nccl(_rank: Rank) -> str:
+    cpus = [torch.device("cpu")] * 2  # Gloo carries what would be NCCL's
+    return try_nccl(cpus, timeout_s=PATIENCE_S, connect="helpers.leaves:lies")
+
+
+def test_nccl_is_tried_in_processes_and_what_fails_there_is_told() -> None:
+    (failure,) = run_ranks(try_as_nccl, 1, env={"PYTHONPATH": str(TESTS)})
+    assert failure == "on rank 1: 1 of 512 numbers are wrong in all_gather of 1 KiB"

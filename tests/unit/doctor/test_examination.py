@@ -1,0 +1,27 @@
+"""This host, whatever it is like."""
+
+import json
+from dataclasses import asdict
+
+from pydantic import TypeAdapter
+
+from evener.doctor.examination import examine_host
+from evener.doctor.host_facts import HostFacts
+from evener.doctor.judgement import judge_host
+from evener.version import __version__
+
+
+def test_facts_are_whole_and_survive_json() -> None:
+    facts = examine_host()
+    assert facts.devices[0].name == "cpu"
+    assert facts.devices[0].failure == ""
+    assert facts.versions["evener"] == __version__
+    assert {"data", "hf", "tensorboard"} <= set(facts.extras)
+    assert not {"dev", "browser"} & set(facts.extras)
+    assert facts.exchange.gloo_failure == ""
+    assert facts.network.loopback_failure == ""
+    assert 1 <= facts.processor.usable_cores <= facts.processor.cores
+    assert 0 < facts.processor.free_bytes <= facts.processor.memory_bytes
+    text = json.dumps(asdict(facts))
+    assert TypeAdapter(HostFacts).validate_json(text, strict=True) == facts
+    judge_host(facts)

@@ -1,0 +1,144 @@
+"""Facts in, problems out: every problem has a value, and a remedy."""
+
+from dataclasses import replace
+
+import pytest
+
+from evener.doctor.judgement import has_kernels, judge_host, judge_pair
+from helpers.hosts import GIB, GOOD_LINK, HEALTHY, host
+
+CPU, FIRST, SECOND = HEALTHY.devices
+CPU_BUILD = {"runtime": "", "architectures": (), "nccl": ""}
+
+SICK = {
+    "old torch": (host(versions={"torch": "2.5.1"}), "torch is 2.5.1", "pip install -U torch"),
+    "torch without CUDA": (
+        host(devices=(CPU,), build=CPU_BUILD, versions={"torch": "2.9.0"}),
+        "shows 2 GPUs, but torch 2.9.0 was built without",
+        "pytorch.org",
+    ),
+    "an old driver": (host(devices=(CPU,)), "torch .CUDA 12.6. finds 0", "nvidia-smi"),
+    "a hidden card": (host(devices=(CPU, FIRST)), "shows 2 GPUs, but .* finds 1", "driver"),
+    "no kernels": (
+        host(build={"architectures": ("sm_80", "sm_90", "compute_90")}),
+        "no kernels for cuda:1 .GTX 1060, sm_61.; it was built for sm_80, sm_90, compute_90",
+        "whose list has sm_61",
+    ),
+    "a broken card": (
+        host(devices=(CPU, FIRST, replace(SECOND, failure="out of memory"))),
+        "cuda:1 .GTX 1060. does not compute: out of memory",
+        "leave it out",
+    ),
+    "Gloo": (host(exchange={"gloo_failure": "no device"}), "over Gloo: no device", "127.0.0.1"),
+    "no NCCL": (host(build={"nccl": ""}), "2 GPUs, but torch was built without NCCL", "build"),
+    "NCCL": (host(exchange={"nccl_failure": "on rank 1"}), "over NCCL: on rank 1", "NCCL_DEBUG"),
+    "memory that is not shared": (
+        host(exchange={"memory_failure": "Operation not permitted"}),
+        "cannot share memory, .*: Operation not permitted",
+        "memfd_create",
+    ),
+    "a container's /dev/shm": (
+        host(exchange={"shm_bytes": 64 << 20}),
+        "/dev/shm has 64 MiB",
+        "--shm-size",
+    ),
+    "loopback": (host(network={"loopback_failure": "refused"}), "127.0.0.1: refused", "ip link"),
+    "a port in use": (
+        host(network={"port_failure": "Address already in use"}),
+        "port 29500, .*: Address already in use",
+        "--port",
+    ),
+    "few files": (host(limits={"open_files": 256}), "256 open files", "ulimit -n"),
+    "few processes": (host(limits={"processes": 100}), "100 processes", "--pids-limit"),
+    "locked memory": (
+        host(limits={"locked_bytes": 8 << 20}),
+        "8 MiB of memory may be locked, .* mlx5_0",
+        "ulimit -l",
+    ),
+    "a quota": (host(limits={"cpus": 2.0}), "grants 2 CPUs, but 16 cores", "OMP_NUM_THREADS=2"),
+    "less than a CPU": (host(limits={"cpus": 0.5}), "grants 0.5 CPUs", "OMP_NUM_THREADS=1 "),
+    "too many threads": (host(processor={"threads": 64}), "64 threads on 16", "to 16 or less"),
+    "no memory": (host(processor={"free_bytes": GIB // 2}), "512 MiB of memory", "end other"),
+}
+
+
+def test_a_healthy_host_has_no_problem() -> None:
+    assert judge_host(HEALTHY) == []
+    unlimited = host(devices=(CPU,), devices_shown=0, build=CPU_BUILD, limits={"open_files": None})
+    assert judge_host(unlimited) == []
+    assert judge_host(host(exchange={"shm_bytes": None})) == []
+    # Without InfiniBand nothing locks memory.
+    assert judge_host(host(limits={"locked_bytes": 1}, network={"infiniband": ()})) == []
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_each_problem_is_told_with_its_remedy(name: str) -> None:
+    facts, what, remedy = SICK[name]
+    (problem,) = judge_host(facts, "there")
+    assert problem.where == "there"
+    with pytest.raises(AssertionError, match=what):
+        raise AssertionError(problem.what)
+    assert remedy in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("architecture", "built_for", "expected"),
+    [
+        ("sm_61", "sm_50 sm_60 sm_70", True),  # 6.1 runs the kernels of 6.0
+        ("sm_61", "sm_70 sm_80", False),
+        ("sm_60", "sm_61", False),
+        ("sm_89", "sm_80 sm_86", True),
+        ("sm_120", "sm_80 sm_90", False),
+        ("sm_120", "sm_90 compute_90", True),  # translated by the driver
+        ("sm_70", "compute_80", False),
+        ("sm_90", "sm_90a", False),
+        ("sm_103", "sm_100", True),
+        ("gfx1030", "gfx900 gfx1030", True),
+        ("gfx1031", "gfx1030", False),
+        ("sm_61", "", False),
+    ],
+)
+def test_which_kernels_run_on_which_card(architecture: str, built_for: str, expected: bool) -> None:
+    assert has_kernels(architecture, tuple(built_for.split())) is expected
+
+
+def test_two_alike_on_a_good_link_have_no_problem() -> None:
+    assert judge_pair(HEALTHY, replace(HEALTHY, host="other"), GOOD_LINK) == []
+
+
+UNLIKE = {
+    "evener": (
+        host(versions={"torch": "2.9.0", "evener": "0.0.1"}),
+        GOOD_LINK,
+        "evener is 0.1.0 here and 0.0.1 there",
+    ),
+    "torch": (
+        host(versions={"torch": "2.8.0", "evener": "0.1.0"}),
+        GOOD_LINK,
+        "torch is 2.9.0 here and 2.8.0 there",
+    ),
+    "NCCL": (host(build={"nccl": "2.21"}), GOOD_LINK, "NCCL is 2.27 here and 2.21 there"),
+    "firewall": (
+        HEALTHY,
+        replace(GOOD_LINK, return_failure="no answer"),
+        "cannot be reached from there: no answer",
+    ),
+    "clock ahead": (HEALTHY, replace(GOOD_LINK, clock_ahead_s=90.0), "90.0 s ahead of"),
+    "clock behind": (HEALTHY, replace(GOOD_LINK, clock_ahead_s=-3.0), "3.0 s behind"),
+    "slow link": (HEALTHY, replace(GOOD_LINK, bytes_per_s_here=1.2e7), "carries 96 Mbit/s"),
+    "far away": (HEALTHY, replace(GOOD_LINK, round_trip_s=0.04), "takes 40 ms there and back"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_keeps_two_hosts_apart(name: str) -> None:
+    there, link, what = UNLIKE[name]
+    (problem,) = judge_pair(HEALTHY, there, link)
+    assert problem.where == "between"
+    assert what in problem.what
+    assert problem.remedy
+
+
+def test_a_clock_that_may_be_right_is_not_accused() -> None:
+    link = replace(GOOD_LINK, clock_ahead_s=1.2, clock_error_s=0.5, round_trip_s=0.001)
+    assert judge_pair(HEALTHY, HEALTHY, link) == []
