@@ -1,117 +1,35 @@
 """Who is in an elastic team, and when its next generation may form. Pure: time is a number.
 
-The coordinator owns a ``Roster``. It tells it what has happened, with the time, and sends out the
-orders that ``take`` returns. Terms:
+The coordinator owns a ``Roster``. It tells it what has happened, with the time, and sends out what
+``take`` returns. Terms:
 
 - A worker is *ready* when it waits for a generation: a joiner, or a member that has left its own.
 - A generation is *over* when one of its members has left it or is lost. It then renews no lease.
 
-A commit in generation g needs the rows of all members of g. So once a single member has left g,
-nothing that it has not applied can be committed there, and g + 1 may form at once. If no member
-has left g, g + 1 forms only after every lease of g has run out: members commit nothing later.
+A commit in generation g needs the rows of all members of g. So once a member has left g, nothing
+that it has not applied can be committed there: with it, g + 1 may form at once. A generation
+without any member that holds state begins anew. It forms only when no other worker can commit any
+more: each has left, its process has ended, or its lease has run out.
 """
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from evener.errors import ConfigError
-from evener.parsing import Fields, whole
+from evener.planning.silence import silence_deadline_s
+from evener.protocol.formation import NO_NUMBER
+from evener.protocol.formation import Deadlines as Deadlines
+from evener.protocol.formation import Formation as Formation
+from evener.protocol.formation import ProcessState as ProcessState
+from evener.protocol.formation import Standing as Standing
+from evener.protocol.formation import formation_fields as formation_fields
+from evener.protocol.formation import parse_team_limits as parse_team_limits
+from evener.protocol.seats import Seat
 
-NO_NUMBER: Final = -1
-"""The number of a worker for which there is none as long as others have them all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What a member that has left its generation holds.
-
-    Attributes:
-        member: Its id.
-        generation: The last generation that it was in.
-        applied: Windows that it has applied.
-        committed: Windows that it has committed; at most ``applied``.
-        digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
-            the same bits.
-        phase: What it was doing, such as ``training``; for messages.
-    """
-
-    member: str
-    generation: int
-    applied: int
-    committed: int
-    digest: str
-    phase: str = "training"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formation:
-    """A generation, as the coordinator has formed it.
-
-    Attributes:
-        generation: Its number, from 1.
-        members: Ids in the order of ranks: members that stay keep their order, joiners follow.
-        numbers: By member, a number below the most members of a team. A member keeps it from one
-            generation to the next.
-        base: The windows that the state in which all members begin has seen.
-        has_state: Whether a member holds state. Otherwise the team begins, anew or from a
-            checkpoint, and ``base`` is 0.
-        donor: The member whose state counts.
-        receivers: Members that must receive the donor's state; the others hold the same bits.
-        lease_s: So long after a heartbeat a member may commit.
-    """
-
-    generation: int
-    members: tuple[str, ...]
-    numbers: tuple[int, ...]
-    base: int
-    has_state: bool
-    donor: str
-    receivers: tuple[str, ...]
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Every deadline of an elastic team, in seconds.
-
-    Attributes:
-        lease_s: So long after a heartbeat a member may commit. Also how long a coordinator that
-            has just started waits for members of an earlier generation to report.
-        beat_s: Between two heartbeats of a worker.
-        reconnect_s: A worker whose connection ended is lost unless it connects again so soon.
-        stopped_s: A worker whose process is stopped (state T) is lost after so long.
-        gather_s: So long after the last arrival a first generation of fewer than the most workers
-            forms. Also how long members may take to leave a generation together.
-        hello_s: A connection that has not said who it is closes after so long.
-        floor_s: The adaptive deadline is at least so long.
-        mads: The adaptive deadline is the median time between two micro-batches and so many median
-            absolute deviations.
-        patience_s: A worker waits so long for a coordinator that does not answer.
-        timeout_s: A living member that does not come is waited for so long, and so are workers
-            that are missing.
-    """
-
-    lease_s: float = 3.0
-    beat_s: float = 0.25
-    reconnect_s: float = 1.0
-    stopped_s: float = 1.0
-    gather_s: float = 0.5
-    hello_s: float = 5.0
-    floor_s: float = 5.0
-    mads: float = 8.0
-    patience_s: float = 60.0
-    timeout_s: float = 600.0
-
-
-class ProcessState(StrEnum):
-    """What a supervisor reports of a worker's process."""
-
-    GONE = "gone"
-    STOPPED = "stopped"
-    CONTINUED = "continued"
+_MOST_PACES: Final = 64
+#: Workers of one start come within so long; nothing is printed before.
+_SILENT_S: Final = 5.0
 
 
 class Outgoing(NamedTuple):
@@ -129,28 +47,6 @@ class Outgoing(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seat:
-    """A worker, as the roster sees it."""
-
-    member: str
-    session: str
-    facts: Mapping[str, Any]
-    number: int = NO_NUMBER
-    connected: bool = True
-    connection_s: float = 0.0  # when that changed
-    gone: str = ""  # why
-    stopped_s: float | None = None
-    ready: bool = False
-    knows: int = 0  # the generation that it was in when it reported
-    standing: Standing | None = None
-    lease_end_s: float = 0.0
-    micro_batches: int = 0
-    phase: str = "joining"
-    advanced_s: float = 0.0
-    named: bool = False
-
-
-@dataclass(slots=True)
 class Roster:
     """The state machine of membership.
 
@@ -161,6 +57,7 @@ class Roster:
         most: Most members of a generation.
         deadlines: Those of the team.
         started_s: When the coordinator started.
+        formation: The newest generation; ``None`` before the first.
     """
 
     least: int
@@ -168,14 +65,49 @@ class Roster:
     deadlines: Deadlines
     started_s: float
     formation: Formation | None = None
-    _seats: dict[str, _Seat] = field(default_factory=dict)
-    _orders: list[Outgoing] = field(default_factory=list)
-    _over: str = ""  # why the generation is over
+    _seats: dict[str, Seat] = field(default_factory=dict)
+    _outgoing: list[Outgoing] = field(default_factory=list)
+    _over: str = ""  # why the newest generation is over
     _over_s: float = 0.0
-    _left: bool = False  # a member has left the generation: nothing more is committed in it
-    _told_over: bool = False
+    _older_lease_s: float = 0.0  # no member of an older generation commits later
+    _was_told: bool = False  # members were told that it is over
+    _named: set[str] = field(default_factory=set)  # those of whom people were told
     _wanted: bool = False
     _arrival_s: float = 0.0
+    _short_s: float | None = None  # since when too few workers are ready
+    _said_short: bool = False
+    _has_formed: bool = False  # a generation of its own
+    _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
+
+    @property
+    def generation(self) -> int:
+        """The highest generation that has been formed; 0 for none."""
+        return self.formation.generation if self.formation else 0
+
+    def number_of(self, member: str) -> int:
+        """Return the number of a worker; ``NO_NUMBER`` as long as others have them all."""
+        return self._seats[member].number
+
+    def is_open(self, now_s: float) -> bool:
+        """Return whether generations may form.
+
+        Members of a generation that an earlier coordinator formed come back first: a new team
+        beside theirs would commit windows that they have committed, too.
+        """
+        return now_s - self.started_s >= self.deadlines.lease_s
+
+    def knows(self, member: str) -> bool:
+        """Return whether a worker has arrived and is not forgotten; only such have events."""
+        return member in self._seats
+
+    def is_member(self, member: str) -> bool:
+        """Return whether a worker is in the newest generation."""
+        return self.formation is not None and member in self.formation.members
+
+    def take(self) -> list[Outgoing]:
+        """Return the messages since the last call."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
@@ -200,31 +132,47 @@ class Roster:
             Why it is refused; empty if it is not.
         """
         seat = self._seats.get(member)
-        if seat is not None and seat.session and seat.session != session:
-            if seat.connected and not seat.gone:
-                return (
-                    f"another worker of this team is called {member!r}; give each worker a name "
-                    "of its own (EVENER_MEMBER)"
-                )
-            seat = None
-        if seat is None:
+        is_another = seat is not None and seat.session not in ("", session)
+        if seat is not None and is_another and seat.is_connected:
+            return (
+                f"another worker of this team is called {member!r}; give each worker a name of "
+                "its own (EVENER_MEMBER)"
+            )
+        new = Seat(member, session, facts=facts, advanced_s=now_s)
+        if why := self._difference(new):
+            return why
+        if seat is None or is_another:
+            if seat is not None and self.is_member(member):  # its process has been replaced
+                self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
+                self._end(now_s, f"{member} is another process now", tell=True)
             self._seats.pop(member, None)  # so that the newcomer is the last in the order
-            seat = self._seats[member] = _Seat(member, session, facts, advanced_s=now_s)
-        seat.session, seat.facts = session, facts
-        seat.connected, seat.connection_s, seat.gone = True, now_s, ""
+            self._seats[member] = new
+        seat = self._seats[member]
+        seat.connect(session, facts)
         self._adopt(now_s, held)
         if seat.number == NO_NUMBER:
-            seat.number = self._free_number()
-        if self._wanted:
-            self._orders.append(Outgoing(member, "wanted", {"value": True}))
+            seat.give_number(self._free_number())
+        if self.is_member(member):
+            self._send(member, "wanted", {"value": self._wanted})
+            if self._was_told:
+                self._send(member, "over", self._why_over())
         self._consider(now_s)
         return ""
+
+    def describe(self, now_s: float, member: str, facts: Mapping[str, Any]) -> None:
+        """Take in more of what must be the same on all members."""
+        seat = self._seats[member]
+        seat.describe(facts)
+        if why := self._difference(seat):
+            seat.refuse(why)
+            self._send(member, "failed", {"why": why})
+        self._consider(now_s)
 
     def depart(self, now_s: float, member: str, session: str) -> None:
         """Note that a worker's connection has ended; it may come again."""
         seat = self._seats.get(member)
         if seat is not None and seat.session == session:
-            seat.connected, seat.connection_s = False, now_s
+            seat.disconnect(now_s)
             self._consider(now_s)
 
     def report(self, now_s: float, member: str, generation: int, standing: Standing | None) -> None:
@@ -237,47 +185,42 @@ class Roster:
             standing: What it holds; ``None`` without state.
         """
         seat = self._seats[member]
-        formation = self.formation
-        is_member = formation is not None and member in formation.members
-        if is_member and not self._over and generation < self.generation:
-            self._send_formation(member)  # the first one did not reach it
+        if seat.refused:
+            self._send(member, "failed", {"why": seat.refused})
             return
-        if standing is not None and not is_member:
-            self._orders.append(
-                Outgoing(
-                    member, "left_out", {"generation": formation.generation if formation else 0}
-                )
-            )
+        is_member = self.is_member(member)
+        if is_member and not self._over and generation < self.generation:
+            self._send_formation(member)  # the first message did not reach it
+            return
+        # A restarted coordinator may yet hear of the generation in which this worker was.
+        is_known = self.is_open(now_s) or self.formation is not None
+        if standing is not None and not is_member and is_known:
+            self._send(member, "left_out", {"generation": self.generation})
             return
         if not seat.ready:
             self._arrival_s = now_s
-        seat.ready, seat.knows, seat.standing = True, generation, standing
+        seat.wait(generation, standing)
         if is_member:
-            self._left = True
             self._end(now_s, f"{member} has left it", tell=False)
         self._consider(now_s)
 
     def leave(self, now_s: float, member: str) -> None:
         """Note that a worker leaves for good, after its last window."""
-        seat = self._seats.get(member)
-        if seat is None:
-            return
-        seat.gone, seat.ready = "it left the team", False
-        if self.formation is not None and member in self.formation.members:
-            self._left = True
+        seat = self._seats[member]
+        seat.leave()
+        if self.is_member(member):
             self._end(now_s, f"{member} left the team", tell=False)
         self._consider(now_s)
 
     def beat(self, now_s: float, member: str, micro_batches: int, phase: str) -> bool:
         """Note a heartbeat; return whether it renews the member's lease."""
         seat = self._seats[member]
-        if micro_batches != seat.micro_batches or phase != seat.phase:
-            seat.micro_batches, seat.phase = micro_batches, phase
-            seat.advanced_s, seat.named = now_s, False
-        formation = self.formation
-        if formation is None or self._over or member not in formation.members or seat.ready:
+        pace_s = seat.advance(now_s, micro_batches, phase)
+        if pace_s is not None:
+            self._paces.append(pace_s)
+        if self._over or not self.is_member(member) or seat.ready:
             return False
-        seat.lease_end_s = now_s + formation.lease_s
+        seat.lease(now_s + self.deadlines.lease_s)
         return True
 
     def process(self, now_s: float, member: str, state: ProcessState, reason: str = "") -> None:
@@ -286,118 +229,165 @@ class Roster:
         if seat is None:
             return
         if state is ProcessState.GONE:
-            seat.gone, seat.ready, seat.connected = reason or "its process ended", False, False
+            seat.end(reason or "its process has ended")
         elif state is ProcessState.CONTINUED:
-            seat.stopped_s = None
-        elif seat.stopped_s is None:
-            seat.stopped_s = now_s
+            seat.continue_()
+        else:
+            seat.stop(now_s)
         self._consider(now_s)
 
     def tick(self, now_s: float) -> None:
         """Note that time has passed."""
         self._consider(now_s)
 
-    def take(self) -> list[Outgoing]:
-        """Return the orders since the last call."""
-        orders, self._orders = self._orders, []
-        return orders
-
-    # ── what follows ─────────────────────────────────────────────────────────────────────────────
+    # ── the end of a generation ──────────────────────────────────────────────────────────────────
 
     def _consider(self, now_s: float) -> None:
-        formation = self.formation
-        for member in formation.members if formation else ():
-            if why := self._why_lost(member, now_s):
-                self._end(now_s, f"{member} is lost: {why}", tell=True)
-        if self._over and not self._told_over and now_s - self._over_s >= self.deadlines.gather_s:
+        for seat in self._members():
+            if why := seat.why_lost(now_s, self.deadlines):
+                self._end(now_s, f"{seat.member} is lost: {why}", tell=True)
+        if self._over and now_s - self._over_s >= self.deadlines.gather_s:
             self._tell_over()
-        self._want()
+        self._sweep(now_s)
+        self._tell_wanted()
         if self._may_form(now_s):
             self._form(now_s)
+        elif self._over:
+            self._name_awaited(now_s)
 
-    def _why_lost(self, member: str, now_s: float) -> str:
-        seat = self._seats[member]
-        if seat.gone:
-            return seat.gone
-        if seat.stopped_s is not None and now_s - seat.stopped_s >= self.deadlines.stopped_s:
-            return f"its process has been stopped for {self.deadlines.stopped_s:g} s (stopped_s)"
-        if not seat.connected and now_s - seat.connection_s >= self.deadlines.reconnect_s:
-            return (
-                f"its connection ended and did not come back for {self.deadlines.reconnect_s:g} s "
-                "(reconnect_s)"
-            )
-        return ""
+    def _members(self) -> list[Seat]:
+        return [
+            self._seats[member] for member in (self.formation.members if self.formation else ())
+        ]
 
     def _end(self, now_s: float, why: str, *, tell: bool) -> None:
         if not self._over:
             self._over, self._over_s = why, now_s
-        if tell and not self._told_over:
+        if tell:
             self._tell_over()
 
     def _tell_over(self) -> None:
-        self._told_over = True
-        assert self.formation is not None
-        for member in self.formation.members:
-            if not self._seats[member].ready:
-                content = {"generation": self.formation.generation, "why": self._over}
-                self._orders.append(Outgoing(member, "over", content))
+        if not self._was_told:
+            self._was_told = True
+            for seat in self._members():
+                if not seat.ready:
+                    self._send(seat.member, "over", self._why_over())
 
-    def _want(self) -> None:
-        formation = self.formation
-        joiners = [s for s in self._ready() if formation and s.member not in formation.members]
-        wanted = bool(joiners) and formation is not None and len(formation.members) < self.most
-        if wanted != self._wanted and formation is not None:
+    def _why_over(self) -> dict[str, Any]:
+        return {"generation": self.generation, "why": self._over}
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget workers that are lost and not in the newest generation."""
+        for seat in [*self._seats.values()]:
+            is_lost = seat.has_left or (
+                not seat.is_connected and seat.why_lost(now_s, self.deadlines)
+            )
+            if is_lost and not self.is_member(seat.member):
+                del self._seats[seat.member]
+
+    def _tell_wanted(self) -> None:
+        members = self._members()
+        waits = any(seat.can_join and not self.is_member(seat.member) for seat in self._all())
+        wanted = waits and 0 < len(members) < self.most
+        if wanted != self._wanted:
             self._wanted = wanted
-            for member in formation.members:
-                self._orders.append(Outgoing(member, "wanted", {"value": wanted}))
+            for seat in members:
+                self._send(seat.member, "wanted", {"value": wanted})
 
-    def _ready(self) -> list[_Seat]:
-        """Workers that can be in the next generation, in the order of arrival."""
+    def _name_awaited(self, now_s: float) -> None:
+        """Name living members that do not leave a generation that is over; nobody is ended."""
+        deadline_s = silence_deadline_s(self._paces)
+        for seat in self._awaited(now_s):
+            silent_s = now_s - max(self._over_s, seat.advanced_s)
+            if silent_s >= deadline_s and seat.member not in self._named:
+                self._named.add(seat.member)
+                self._say(
+                    f"generation {self.generation} is over ({self._over}), and {seat.member} has "
+                    f"not left it for {silent_s:.0f} s (it is {seat.phase}, after "
+                    f"{seat.micro_batches} micro-batches); the team waits for it until "
+                    f"{self.deadlines.timeout_s:g} s are over (timeout_s)"
+                )
+
+    def _awaited(self, now_s: float) -> list[Seat]:
+        """Members that live and have not left the newest generation."""
         return [
             seat
-            for seat in self._seats.values()
-            if seat.ready and seat.connected and not seat.gone and seat.stopped_s is None
+            for seat in self._members()
+            if not (seat.ready or seat.has_left or seat.why_lost(now_s, self.deadlines))
         ]
 
+    # ── the next generation ──────────────────────────────────────────────────────────────────────
+
+    def _all(self) -> list[Seat]:
+        return list(self._seats.values())
+
     def _may_form(self, now_s: float) -> bool:
-        ready = self._ready()
-        if len(ready) < self.least:
+        if not self.is_open(now_s):
             return False
         formation = self.formation
+        num_ready = sum(seat.can_join for seat in self._all())
+        if formation is not None and not self._over:
+            return False
+        is_patient = now_s - self._over_s < self.deadlines.timeout_s
+        if formation is not None and is_patient and self._awaited(now_s):
+            return False
+        if num_ready < self.least:
+            self._wait_for_more(now_s, num_ready)
+            return False
+        self._short_s = None
         if formation is None:
-            if now_s - self.started_s < self.deadlines.lease_s:
-                return False  # members of an earlier coordinator's generation may still report
             gathered = now_s - self._arrival_s >= self.deadlines.gather_s
-            return len(ready) >= self.most or gathered
-        if not self._over:
-            return False
-        seats = [self._seats[member] for member in formation.members]
-        missing = [s for s in seats if not s.ready and not self._why_lost(s.member, now_s)]
-        if missing and now_s - self._over_s < self.deadlines.timeout_s:
-            return False
-        proven = self._left or all(seat.gone for seat in seats)
-        return proven or all(now_s >= seat.lease_end_s for seat in seats)
+            return num_ready >= self.most or gathered
+        members = self._members()
+        if any(seat.can_join and seat.standing is not None for seat in members):
+            return True
+        latest_s = max((seat.lease_end_s for seat in members if seat.may_commit), default=0.0)
+        return now_s >= max(latest_s, self._older_lease_s)
+
+    def _wait_for_more(self, now_s: float, num_ready: int) -> None:
+        if not num_ready:
+            self._short_s = None
+        elif self._short_s is None:
+            self._short_s, self._said_short = now_s, False
+        elif not self._said_short and now_s - self._short_s >= _SILENT_S:
+            self._said_short = True
+            self._say(
+                f"{num_ready} of at least {self.least} workers are ready; the team waits "
+                f"{self.deadlines.timeout_s:g} s for more (timeout_s)"
+            )
+        elif now_s - self._short_s >= self.deadlines.timeout_s:
+            self._short_s = None
+            why = (
+                f"only {num_ready} of at least {self.least} workers came within "
+                f"{self.deadlines.timeout_s:g} s (timeout_s); start more workers, or allow fewer "
+                "(--elastic MIN:MAX)"
+            )
+            self._say(why)
+            for seat in self._all():
+                if seat.can_join:
+                    seat.refuse(why)
+                    self._send(seat.member, "failed", {"why": why})
 
     def _form(self, now_s: float) -> None:
-        before = self.formation
-        order = before.members if before else ()
-        ready = {seat.member: seat for seat in self._ready()}
-        stay = [m for m in order if m in ready and ready[m].standing is not None]
-        members = tuple([*stay, *(m for m in ready if m not in stay)][: self.most])
-        standings = {m: s for m in stay if (s := ready[m].standing) is not None}
+        before = self._members()
+        ready = {seat.member: seat for seat in self._all() if seat.can_join}
+        standings = {m.member: m.standing for m in before if m.member in ready and m.standing}
+        order = [*standings, *(member for member in ready if member not in standings)]
+        members = tuple(order[: self.most])
         base = max((s.applied for s in standings.values()), default=0)
-        donor = next((m for m in stay if standings[m].applied == base), members[0])
-        bits = {m: (s.applied, s.digest) for m, s in standings.items()}
-        receivers = tuple(
-            m for m in members if m != donor and (m not in bits or bits[m] != bits.get(donor))
-        )
-        for member in order:
-            if member not in members:
-                self._seats[member].number = NO_NUMBER
-                self._forget(member)
-        for member in members:
-            if ready[member].number == NO_NUMBER:
-                ready[member].number = self._free_number()
+        donor = next((m for m, s in standings.items() if s.applied == base), members[0])
+        same = {
+            m
+            for m, s in standings.items()
+            if (s.applied, s.digest) == (base, standings[donor].digest)
+        }
+        for seat in before:
+            if seat.member not in members:
+                seat.give_up_number()
+                if seat.may_commit:
+                    self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
+        self._number([ready[member] for member in members])
+        self._has_formed = True
         self.formation = Formation(
             generation=self.generation + 1,
             members=members,
@@ -405,113 +395,79 @@ class Roster:
             base=base,
             has_state=bool(standings),
             donor=donor,
-            receivers=receivers,
+            receivers=tuple(m for m in members if m not in same and m != donor),
             lease_s=self.deadlines.lease_s,
         )
-        self._over, self._left, self._told_over = "", False, False
-        for member in members:
-            seat = self._seats[member]
-            seat.ready, seat.standing = False, None
-            seat.lease_end_s = now_s + self.deadlines.lease_s
-            seat.advanced_s = now_s
-            self._send_formation(member)
-        self._want()
+        self._over, self._was_told = "", False
+        self._named.clear()
+        for seat in self._members():
+            seat.work(seat.number)
+            # Its own lease begins with a heartbeat; this one is for a coordinator that does not
+            # hear of it.
+            seat.lease(now_s + self.deadlines.lease_s)
+            self._send_formation(seat.member)
+        for seat in self._all():
+            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
+                self._leave_out(seat)
+        self._sweep(now_s)
+        self._tell_wanted()
 
-    def _forget(self, member: str) -> None:
-        if self._seats[member].gone:
-            del self._seats[member]
+    def _leave_out(self, seat: Seat) -> None:
+        self._send(seat.member, "left_out", {"generation": self.generation})
+        seat.work(seat.number)  # it asks again
+
+    def _adopt(self, now_s: float, held: Formation | None) -> None:
+        """Continue from a generation that a coordinator before this one has formed."""
+        if held is None or held.generation <= self.generation or self._has_formed:
+            return
+        self.formation = replace(held, lease_s=self.deadlines.lease_s)
+        self._over, self._was_told = "", False
+        for member, number in zip(held.members, held.numbers, strict=True):
+            if member not in self._seats:
+                self._seats[member] = Seat(member, advanced_s=now_s)
+                # It has as long to come back as generations take to form again.
+                came_s = self.started_s + self.deadlines.lease_s
+                self._seats[member].disconnect(max(now_s, came_s))
+            seat = self._seats[member]
+            seat.lease(now_s + self.deadlines.lease_s)
+            if seat.ready and seat.knows < held.generation:
+                seat.work(number)
+                self._send_formation(member)
+            seat.give_number(number)
+        for seat in self._all():
+            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
+                self._leave_out(seat)
+
+    def _difference(self, seat: Seat) -> str:
+        others = [o for o in self._all() if o.facts and o.member != seat.member and not o.refused]
+        # Those in the team decide what is right; before there is one, those that came first.
+        others.sort(key=lambda other: not self.is_member(other.member))
+        return next((why for other in others if (why := seat.difference(other))), "")
+
+    def _number(self, members: list[Seat]) -> None:
+        """Give a number to each member that has none; others may have to give theirs up."""
+        taken = {seat.number for seat in members}
+        free = [number for number in range(self.most) if number not in taken]
+        for seat in members:
+            if seat.number == NO_NUMBER:
+                seat.give_number(free.pop(0))
+        taken = {seat.number for seat in members}
+        for seat in self._all():
+            if seat not in members and seat.number in taken:
+                seat.give_up_number()
+
+    def _free_number(self) -> int:
+        used = {seat.number for seat in self._all() if not (seat.gone or seat.has_left)}
+        return next((n for n in range(self.most) if n not in used), NO_NUMBER)
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
+
+    def _send(self, member: str, kind: str, content: Mapping[str, Any]) -> None:
+        self._outgoing.append(Outgoing(member, kind, content))
 
     def _send_formation(self, member: str) -> None:
         assert self.formation is not None
-        self._orders.append(Outgoing(member, "formed", formation_fields(self.formation)))
+        self._send(member, "formed", formation_fields(self.formation))
 
-    def _adopt(self, now_s: float, held: Formation | None) -> None:
-        """Continue from a generation that a coordinator before this one formed."""
-        known = self.formation.generation if self.formation else 0
-        if held is None or held.generation <= known:
-            return
-        self.formation = replace(held, lease_s=self.deadlines.lease_s)
-        for member, number in zip(held.members, held.numbers, strict=True):
-            seat = self._seats.get(member)
-            if seat is None:
-                seat = self._seats[member] = _Seat(member, "", {}, connected=False)
-                seat.connection_s = seat.advanced_s = now_s
-            seat.number = number
-            seat.lease_end_s = now_s + self.deadlines.lease_s
-
-    def _free_number(self) -> int:
-        used = {seat.number for seat in self._seats.values() if not seat.gone}
-        return next((n for n in range(self.most) if n not in used), NO_NUMBER)
-
-    @property
-    def generation(self) -> int:
-        """The highest generation that has been formed; 0 for none."""
-        return self.formation.generation if self.formation else 0
-
-    def number_of(self, member: str) -> int:
-        """Return the number of a worker; ``NO_NUMBER`` as long as others have them all."""
-        return self._seats[member].number
-
-
-def parse_team_limits(text: str) -> tuple[int, int]:
-    """Return the fewest and the most members of a team from ``MIN:MAX``.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigError(
-            f"--elastic is {text!r}; give the fewest and the most workers as MIN:MAX, such as 2:4"
-        )
-    return int(least), int(most)
-
-
-def read_deadlines(fields: Fields) -> Deadlines:
-    """Return deadlines from their JSON.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    return Deadlines(
-        **{one.name: fields.number(one.name, least=0.0) for one in dataclass_fields(Deadlines)}
-    )
-
-
-def formation_fields(formation: Formation) -> dict[str, Any]:
-    """Return a generation as JSON."""
-    return asdict(formation)
-
-
-def read_formation(fields: Fields) -> Formation:
-    """Return a generation from its JSON.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    return Formation(
-        generation=fields.whole("generation", least=1),
-        members=tuple(fields.texts("members")),
-        numbers=tuple(whole(number, "a number of a member") for number in fields.items("numbers")),
-        base=fields.whole("base"),
-        has_state=fields.flag("has_state"),
-        donor=fields.text("donor"),
-        receivers=tuple(fields.texts("receivers")),
-        lease_s=fields.number("lease_s", least=0.0),
-    )
-
-
-def read_standing(fields: Fields) -> Standing:
-    """Return what a member holds from its JSON.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    return Standing(
-        member=fields.text("member"),
-        generation=fields.whole("generation"),
-        applied=fields.whole("applied"),
-        committed=fields.whole("committed"),
-        digest=fields.text("digest"),
-        phase=fields.text("phase"),
-    )
+    def _say(self, text: str) -> None:
+        self._send("", "say", {"text": text})

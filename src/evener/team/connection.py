@@ -17,8 +17,8 @@ from typing import Final, final
 from evener.closing import Closing
 from evener.comm.addresses import is_unknown_name
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
-from evener.parsing import Fields
-from evener.protocol.roster import Deadlines, ProcessState, read_deadlines
+from evener.parsing import Fields, whole
+from evener.protocol.formation import Deadlines, ProcessState, read_deadlines
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
@@ -38,6 +38,12 @@ class CoordinatorConnection(Closing):
         role: ``worker`` or ``supervisor``.
         timeout_s: Longest wait for the first connection.
 
+    Attributes:
+        address: As given.
+        member: As given.
+        deadlines: The team's, as the coordinator has them.
+        limits: Fewest and most members of the team.
+
     Raises:
         ConfigError: The address is none.
         LaunchError: Nothing answers there in time.
@@ -53,6 +59,7 @@ class CoordinatorConnection(Closing):
         self.member = member
         self.address = address
         self.deadlines = Deadlines()
+        self.limits = (1, 1)
         self._host, self._port = host, port
         self._token = token
         self._role = role
@@ -182,6 +189,8 @@ class CoordinatorConnection(Closing):
         try:
             seal, welcome = self._meet(channel)
             with self._changed:
+                least, most = (whole(n, "a limit", least=1) for n in welcome.items("limits"))
+                self.limits = least, most
                 self.deadlines = read_deadlines(welcome.fields("deadlines"))
                 first = self._begin(welcome)
                 self._outgoing.extend(first)

@@ -19,13 +19,8 @@ from typing import Any, Final, final
 from evener.comm.addresses import bind, is_loopback
 from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields, parse_json, short
-from evener.protocol.roster import (
-    Deadlines,
-    ProcessState,
-    Roster,
-    read_formation,
-    read_standing,
-)
+from evener.protocol.formation import Deadlines, ProcessState, read_formation, read_standing
+from evener.protocol.roster import Roster
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.team.terminal import say
 from evener.version import __version__
@@ -316,15 +311,22 @@ class Visitor(asyncio.Protocol):
         self._coordinator.know(self)
         roster = self._coordinator.roster
         number = roster.number_of(member) if role == "worker" else 0
-        deadlines = asdict(self._coordinator.options.deadlines)
+        options = self._coordinator.options
         self.tell(
             "welcome",
-            {"generation": roster.generation, "number": number, "deadlines": deadlines},
+            {
+                "generation": roster.generation,
+                "number": number,
+                "deadlines": asdict(options.deadlines),
+                "limits": [options.least, options.most],
+            },
         )
 
     def _hear_worker(self, now_s: float, kind: str, fields: Fields) -> None:
         roster = self._coordinator.roster
-        if kind == "beat":
+        if not roster.knows(self.member):
+            self.drop()  # it was taken for dead, and may come again
+        elif kind == "beat":
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
             renewed = roster.beat(now_s, self.member, counter, phase)
@@ -336,6 +338,11 @@ class Visitor(asyncio.Protocol):
         elif kind == "leave":
             roster.leave(now_s, self.member)
             self.tell("left", {})
+        elif kind == "facts":
+            roster.describe(now_s, self.member, fields.fields("facts").values)
+        elif kind == "store" and not roster.is_member(self.member):
+            answer = {"number": fields.whole("number"), "error": "its generation is over"}
+            self.tell("stored", answer)
         elif kind == "store":
             self._coordinator.store.ask(now_s, fields, lambda answer: self.tell("stored", answer))
         else:
@@ -354,7 +361,7 @@ class Visitor(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class _Wait:
+class _Pending:
     number: int
     generation: int
     key: str
@@ -369,7 +376,7 @@ class GenerationStore:
         self._values: dict[tuple[int, str], bytes] = {}
         self._num_bytes = 0
         self._newest = 0
-        self._waits: list[_Wait] = []
+        self._waits: list[_Pending] = []
 
     def keep(self, generation: int) -> None:
         """Drop what belongs to generations before this one."""
@@ -409,7 +416,7 @@ class GenerationStore:
             answer({"number": number, "value": True})
         elif what == "fetch" and place not in self._values:
             until_s = now_s + fields.number("timeout_s", least=0.0)
-            self._waits.append(_Wait(number, generation, keys[0], until_s, answer))
+            self._waits.append(_Pending(number, generation, keys[0], until_s, answer))
         elif what == "fetch":
             answer({"number": number, "value": _encode(self._values[place])})
         elif what == "increase":

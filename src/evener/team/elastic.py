@@ -10,7 +10,7 @@ from typing import Any, Final, final
 from evener.comm.relayed import KeyValues, RelayedStore
 from evener.errors import EvenerError, LeftOutError, TeamRefusedError
 from evener.parsing import Fields
-from evener.protocol.roster import (
+from evener.protocol.formation import (
     NO_NUMBER,
     Formation,
     Standing,
@@ -93,9 +93,8 @@ class CoordinatorLink(CoordinatorConnection):
         Raises:
             LeftOutError: The team has gone on without it; it must drop its state and ask again,
                 with ``None``.
-            TeamRefusedError: The coordinator refuses it.
+            TeamRefusedError: The coordinator refuses it, or too few workers came in time.
             CoordinatorLostError: The coordinator did not answer for ``patience_s``.
-            LaunchError: No generation formed within ``timeout_s``.
         """
         generation = self._held.generation if self._held else 0
         message = {
@@ -107,7 +106,9 @@ class CoordinatorLink(CoordinatorConnection):
             self._lease_end_s = 0.0
             self._left_out, self._formed, self._asking = False, None, message
             self._post(message)
-            self._changed.wait_for(self._is_answered, self.deadlines.timeout_s)
+            # The coordinator answers within its timeout_s. A spare worker waits for as long as the
+            # team is complete; a coordinator that does not answer is noticed by the connection.
+            self._changed.wait_for(self._is_answered)
             self._asking = None
             self._check()
             if self._left_out:
@@ -115,14 +116,16 @@ class CoordinatorLink(CoordinatorConnection):
                     f"{self.member} was in generation {generation}, and the team went on without "
                     f"it to generation {self._generation}"
                 )
-            formation = self._take_formation()
-            if formation is None:
-                raise TeamRefusedError(
-                    f"{self.member} waited {self.deadlines.timeout_s:g} s (timeout_s) for the next "
-                    f"generation of the team at {self.address}: too few workers came; the "
-                    "coordinator's output says which are missing"
-                )
-            return formation
+            return self._take_formation()
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Say more of what must be the same on all members, before ``next_generation``.
+
+        Where it differs, ``next_generation`` raises TeamRefusedError.
+        """
+        with self._changed:
+            self._facts |= facts
+            self._post({"type": "facts", "facts": dict(facts)})
 
     @property
     def wants_change(self) -> bool:
@@ -266,12 +269,12 @@ class CoordinatorLink(CoordinatorConnection):
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────
 
-    def _take_formation(self) -> Formation | None:
+    def _take_formation(self) -> Formation:
         formation, self._formed = self._formed, None
-        if formation is not None:
-            self._held = formation
-            self._number = formation.numbers[formation.members.index(self.member)]
-            self._beat_soon()  # for the lease
+        assert formation is not None
+        self._held = formation
+        self._number = formation.numbers[formation.members.index(self.member)]
+        self._beat_soon()  # for the lease
         return formation
 
     def _is_answered(self) -> bool:

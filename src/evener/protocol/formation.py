@@ -1,0 +1,164 @@
+"""What the coordinator and the workers of an elastic team tell one another. Pure.
+
+A *standing* is what a member holds that has left its generation. A *formation* is the next one.
+"""
+
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from enum import StrEnum
+from typing import Any, Final
+
+from evener.errors import ConfigError
+from evener.parsing import Fields, whole
+
+NO_NUMBER: Final = -1
+"""The number of a worker for which there is none as long as others have them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a member that has left its generation holds.
+
+    Attributes:
+        member: Its id.
+        generation: The last generation that it was in.
+        applied: Windows that it has applied.
+        committed: Windows that it has committed; at most ``applied``.
+        digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
+            the same bits.
+        phase: What it was doing, such as ``training``; for messages.
+    """
+
+    member: str
+    generation: int
+    applied: int
+    committed: int
+    digest: str
+    phase: str = "training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formation:
+    """A generation, as the coordinator has formed it.
+
+    Attributes:
+        generation: Its number, from 1.
+        members: Ids in the order of ranks: members that stay keep their order, joiners follow.
+        numbers: By member, a number below the most members of a team. A member keeps it from one
+            generation to the next.
+        base: The windows that the state in which all members begin has seen.
+        has_state: Whether a member holds state. Otherwise the team begins, anew or from a
+            checkpoint, and ``base`` is 0.
+        donor: The member whose state counts.
+        receivers: Members that must receive the donor's state; the others hold the same bits.
+        lease_s: So long after a heartbeat a member may commit.
+    """
+
+    generation: int
+    members: tuple[str, ...]
+    numbers: tuple[int, ...]
+    base: int
+    has_state: bool
+    donor: str
+    receivers: tuple[str, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Every deadline of an elastic team, in seconds; the coordinator tells them to all workers.
+
+    Attributes:
+        lease_s: So long after a heartbeat a member may commit. Also how long a coordinator that
+            has just started waits for members of an earlier generation.
+        beat_s: Between two heartbeats of a worker.
+        reconnect_s: A worker whose connection has ended is lost unless it connects again so soon.
+        stopped_s: A worker whose process is stopped (state T) is lost after so long.
+        gather_s: So long after the last arrival the first generation forms with fewer than the
+            most workers. Also how long members may take to leave a generation together.
+        hello_s: A connection that has not said who it is closes after so long.
+        patience_s: A worker waits so long for a coordinator that does not answer.
+        timeout_s: So long a generation waits for living members that do not come, and for workers
+            that are missing.
+    """
+
+    lease_s: float = 3.0
+    beat_s: float = 0.25
+    reconnect_s: float = 1.0
+    stopped_s: float = 1.0
+    gather_s: float = 0.5
+    hello_s: float = 5.0
+    patience_s: float = 60.0
+    timeout_s: float = 600.0
+
+
+class ProcessState(StrEnum):
+    """What a supervisor reports of a worker's process."""
+
+    GONE = "gone"
+    STOPPED = "stopped"
+    CONTINUED = "continued"
+
+
+def parse_team_limits(text: str) -> tuple[int, int]:
+    """Return the fewest and the most members of a team from ``MIN:MAX``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(
+            f"--elastic is {text!r}; give the fewest and the most workers as MIN:MAX, such as 2:4"
+        )
+    return int(least), int(most)
+
+
+def read_deadlines(fields: Fields) -> Deadlines:
+    """Return deadlines from their JSON.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    return Deadlines(
+        **{one.name: fields.number(one.name, least=0.0) for one in dataclass_fields(Deadlines)}
+    )
+
+
+def formation_fields(formation: Formation) -> dict[str, Any]:
+    """Return a generation as JSON."""
+    return asdict(formation)
+
+
+def read_formation(fields: Fields) -> Formation:
+    """Return a generation from its JSON.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    return Formation(
+        generation=fields.whole("generation", least=1),
+        members=tuple(fields.texts("members")),
+        numbers=tuple(whole(number, "a number of a member") for number in fields.items("numbers")),
+        base=fields.whole("base"),
+        has_state=fields.flag("has_state"),
+        donor=fields.text("donor"),
+        receivers=tuple(fields.texts("receivers")),
+        lease_s=fields.number("lease_s", least=0.0),
+    )
+
+
+def read_standing(fields: Fields) -> Standing:
+    """Return what a member holds from its JSON.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    return Standing(
+        member=fields.text("member"),
+        generation=fields.whole("generation"),
+        applied=fields.whole("applied"),
+        committed=fields.whole("committed"),
+        digest=fields.text("digest"),
+        phase=fields.text("phase"),
+    )

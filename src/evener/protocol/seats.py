@@ -1,0 +1,160 @@
+"""A worker of an elastic team, as its coordinator sees it. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from evener.parsing import short
+from evener.protocol.formation import NO_NUMBER, Deadlines, Standing
+
+#: What to do where workers differ in a fact.
+_REMEDIES: Final = {
+    "evener": "install the same version of evener on every machine",
+    "torch": "install the same version of torch on every machine",
+    "model": "build the same model with the same settings on every worker",
+    "data": "give every worker the same data, in the same order",
+    "backend": "start every worker with the same backend",
+    "nccl": "install the same version of NCCL on every machine",
+}
+
+
+@dataclass(slots=True)
+class Seat:
+    """A worker.
+
+    Attributes:
+        member: Its id.
+        session: A text that only this process of that id has; empty until it has connected.
+        number: Its number in the team.
+        facts: What must be the same on all workers.
+        ready: Whether it waits for a generation.
+        knows: The last generation that it was in, as it said then.
+        standing: What it held then.
+        gone: Why its process is no more.
+        has_left: Whether it has left for good.
+        refused: Why it cannot be in the team.
+        lease_end_s: No later than then it commits.
+        micro_batches: How many it has done.
+        phase: What it is doing, in its own words.
+        advanced_s: When one of the two changed.
+    """
+
+    member: str
+    session: str = ""
+    number: int = NO_NUMBER
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    ready: bool = False
+    knows: int = 0
+    standing: Standing | None = None
+    gone: str = ""
+    has_left: bool = False
+    refused: str = ""
+    lease_end_s: float = 0.0
+    micro_batches: int = 0
+    phase: str = "joining"
+    advanced_s: float = 0.0
+    _disconnected_s: float | None = None
+    _stopped_s: float | None = None
+
+    @property
+    def can_join(self) -> bool:
+        """Whether it may be in the next generation."""
+        is_there = self._disconnected_s is None and self._stopped_s is None
+        return self.ready and is_there and not (self.gone or self.has_left or self.refused)
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether it may commit until its lease ends: it has not said that it has left."""
+        return not (self.ready or self.gone or self.has_left)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has a connection."""
+        return self._disconnected_s is None and not self.gone
+
+    def connect(self, session: str, facts: Mapping[str, Any]) -> None:
+        """Note that it has connected."""
+        self.session, self.facts = session, {**self.facts, **facts}
+        self._disconnected_s, self.gone = None, ""
+
+    def disconnect(self, now_s: float) -> None:
+        """Note that its connection has ended."""
+        self._disconnected_s = now_s
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Take in more of what must be the same on all workers."""
+        self.facts = {**self.facts, **facts}
+
+    def refuse(self, why: str) -> None:
+        """Note that it cannot be in the team."""
+        self.refused = why
+
+    def end(self, why: str) -> None:
+        """Note that its process is no more."""
+        self.gone, self.ready = why, False
+
+    def leave(self) -> None:
+        """Note that it has left for good."""
+        self.has_left, self.ready = True, False
+
+    def stop(self, now_s: float) -> None:
+        """Note that its process is stopped."""
+        self._stopped_s = now_s if self._stopped_s is None else self._stopped_s
+
+    def continue_(self) -> None:
+        """Note that its process runs again."""
+        self._stopped_s = None
+
+    def wait(self, knows: int, standing: Standing | None) -> None:
+        """Note that it waits for a generation."""
+        self.ready, self.knows, self.standing = True, knows, standing
+
+    def work(self, number: int) -> None:
+        """Note that it is a member of a generation that has formed."""
+        self.ready, self.standing, self.number = False, None, number
+
+    def give_up_number(self) -> None:
+        """Note that others may have its number."""
+        self.number = NO_NUMBER
+
+    def give_number(self, number: int) -> None:
+        """Note its number."""
+        self.number = number
+
+    def lease(self, end_s: float) -> None:
+        """Let it commit until ``end_s``."""
+        self.lease_end_s = max(self.lease_end_s, end_s)
+
+    def advance(self, now_s: float, micro_batches: int, phase: str) -> float | None:
+        """Note how far it is; return the seconds since the last micro-batch if it did another."""
+        if (micro_batches, phase) == (self.micro_batches, self.phase):
+            return None
+        took_s = now_s - self.advanced_s if micro_batches != self.micro_batches else None
+        self.micro_batches, self.phase, self.advanced_s = micro_batches, phase, now_s
+        return took_s
+
+    def why_lost(self, now_s: float, deadlines: Deadlines) -> str:
+        """Return why it is lost; empty while it lives."""
+        if self.gone:
+            return self.gone
+        stopped_s, disconnected_s = self._stopped_s, self._disconnected_s
+        if stopped_s is not None and now_s - stopped_s >= deadlines.stopped_s:
+            return f"its process has been stopped for {deadlines.stopped_s:g} s (stopped_s)"
+        if disconnected_s is not None and now_s - disconnected_s >= deadlines.reconnect_s:
+            return (
+                f"its connection has ended and did not come back within {deadlines.reconnect_s:g} "
+                "s (reconnect_s)"
+            )
+        return ""
+
+    def difference(self, other: "Seat") -> str:
+        """Return in which fact it differs from another worker, and what to do; empty if in none."""
+        for name in sorted(self.facts.keys() & other.facts.keys()):
+            mine, theirs = self.facts[name], other.facts[name]
+            if mine != theirs:
+                remedy = _REMEDIES.get(name, "start every worker in the same way")
+                return (
+                    f"{name} of {self.member} is {short(mine)}, and that of {other.member} in the "
+                    f"team is {short(theirs)}; {remedy}"
+                )
+        return ""
