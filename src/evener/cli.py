@@ -69,6 +69,25 @@ class ScriptOptions(LaunchOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """Options of ``evener join``.
+
+    Attributes:
+        coordinator: Its ``HOST:PORT``.
+        program: What the team runs, with its arguments: a script, ``pretrain`` or ``classify``.
+        token_file: What workers must know.
+        nproc: Workers to add here.
+        max_failures: Give up when more of them have failed.
+    """
+
+    coordinator: str
+    program: tuple[str, ...]
+    token_file: Path | None = None
+    nproc: int = 1
+    max_failures: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
     """Options of ``evener report``.
 
@@ -133,8 +152,11 @@ _TAKEN: Final = {
         metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or where to listen."
     ),
     "listen": typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
-    "token_file": typer.Option(metavar="FILE", help="Holds a secret that both ends have."),
     "as_json": typer.Option("--json", help="Print facts and problems as JSON."),
+    "coordinator": typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator."),
+    "program": typer.Argument(
+        metavar="PROGRAM...", help="What the team runs: a script, pretrain or classify; arguments."
+    ),
     "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
     "arguments": typer.Argument(metavar="ARGS", help="Handed to the script."),
     "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
@@ -162,12 +184,20 @@ _TAKEN: Final = {
     "port": typer.Option(
         metavar="P", help=f"Port to meet on; a free one, or {DEFAULT_PORT} with --nnodes."
     ),
+    "elastic": typer.Option(
+        metavar="MIN:MAX", help="Workers may die, leave and join; the team goes on with MIN."
+    ),
+    "max_failures": typer.Option(metavar="N", help="Stop when more workers have failed; 10."),
+    "token_file": typer.Option(metavar="FILE", help="Holds a secret that both ends have."),
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
     "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
 }
+
+#: Commands that a worker can run in place of a script.
+_TASKS: Final = ("pretrain", "classify")
 
 #: Options that take several names in one text, with commas between them.
 _SEPARATED: Final = {"policies", "backends"}
@@ -347,8 +377,34 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
+    if options.elastic is not None:
+        return _launch_elastic(options, command, ("torch", "evener.ddp"), str(options.script))
+    _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     return launch(command, nproc=_count_ranks(options.nproc), port=options.port, node=node)
+
+
+# The address comes before our options, so the program's own options have to pass through.
+@_command(JoinOptions, context_settings={"ignore_unknown_options": True})
+def join(options: JoinOptions, _arguments: Sequence[str]) -> int:
+    """Add workers to an elastic team that runs; they run what the team runs."""
+    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
+
+    first = options.program[0]
+    is_task = first in _TASKS
+    if not is_task and not Path(first).is_file():
+        raise ConfigError(
+            f"{first} is not a file; give the script that the team runs, or one of "
+            f"{', '.join(_TASKS)}, with its arguments"
+        )
+    module = "evener" if is_task else "evener.team.script"
+    run = ElasticRun(
+        join=options.coordinator,
+        nproc=options.nproc,
+        token_file=options.token_file,
+        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
+    )
+    return launch_elastic([*_PYTHON, module, *options.program], run)
 
 
 @_command(ReportOptions)
@@ -417,9 +473,47 @@ def _count_ranks(given: int | None, least: int = 1) -> int:
     return nproc
 
 
+def _check_fixed(options: LaunchOptions) -> None:
+    given = {"--max-failures": options.max_failures, "--token-file": options.token_file}
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option} is {value}, but the team is not elastic; give --elastic MIN:MAX, or "
+                f"leave {option} out"
+            )
+
+
+def _launch_elastic(
+    options: LaunchOptions, command: Sequence[str], libraries: Sequence[str], what: str
+) -> int:
+    from evener.team.elastic_launch import MAX_FAILURES, ElasticRun, launch_elastic
+
+    for option, value in options.given.items():
+        raise ConfigError(
+            f"{option} is {value}, and --elastic is given; workers on other machines come by "
+            "`evener join`"
+        )
+    assert options.elastic is not None
+    run = ElasticRun(
+        limits=options.elastic,
+        nproc=options.nproc,
+        port=options.port,
+        token_file=options.token_file,
+        max_failures=MAX_FAILURES if options.max_failures is None else options.max_failures,
+        libraries=libraries,
+        what=what,
+    )
+    return launch_elastic(command, run)
+
+
 def _launch_task(
     options: TaskOptions, nproc: int, timeout_s: float, arguments: Sequence[str]
 ) -> int:
+    if options.elastic is not None:
+        command = [*_PYTHON, "evener", *arguments]
+        libraries = ("torch", "transformers", "evener.tasks.job")
+        return _launch_elastic(options, command, libraries, " ".join(arguments[:2]))
+    _check_fixed(options)
     node = choose_node(options, timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
@@ -446,7 +540,12 @@ def _become_rank(options: TaskOptions, place: DistributedTrainConfig) -> None:
 
 
 def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig) -> None:
-    given = {"--nproc": options.nproc, **options.given, "--port": options.port}
+    given = {
+        "--nproc": options.nproc,
+        **options.given,
+        "--port": options.port,
+        "--elastic": options.elastic,
+    }
     for option, value in given.items():
         if value is not None:
             raise ConfigError(

@@ -23,10 +23,16 @@ class LaunchOptions(NodeOptions):
     Attributes:
         nproc: Local ranks asked for; ``None`` when the user did not say.
         emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
+        elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``.
+        max_failures: An elastic team stops when more workers than this have failed.
+        token_file: What workers of an elastic team must know; made for the run by default.
     """
 
     nproc: int | None = None
     emulate_slow: tuple[str, ...] = ()
+    elastic: str | None = None
+    max_failures: int | None = None
+    token_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

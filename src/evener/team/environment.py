@@ -20,6 +20,15 @@ LAUNCHED = "EVENER_LAUNCHED"
 #: Rank 0 only: descriptor of the socket on which the store shall listen.
 STORE_FD = "EVENER_STORE_FD"
 
+#: Worker of an elastic team: ``HOST:PORT`` of its coordinator.
+COORDINATOR = "EVENER_COORDINATOR"
+#: Its id, which no other worker ever had.
+MEMBER = "EVENER_MEMBER"
+#: File with what it must know.
+TOKEN_FILE = "EVENER_TOKEN_FILE"
+#: Fewest and most workers of the team, as ``MIN:MAX``.
+ELASTIC = "EVENER_ELASTIC"
+
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 _LOOPBACK = "127.0.0.1"

@@ -194,6 +194,7 @@ class RankRecord:
         report: What the rank wrote about its failure, if it did.
         signals: Signals that its supervisor has sent to it.
         desertion: How it has left others waiting for it, in words; empty if it has not.
+        name: What people know it by; ``rank N`` if empty.
     """
 
     rank: int
@@ -204,11 +205,17 @@ class RankRecord:
     report: FailureReport | None = None
     signals: set[int] = field(default_factory=set)
     desertion: str = ""
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """What people know it by."""
+        return self.name or f"rank {self.rank}"
 
     @property
     def who(self) -> str:
-        """Its number and its process, in words."""
-        return f"rank {self.rank} (pid {self.pid})"
+        """Its title and its process, in words."""
+        return f"{self.title} (pid {self.pid})"
 
     @property
     def has_raised(self) -> bool:
@@ -238,9 +245,9 @@ class RankRecord:
     def in_short(self) -> str:
         """Its end in a few words."""
         if self.report is not None and self.has_raised:
-            return f"rank {self.rank} ({self.report.kind})"
+            return f"{self.title} ({self.report.kind})"
         end = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
-        return f"rank {self.rank} ({end})"
+        return f"{self.title} ({end})"
 
 
 def first_failure(records: Sequence[RankRecord]) -> RankRecord | None:
@@ -290,7 +297,7 @@ def _explain(first: RankRecord, records: Sequence[RankRecord]) -> str:
             text += f"{report.notes}\n"
         others = [o for o in others if o.report is None or o.report.message != report.message]
         if not alone and not all(one.report for one in records):
-            text += f"(on rank {first.rank}; the other ranks were stopped)\n"
+            text += f"(on {first.title}; the other ranks were stopped)\n"
     elif report is not None and first.has_raised:
         head = "" if alone else f"{first.who} failed:\n"
         text = (_early_end(records) if report.follow_up else "") + head + report.traceback

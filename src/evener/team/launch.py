@@ -14,13 +14,13 @@ from evener.comm.messages import name_ranks
 from evener.team.channel import JOINED, JOINING, Message
 from evener.team.child import run_child
 from evener.team.failures import judge
+from evener.team.launcher import TerminalSupervisor
 from evener.team.meeting import Node, Peers, meet
 from evener.team.signals import STOPPING, SignalQueue, end_in_silence
 from evener.team.supervisor import (
     ANOTHER_PROGRAM,
     Child,
     LocalRanks,
-    Supervisor,
     bind_store,
     check_nproc,
 )
@@ -78,15 +78,12 @@ def launch(
         return launcher.conclude()
 
 
-class _Launcher(Supervisor):
+class _Launcher(TerminalSupervisor):
     """Passes signals on, and what the launchers of other machines say."""
 
     def __init__(self, signals: SignalQueue, peers: Peers, grace_s: float) -> None:
-        super().__init__()
-        self._grace_s = grace_s
-        self._signals = signals
+        super().__init__(signals, grace_s)
         self._peers = peers
-        self._stop_signal: signal.Signals | None = None
         self._failure_elsewhere = ""
         self._ended_elsewhere: set[int] = set()
 
@@ -102,16 +99,14 @@ class _Launcher(Supervisor):
 
     @property
     def _requests(self) -> Sequence[int]:
-        return [self._signals.fileno(), *(channel.fileno() for channel in self._peers.channels)]
+        channels = self._peers.channels
+        return [self._signals.fileno(), *(channel.fileno() for channel in channels)]
+
+    def _before_stop(self, signum: signal.Signals) -> None:
+        self._peers.tell({"stop": int(signum)})
 
     def _heed(self) -> None:
-        for signum in self._signals.take():
-            if self._deadline is None:
-                self._peers.tell({"stop": int(signum)})
-                self._stop(signum)
-            elif signum == signal.SIGINT and not self._killed:
-                self._stop_signal = self._stop_signal or signum
-                self._kill("interrupted again")
+        self._heed_signals()
         for message in self._peers.hear():
             self._on_message(message)
 
@@ -130,30 +125,9 @@ class _Launcher(Supervisor):
                 "says why"
             )
 
-    def _stop(self, signum: signal.Signals, where: str = "") -> None:
-        self._stop_signal = signum
-        plural = "s" if len(self.children) > 1 else ""
-        say(
-            f"evener: {signum.name}{where}: asked the rank{plural} to stop, which may take "
-            f"{self._grace_s:g} s; press Ctrl-C to kill them at once"
-        )
-        # The terminal has gone: to the ranks that is a request like any other.
-        self._ask_to_stop(signal.SIGTERM if signum == signal.SIGHUP else signum)
-
-    def _ask_to_stop(self, signum: signal.Signals) -> None:
-        self._set_deadline(self._grace_s, f"had not ended {self._grace_s:g} s after being asked to")
-        for child in self._alive:
-            if child.report is None:  # otherwise it is on its way out already
-                child.send_signal(signum)
-
     def _fail_elsewhere(self, words: str) -> None:
         self._failure_elsewhere = f"error: {words}\n"
         self._ask_to_stop(signal.SIGTERM)
-
-    def _kill(self, why: str) -> None:
-        names = ", ".join(child.who for child in self._alive)
-        say(f"evener: {why}: killed {names}")
-        super()._kill(why)
 
     def _look_after(self, child: Child) -> None:
         super()._look_after(child)
@@ -184,9 +158,6 @@ class _Launcher(Supervisor):
                 child.desert(f"{ANOTHER_PROGRAM}, or after ddp.close()")
             elif waiting and child.has_ended and not child.failed:
                 child.desert(f"ended with exit code 0{_waited(waiting)}")
-
-    def _is_hurried(self) -> bool:
-        return bool(self._signals.take())
 
 
 def _waited(waiting: Sequence[int]) -> str:

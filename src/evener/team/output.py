@@ -3,7 +3,9 @@
 import os
 import select
 import selectors
+import socket
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -29,20 +31,23 @@ class OutputPump:
     """
 
     def __init__(self) -> None:
-        self._streams: list[_Stream] = []
+        self._new: deque[_Stream] = deque()
+        self._wake_end, self._wake = socket.socketpair()
+        self._is_last = False  # no more pipes will come
         self._closed_targets: set[int] = set()
         self._writing = False
         self._thread = threading.Thread(target=self._run, name="evener-output", daemon=True)
 
     def carry(self, prefix: bytes, source: IO[bytes], target: int) -> None:
-        """Add a pipe, before the start.
+        """Add a pipe, until ``finish`` is called.
 
         Args:
             prefix: A mark for every line.
             source: The pipe, closed once it has ended.
             target: Descriptor that its lines go to.
         """
-        self._streams.append(_Stream(prefix, source, target))
+        self._new.append(_Stream(prefix, source, target))
+        self._wake.send(b"x")
 
     def start(self) -> None:
         """Start copying."""
@@ -62,17 +67,29 @@ class OutputPump:
         Returns:
             Whether all output has been copied.
         """
+        if not self._is_last:
+            self._is_last = True
+            self._wake.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        else:
+            self._wake_end.close()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for each in self._streams:
-                selector.register(each.source, selectors.EVENT_READ, each)
+            selector.register(self._wake_end, selectors.EVENT_READ)
             while selector.get_map():
                 for key, _ in selector.select():
-                    stream: _Stream = key.data
+                    stream: _Stream | None = key.data
+                    if stream is None:
+                        if not self._wake_end.recv(64):  # ``finish`` was called
+                            selector.unregister(self._wake_end)
+                            self._wake_end.close()
+                        while self._new:
+                            new = self._new.popleft()
+                            selector.register(new.source, selectors.EVENT_READ, new)
+                        continue
                     chunk = os.read(stream.source.fileno(), _CHUNK_BYTES)
                     self._take(stream, chunk)
                     if not chunk:

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -185,6 +185,10 @@ class Child(RankRecord):
         if "failure" in message:
             self.report = FailureReport(**message["failure"])
 
+    def become(self, rank: int, name: str) -> None:
+        """Note that it has become a worker, after it had only waited."""
+        self.rank, self.name = rank, name
+
     def look(self) -> bool:
         """Take in its end, and kill what it leaves behind; returns whether it has ended now."""
         code = self.process.poll()
@@ -270,22 +274,30 @@ class Supervisor(ABC):
         Raises:
             LaunchError: A rank could not be started.
         """
+        with self._supervising(), store or nullcontext(), start_in_silence():
+            # The socket is rank 0's alone from then on: if it dies, others see that nobody answers.
+            for local_rank in range(ranks.count):
+                given = {} if store is None or local_rank else {STORE_FD: store.fileno()}
+                its_own = rank_environment(environ, ranks, local_rank)
+                child = self._spawn(
+                    command, its_own, {**handed, **given}, ranks.first + local_rank, not local_rank
+                )
+                self._carry_output(child)
+
+    @contextmanager
+    def _supervising(self) -> Iterator[None]:
+        """Watch what the block starts until it has ended, and leave nothing behind."""
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            # Rank 0's alone once it has started: if it dies, others see that nobody answers.
-            with store or nullcontext(), start_in_silence():
+            with start_in_silence():
                 self._lifeline = subprocess.Popen(
                     [sys.executable, "-I", "-S", str(Path(lifeline.__file__))],
                     stdin=subprocess.PIPE,
                     start_new_session=True,
                 )
-                for local_rank in range(ranks.count):
-                    given = {} if store is None or local_rank else {STORE_FD: store.fileno()}
-                    self._spawn(
-                        command, rank_environment(environ, ranks, local_rank), {**handed, **given}
-                    )
             self._pump.start()
+            yield
             self._watch()
         finally:
             self._end_all()
@@ -300,6 +312,11 @@ class Supervisor(ABC):
     def _requests(self) -> Sequence[int]:
         """Descriptors to wait on besides those of the ranks."""
         return ()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there is, or will be, a process to watch."""
+        return bool(self._alive)
 
     def _end_late(self) -> None:
         """The deadline has come, and some run on."""
@@ -316,9 +333,15 @@ class Supervisor(ABC):
         return [child for child in self.children if not child.has_ended]
 
     def _spawn(
-        self, command: Sequence[str], environ: Mapping[str, str], handed: Mapping[str, int]
-    ) -> None:
-        rank, is_first = int(environ["RANK"]), not self.children
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        handed: Mapping[str, int],
+        rank: int,
+        is_first: bool,
+        name: str = "",
+    ) -> Child:
+        """Start a process; the first of a host has the terminal, others pipes."""
         ours, theirs = socket.socketpair()
         handed = {**handed, CHANNEL_FD: theirs.fileno()}
         target = None if is_first else subprocess.PIPE
@@ -336,21 +359,25 @@ class Supervisor(ABC):
         except OSError as error:
             ours.close()
             raise LaunchError(
-                f"rank {rank} could not be started ({command[0]}: {error.strerror}); check that "
-                "the program exists and that the machine has memory and processes left"
+                f"{name or f'rank {rank}'} could not be started ({command[0]}: {error.strerror}); "
+                "check that the program exists and that the machine has memory and processes left"
             ) from error
-        child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours))
+        child = Child(rank=rank, pid=process.pid, process=process, channel=Channel(ours), name=name)
         self.children.append(child)
-        self._tell_lifeline(child)
-        for source, number in ((process.stdout, 1), (process.stderr, 2)):
+        self._tell_lifeline(child.pid)
+        return child
+
+    def _carry_output(self, child: Child) -> None:
+        """Write what a process prints into its pipes to the terminal, marked with its name."""
+        for source, number in ((child.process.stdout, 1), (child.process.stderr, 2)):
             if source is not None:
-                self._pump.carry(f"[rank {rank}] ".encode(), source, number)
+                self._pump.carry(f"[{child.title}] ".encode(), source, number)
 
     def _watch(self) -> None:
-        while alive := self._alive:
+        while self._goes_on:
             channels = [child.channel for child in self.children if not child.channel.has_ended]
             wait([*(channel.fileno() for channel in channels), *self._requests], _LOOK_S)
-            for child in alive:
+            for child in self._alive:
                 self._look_after(child)
             for child in self.children:  # after their ends: what they told before has come
                 for message in child.channel.receive():
@@ -369,7 +396,7 @@ class Supervisor(ABC):
 
     def _look_after(self, child: Child) -> None:
         if child.look():
-            self._tell_lifeline(child)
+            self._tell_lifeline(child.pid)
         elif (state := child.look_at_state()) is not None:
             self._note_state(child, state)
 
@@ -424,11 +451,11 @@ class Supervisor(ABC):
             if is_late or self._is_hurried():
                 return
 
-    def _tell_lifeline(self, child: Child) -> None:
-        """Add the process group of a rank, or remove it again."""
+    def _tell_lifeline(self, group: int) -> None:
+        """Add a process group that must not outlive this process, or remove it again."""
         if self._lifeline is not None and self._lifeline.stdin is not None:
             with suppress(BrokenPipeError):
-                self._lifeline.stdin.write(f"{child.pid}\n".encode())
+                self._lifeline.stdin.write(f"{group}\n".encode())
                 self._lifeline.stdin.flush()
 
 

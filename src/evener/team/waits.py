@@ -25,7 +25,7 @@ _LOOKS_PER_WAIT = 8
 
 
 @dataclass(slots=True)
-class _Wait:
+class _LongWait:
     """What is known of a wait that goes on.
 
     Attributes:
@@ -60,7 +60,7 @@ class WaitWatch(WaitListener):
         self._me = me
         self._windows_s = windows_s
         self._members = {member.rank: member for member in members}
-        self._waits: dict[Communicator, _Wait] = {}
+        self._waits: dict[Communicator, _LongWait] = {}
         host = socket.gethostname()
         self._neighbours = frozenset(
             m.rank for m in members if m.host == host and m.rank != me and _has_state(m.pid)
@@ -68,7 +68,7 @@ class WaitWatch(WaitListener):
 
     def still_waits(self, comm: Communicator, call: Call, waited_s: float) -> None:
         """Name who is halted, and after the deadline who is silent."""
-        wait = self._waits.setdefault(comm, _Wait())
+        wait = self._waits.setdefault(comm, _LongWait())
         if not is_supervised():
             self._name_halted(comm, call, waited_s, wait)
         if waited_s < wait.look_at_s:
@@ -91,7 +91,9 @@ class WaitWatch(WaitListener):
             have = "has" if len(wait.told) == 1 else "have"
             say(f"evener: {who} {have} come: training continues")
 
-    def _name_halted(self, comm: Communicator, call: Call, waited_s: float, wait: _Wait) -> None:
+    def _name_halted(
+        self, comm: Communicator, call: Call, waited_s: float, wait: _LongWait
+    ) -> None:
         states = {
             rank: state_of(self._members[rank].pid)
             for rank in self._neighbours.intersection(comm.numbers)
@@ -116,7 +118,9 @@ class WaitWatch(WaitListener):
             pid = self._members[rank].pid
             say(describe_halt(f"rank {rank} (pid {pid})", pid, states[rank], now, words))
 
-    def _name_silent(self, comm: Communicator, call: Call, waited_s: float, wait: _Wait) -> None:
+    def _name_silent(
+        self, comm: Communicator, call: Call, waited_s: float, wait: _LongWait
+    ) -> None:
         waiting = {self._me} if wait.absent is None else set(comm.numbers) - wait.absent
         states = {rank: self._state_of(rank) for rank in sorted(wait.absent or ())}
         if is_supervised():  # which names those that are halted

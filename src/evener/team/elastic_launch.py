@@ -1,0 +1,442 @@
+"""Launches the workers of an elastic team on this host: those that fail are started again.
+
+The launcher that begins a team also runs its coordinator; one that joins a team does not. Both
+report the states of their workers' processes to the coordinator at once. A warm standby process,
+which has loaded torch, takes the place of the next worker that fails.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from evener.protocol.roster import ProcessState, parse_team_limits
+from evener.team.address import parse_address
+from evener.team.channel import JOINED, JOINING
+from evener.team.connection import SupervisorConnection
+from evener.team.coordinator_process import CoordinatorProcess
+from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
+from evener.team.failures import judge
+from evener.team.launcher import TerminalSupervisor
+from evener.team.process_state import KernelState, describe_halt
+from evener.team.sealed import read_token
+from evener.team.signals import SignalQueue, start_in_silence
+from evener.team.standby import TAKE
+from evener.team.supervisor import (
+    ANOTHER_PROGRAM,
+    Child,
+    LocalRanks,
+    check_nproc,
+    rank_environment,
+)
+from evener.team.terminal import say, warn
+
+#: A team stops when more workers than this have failed, unless the user says otherwise.
+MAX_FAILURES: Final = 10
+#: Seconds that workers get to stop: they finish their window.
+GRACE_S: Final = 30.0
+
+# A worker that has run for so long was well: when it fails, it is started again at once.
+_SETTLED_S = 10.0
+_LONGEST_PAUSE_S = 60.0
+# A worker that has told of its failure, or closed its channel, has to end within so long.
+_UNWIND_S = 10.0
+_MOST_STANDBYS_LOST = 3
+# The coordinator of this launcher is still starting then.
+_CONNECT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticRun:
+    """What the launcher of an elastic team is told.
+
+    Attributes:
+        limits: Fewest and most workers, as ``MIN:MAX``; ignored where a team is joined.
+        nproc: Workers on this host; ``None`` for as many as the team may have.
+        port: The coordinator's port; ``None`` takes a free one.
+        token_file: Holds what workers must know; ``None`` makes one that lives as long as the run.
+        max_failures: The run stops when more workers than this have failed here.
+        libraries: What a standby loads, as module names.
+        join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
+        what: What a further worker has to run, for people.
+    """
+
+    limits: str = ""
+    nproc: int | None = None
+    port: int | None = None
+    token_file: Path | None = None
+    max_failures: int = MAX_FAILURES
+    libraries: Sequence[str] = ("torch",)
+    join: str = ""
+    what: str = "SCRIPT"
+
+
+def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
+    """Run workers of an elastic team until the run is over; call it on the main thread.
+
+    Args:
+        command: Python, ``-P -m``, a module, and its arguments; the same for every worker.
+        run: The rest.
+
+    Returns:
+        0 when a worker has done the run to its end; 128 + n after a stop by signal n; else the exit
+        code of the failure that ended the run, 1 if that was a kill.
+
+    Raises:
+        ConfigError: An option is impossible.
+        LaunchError: The coordinator does not start or is not there, or a worker cannot be started.
+        TeamRefusedError: The coordinator refuses this launcher.
+    """
+    with ExitStack() as stack:
+        token_file = run.token_file or stack.enter_context(_own_token())
+        coordinator = None
+        address = run.join
+        if not run.join:
+            parse_team_limits(run.limits)
+            coordinator = CoordinatorProcess(run.limits, run.port, token_file)
+            stack.enter_context(coordinator)
+            address = coordinator.address
+        connection = stack.enter_context(
+            SupervisorConnection(address, token=read_token(token_file), timeout_s=_CONNECT_S)
+        )
+        least, most = connection.limits
+        nproc = run.nproc or (1 if run.join else most)
+        check_nproc(nproc)
+        if coordinator is not None:
+            say(
+                f"evener: elastic team of {least} to {most} workers, {nproc} of them here; `evener "
+                f"join {address} --token-file {token_file} {run.what}` adds one"
+            )
+        signals = stack.enter_context(SignalQueue())
+        place = _Place(address, token_file.resolve(), (least, most), nproc)
+        launcher = _ElasticLauncher(signals, command, run, place, connection, coordinator)
+        launcher.run_workers()
+        return launcher.conclude()
+
+
+@contextmanager
+def _own_token() -> Iterator[Path]:
+    """Make a token in a file that only this user can read; it is removed at the end."""
+    descriptor, path = tempfile.mkstemp(prefix="evener-token-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        yield Path(path)
+    finally:
+        with suppress(OSError):
+            Path(path).unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the workers of this launcher find their team.
+
+    Attributes:
+        address: ``HOST:PORT`` of the coordinator.
+        token_file: Holds what workers must know.
+        limits: Fewest and most workers of the team.
+        nproc: Workers on this host.
+    """
+
+    address: str
+    token_file: Path
+    limits: tuple[int, int]
+    nproc: int
+
+    def environment(self, slot: int, member: str) -> dict[str, str]:
+        """Return the environment of a worker, but for its channel."""
+        host, port = parse_address(self.address, "the coordinator's address")
+        assert port is not None
+        least, most = self.limits
+        count = min(self.nproc, most)
+        ranks = LocalRanks(count=count, world_size=most, host=host, port=port)
+        return rank_environment(os.environ, ranks, slot % count) | {
+            COORDINATOR: self.address,
+            ELASTIC: f"{least}:{most}",
+            MEMBER: member,
+            TOKEN_FILE: str(self.token_file),
+        }
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place for a worker on this host, and the worker that has it.
+
+    Attributes:
+        number: Its number on this host.
+        starts: How many workers have had it.
+        started_s: When the last one started, on the monotonic clock.
+        due_s: When the next one starts; ``None`` while none has to.
+        failures: How many have failed soon after their start, one after the other.
+    """
+
+    number: int
+    starts: int = 0
+    started_s: float = 0.0
+    due_s: float | None = 0.0
+    failures: int = 0
+
+    def begin(self, base: str) -> str:
+        """Note a start; return the new worker's id, which no other worker ever had."""
+        self.starts += 1
+        self.started_s, self.due_s = time.monotonic(), None
+        return f"{base}/{self.number}{f'.{self.starts}' if self.starts > 1 else ''}"
+
+    def fail(self) -> float:
+        """Note a failure; return the seconds until the next start."""
+        now_s = time.monotonic()
+        self.failures = 1 if now_s - self.started_s >= _SETTLED_S else self.failures + 1
+        pause_s = 0.0 if self.failures == 1 else min(_LONGEST_PAUSE_S, 2.0 ** (self.failures - 2))
+        self.due_s = now_s + pause_s
+        return pause_s
+
+    def close(self) -> None:
+        """Start no worker here any more."""
+        self.due_s = None
+
+
+@final
+class _ElasticLauncher(TerminalSupervisor):
+    """Starts workers again that fail, tells the coordinator, and keeps that alive, too."""
+
+    def __init__(
+        self,
+        signals: SignalQueue,
+        command: Sequence[str],
+        run: ElasticRun,
+        place: _Place,
+        connection: SupervisorConnection,
+        coordinator: CoordinatorProcess | None,
+    ) -> None:
+        super().__init__(signals, GRACE_S)
+        self._command, self._run = command, run
+        self._place, self._connection, self._coordinator = place, connection, coordinator
+        host = socket.gethostname()
+        self._base = f"{host}/{os.getpid()}" if run.join else host
+        self._slots = [_Slot(number) for number in range(place.nproc)]
+        self._workers: dict[int, tuple[_Slot, str]] = {}  # by process: where, and the worker's id
+        self._accounted: set[int] = set()  # processes whose end was dealt with
+        self._lingering: dict[int, float] = {}  # processes that should end, and since when
+        self._standby: Child | None = None
+        self._num_standbys_lost = 0
+        self._failures: list[Child] = []
+        self._has_begun = False  # a worker of this host has joined the team
+        self._is_over = False  # one has done the run to its end
+        self._why = ""  # the run was given up
+        self._code = 0
+
+    def run_workers(self) -> None:
+        """Start the workers and watch them until the run is over."""
+        with self._supervising():
+            if self._coordinator is not None:
+                self._tell_lifeline(self._coordinator.pid)
+            self._fill_slots()
+
+    def conclude(self) -> int:
+        """Say why the run ended, if it did not go to its end; returns the exit code."""
+        if self._why:
+            say(self._why, end="")
+            return self._code or 1
+        if self._stop_signal is not None:
+            return 128 + self._stop_signal
+        ended = [child for child in self.children if child.pid in self._workers]
+        if self._is_over or not ended:
+            return 0
+        return max((child.code for child in ended), default=1) or 1
+
+    # ── what differs from a fixed team ───────────────────────────────────────────────────────────
+
+    @property
+    def _requests(self) -> Sequence[int]:
+        return [self._signals.fileno()]
+
+    @property
+    def _goes_on(self) -> bool:
+        return bool(self._alive) or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a worker is still to be started."""
+        return self._deadline is None and any(slot.due_s is not None for slot in self._slots)
+
+    @property
+    def _at_work(self) -> list[Child]:
+        return [child for child in self._alive if child.pid in self._workers]
+
+    def _before_stop(self, signum: signal.Signals) -> None:
+        self._drop_standby()
+
+    def _passed_on(self, signum: signal.Signals) -> signal.Signals:
+        # SIGINT means to a worker that it alone has to leave; SIGTERM that the team has to stop.
+        return signal.SIGINT if self._run.join else signal.SIGTERM
+
+    def _note_state(self, child: Child, state: KernelState) -> None:
+        if child.pid not in self._workers:
+            return
+        _, member = self._workers[child.pid]
+        told = ProcessState.STOPPED if state.is_halted else ProcessState.CONTINUED
+        self._connection.tell(member, told, str(state))
+        if state.is_halted:
+            words = "the team continues without it"
+            say(describe_halt(child.who, child.pid, state, child.halted_since, words))
+        else:
+            say(f"evener: {child.who} runs again, and joins the team")
+
+    def _decide(self) -> None:
+        self._heed_signals()
+        if self._coordinator is not None and (ended := self._coordinator.look()) is not None:
+            self._tell_lifeline(ended)
+            self._tell_lifeline(self._coordinator.pid)
+        for child in self.children:
+            self._has_begun |= child.place == JOINED
+            if child.has_ended and child.pid not in self._accounted:
+                self._accounted.add(child.pid)
+                self._account_for(child)
+            elif not child.has_ended:
+                self._hasten(child)
+        if self._deadline is None and self._is_due:
+            self._fill_slots()
+        if not (self._at_work or self._is_due):
+            self._drop_standby()
+        elif self._deadline is None:
+            self._warm_up()
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _hasten(self, child: Child) -> None:
+        """End a worker that cannot work any more, but lingers."""
+        if signal.SIGKILL in child.signals or child.pid not in self._workers:
+            return
+        # On its way out Python closes the channel some time before the process ends.
+        lingers = child.is_another_program or (child.has_raised and child.report is not None)
+        since_s = self._lingering.setdefault(child.pid, time.monotonic()) if lingers else None
+        if since_s is not None and time.monotonic() - since_s > _UNWIND_S:
+            if child.is_another_program and child.place in (JOINING, JOINED):
+                child.desert(ANOTHER_PROGRAM)
+            child.kill()
+
+    def _account_for(self, child: Child) -> None:
+        """Tell the coordinator of an end, and decide what follows from it."""
+        if child.pid not in self._workers:
+            self._lose_standby(child)
+            return
+        slot, member = self._workers[child.pid]
+        how = child.in_short.partition("(")[2].rstrip(")")
+        self._connection.tell(member, ProcessState.GONE, f"its process ended ({how})")
+        if self._deadline is not None:
+            return
+        if not child.failed:
+            self._is_over = True
+            for each in self._slots:
+                each.close()
+        elif _has_left(child):
+            say(f"evener: {child.who} has left the team")
+        else:
+            self._failures.append(child)
+            self._replace(child, slot)
+
+    def _replace(self, child: Child, slot: _Slot) -> None:
+        """Start another worker in the place of one that has failed, or give the run up."""
+        code, words = judge([child], None)
+        report = child.report
+        if not self._has_begun or self._is_over:
+            self._give_up(code, words)
+        elif report is not None and report.user_error:
+            # It would fail in the same way again; the others may still do the run to its end.
+            say(words, end="")
+            self._code = self._code or code
+            if not (self._at_work or self._is_due):
+                self._give_up(code, "")
+        elif len(self._failures) > self._run.max_failures:
+            self._give_up(
+                code,
+                f"{words}error: {len(self._failures)} workers have failed here, and --max-failures "
+                f"is {self._run.max_failures}; end what makes them fail, or raise it\n",
+            )
+        else:
+            pause_s = slot.fail()
+            if report is not None and child.has_raised:
+                say(words, end="")
+            end = child.silent_end if not child.has_raised else f"{child.who} failed"
+            when = f"in {pause_s:g} s" if pause_s else "at once"
+            say(f"evener: {end}; another worker takes its place {when}")
+
+    def _give_up(self, code: int, words: str) -> None:
+        self._code, self._why = code, words or self._why
+        for slot in self._slots:
+            slot.close()
+        self._drop_standby()
+        self._ask_to_stop(signal.SIGTERM)
+
+    # ── starts ───────────────────────────────────────────────────────────────────────────────────
+
+    def _fill_slots(self) -> None:
+        now_s = time.monotonic()
+        for slot in self._slots:
+            if slot.due_s is not None and slot.due_s <= now_s:
+                self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        member = slot.begin(self._base)
+        environ = self._place.environment(slot.number, member)
+        child, self._standby = self._standby, None
+        if child is not None and not child.has_ended:
+            names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
+            child.channel.tell({TAKE: {name: environ[name] for name in names}})
+            child.become(slot.number, f"worker {member}")
+        else:
+            is_first = not (slot.number or slot.starts > 1)
+            with start_in_silence():
+                child = self._spawn(
+                    self._command, environ, {}, slot.number, is_first, f"worker {member}"
+                )
+        self._workers[child.pid] = (slot, member)
+        self._carry_output(child)
+
+    def _warm_up(self) -> None:
+        """Have a standby load what a worker needs, once the workers have done so themselves."""
+        at_work = self._at_work
+        if (
+            self._standby is not None
+            or self._num_standbys_lost >= _MOST_STANDBYS_LOST
+            or not at_work
+            or any(child.place != JOINED for child in at_work)
+        ):
+            return
+        python, module = self._command[:3], "evener.team.standby"
+        command = [*python, module, ",".join(self._run.libraries), *self._command[3:]]
+        with start_in_silence():
+            self._standby = self._spawn(
+                command, self._place.environment(0, ""), {}, 0, False, "the standby"
+            )
+
+    def _drop_standby(self) -> None:
+        if self._standby is not None and not self._standby.has_ended:
+            self._standby.kill()
+        self._num_standbys_lost = _MOST_STANDBYS_LOST
+
+    def _lose_standby(self, child: Child) -> None:
+        if child is self._standby:
+            self._standby = None
+        if signal.SIGKILL not in child.signals:
+            self._num_standbys_lost += 1
+            if self._num_standbys_lost == _MOST_STANDBYS_LOST:
+                warn(
+                    f"{child.silent_end}; no further standby is started, so a worker that fails is "
+                    "replaced more slowly"
+                )
+
+
+def _has_left(child: Child) -> bool:
+    """Return whether a worker was told to leave or to stop, by somebody other than its launcher."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    return not child.has_raised and child.code in {
+        code for signum in signals for code in (-signum, 128 + signum)
+    }

@@ -1,0 +1,155 @@
+"""The launcher of an elastic team: workers are replaced, leave and join."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.team import elastic_launch
+from helpers.launched import Running, Sandbox
+from helpers.limits import PATIENCE_S
+
+# The launcher takes a worker that says this for one that is in the team.
+JOINED = """\
+from evener.team.child import tell as tell_launcher
+tell_launcher(place="joining")
+tell_launcher(place="joined")
+MEMBER = os.environ["EVENER_MEMBER"].partition("/")[2]
+tell(f"{MEMBER} {os.getpid()} {'json.tool' in sys.modules}")
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Any:
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
+
+
+def launch(sandbox: Sandbox, body: str, *options: object) -> Running:
+    """Two workers; a standby loads a small library instead of torch."""
+    code = (
+        "import sys; from evener.team.elastic_launch import ElasticRun, launch_elastic; "
+        "from evener.team.child import run_child; "
+        "run = ElasticRun(limits='1:3', nproc=2, libraries=['json.tool'], max_failures=3); "
+        "rank = [sys.executable, '-P', '-m', 'evener.team.script', *sys.argv[1:]]; "
+        "sys.exit(run_child(lambda: launch_elastic(rank, run)))"
+    )
+    return sandbox.start(sys.executable, "-P", "-c", code, sandbox.script(JOINED + body), *options)
+
+
+def workers(sandbox: Sandbox, count: int) -> dict[str, tuple[int, bool]]:
+    """Process of each of the next workers that join, and whether it had been a standby."""
+    lines = [line.split() for line in sandbox.mailbox.read(count)]
+    return {member: (int(pid), warm == "True") for _, member, pid, warm in lines}
+
+
+def next_line(running: Running, start: str) -> str:
+    """The next line of the launcher that begins so."""
+    assert running.process.stderr is not None
+    while line := running.process.stderr.readline().decode():
+        if line.startswith(start):
+            return line
+    raise AssertionError(f"it ended without a line that begins with {start!r}")
+
+
+def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sandbox) -> None:
+    running = launch(sandbox, "pass_gate()\n")
+    join = next_line(running, "evener: elastic team of 1 to 3 workers, 2 of them here; ")
+    words = join.split("`")[1].split()
+    token = Path(words[4])
+    assert token.stat().st_mode & 0o777 == 0o600
+    first = workers(sandbox, 2)
+    assert {*first} == {"0", "1"}
+
+    assert not any(was_standby for _, was_standby in first.values())
+
+    find_process(b"evener.team.standby", bytes(sandbox.folder / "script.py"))
+    os.kill(first["1"][0], signal.SIGKILL)
+    assert "was killed by SIGKILL" in next_line(running, "evener: worker ")
+    ((member, (pid, was_standby)),) = workers(sandbox, 1).items()
+    assert (member, was_standby) == ("1.2", True)
+
+    os.kill(pid, signal.SIGSTOP)
+    assert "the team continues without it" in next_line(running, "evener: worker ")
+    os.kill(pid, signal.SIGCONT)
+    assert "runs again" in next_line(running, "evener: worker ")
+
+    os.kill(find_process(b"coordinator", bytes(token)), signal.SIGKILL)
+    assert "started again; workers continue" in next_line(running, "evener: the coordinator ")
+
+    # What it prints for people works as it stands.
+    joining = sandbox.evener(*words[1:5], sandbox.folder / "script.py", "--lr", 1)
+    ((member, (pid, _)),) = workers(sandbox, 1).items()
+    assert member.endswith("/0")
+    os.kill(pid, signal.SIGINT)  # it alone leaves, and is not replaced
+    ended = joining.end()
+    assert (ended.code, "has left the team" in ended.err) == (130, True)
+
+    sandbox.open_gate(2)
+    assert running.end().code == 0
+    assert not token.exists()
+
+
+def find_process(*words: bytes) -> int:
+    """Wait for a process that has these words in its command."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):  # it ended meanwhile
+                if set(words) <= {*(folder / "cmdline").read_bytes().split(b"\0")}:
+                    return int(folder.name)
+        time.sleep(0.05)
+    raise AssertionError(f"no process has {words} in its command")
+
+
+def test_too_many_failures_end_the_run_with_the_last_one(sandbox: Sandbox) -> None:
+    ended = launch(sandbox, "if MEMBER != '0': raise ValueError('boom')\nwait_forever()\n").end()
+    assert ended.code == 1
+    assert ended.err.count("ValueError: boom") == 4
+    assert ended.err.endswith(
+        "error: 4 workers have failed here, and --max-failures is 3; end what makes them fail, or "
+        "raise it\n"
+    )
+
+
+def test_a_first_failure_before_anybody_has_joined_ends_the_run(sandbox: Sandbox) -> None:
+    script = sandbox.script("sys.exit(7)\n")
+    ended = sandbox.evener("launch", "--elastic", "1:2", script).end()
+    assert ended.code == 7
+    assert "another worker takes its place" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--elastic", "3:2"], "--elastic is '3:2'; give the fewest and the most workers"),
+        (["--max-failures", 3], "--max-failures is 3, but the team is not elastic"),
+        (["--elastic", "1:2", "--nnodes", 2], "--nnodes is 2, and --elastic is given"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    sandbox: Sandbox, options: list[object], says: str
+) -> None:
+    ended = sandbox.evener("launch", *options, sandbox.script("")).end()
+    assert ended.code == 2
+    assert says in ended.err
+
+
+def test_pauses_grow_where_workers_fail_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(elastic_launch.time, "monotonic", lambda: now_s)
+    slot = elastic_launch._Slot(0)
+    pauses = []
+    for _ in range(4):
+        assert slot.begin("host") not in pauses
+        pauses.append(slot.fail())
+    assert pauses == [0.0, 1.0, 2.0, 4.0]
+    slot.begin("host")
+    now_s += 60.0
+    assert slot.fail() == 0.0
