@@ -149,15 +149,45 @@ class Roster:
             self._seats[member] = new
         seat = self._seats[member]
         seat.connect(session, facts)
-        self._adopt(now_s, held)
+        self.remember(now_s, held)
         if seat.number == NO_NUMBER:
             seat.give_number(self._free_number())
         if self.is_member(member):
             self._send(member, "wanted", {"value": self._wanted})
             if self._was_told:
                 self._send(member, "over", self._why_over())
+        elif held is not None:
+            why = f"the team went on without {member}, to generation {self.generation}"
+            self._send(member, "over", {"generation": held.generation, "why": why})
         self._consider(now_s)
         return ""
+
+    def remember(self, now_s: float, held: Formation | None) -> None:
+        """Continue from a generation that a coordinator before this one has formed.
+
+        Args:
+            now_s: The time.
+            held: A generation that a worker or a supervisor has heard of, where there is one.
+        """
+        if held is None or held.generation <= self.generation or self._has_formed:
+            return
+        self.formation = replace(held, lease_s=self.deadlines.lease_s)
+        self._over, self._was_told = "", False
+        for member, number in zip(held.members, held.numbers, strict=True):
+            if member not in self._seats:
+                self._seats[member] = Seat(member, advanced_s=now_s)
+                # It has as long to come back as generations take to form again.
+                came_s = self.started_s + self.deadlines.lease_s
+                self._seats[member].disconnect(max(now_s, came_s))
+            seat = self._seats[member]
+            seat.lease(now_s + self.deadlines.lease_s)
+            if seat.ready and seat.knows < held.generation:
+                seat.work(number)
+                self._send_formation(member)
+            seat.give_number(number)
+        for seat in self._all():
+            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
+                self._leave_out(seat)
 
     def describe(self, now_s: float, member: str, facts: Mapping[str, Any]) -> None:
         """Take in more of what must be the same on all members."""
@@ -410,33 +440,12 @@ class Roster:
             if seat.ready and seat.standing is not None and not self.is_member(seat.member):
                 self._leave_out(seat)
         self._sweep(now_s)
+        self._wanted = False  # as members take it that enter a generation
         self._tell_wanted()
 
     def _leave_out(self, seat: Seat) -> None:
         self._send(seat.member, "left_out", {"generation": self.generation})
         seat.work(seat.number)  # it asks again
-
-    def _adopt(self, now_s: float, held: Formation | None) -> None:
-        """Continue from a generation that a coordinator before this one has formed."""
-        if held is None or held.generation <= self.generation or self._has_formed:
-            return
-        self.formation = replace(held, lease_s=self.deadlines.lease_s)
-        self._over, self._was_told = "", False
-        for member, number in zip(held.members, held.numbers, strict=True):
-            if member not in self._seats:
-                self._seats[member] = Seat(member, advanced_s=now_s)
-                # It has as long to come back as generations take to form again.
-                came_s = self.started_s + self.deadlines.lease_s
-                self._seats[member].disconnect(max(now_s, came_s))
-            seat = self._seats[member]
-            seat.lease(now_s + self.deadlines.lease_s)
-            if seat.ready and seat.knows < held.generation:
-                seat.work(number)
-                self._send_formation(member)
-            seat.give_number(number)
-        for seat in self._all():
-            if seat.ready and seat.standing is not None and not self.is_member(seat.member):
-                self._leave_out(seat)
 
     def _difference(self, seat: Seat) -> str:
         others = [o for o in self._all() if o.facts and o.member != seat.member and not o.refused]

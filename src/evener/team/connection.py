@@ -18,7 +18,14 @@ from evener.closing import Closing
 from evener.comm.addresses import is_unknown_name
 from evener.errors import CoordinatorLostError, EvenerError, LaunchError, TeamRefusedError
 from evener.parsing import Fields, whole
-from evener.protocol.formation import Deadlines, ProcessState, read_deadlines
+from evener.protocol.formation import (
+    Deadlines,
+    Formation,
+    ProcessState,
+    formation_fields,
+    read_deadlines,
+    read_formation,
+)
 from evener.team.address import parse_address
 from evener.team.channel import Channel, Message
 from evener.team.sealed import MOST_MESSAGE_BYTES, TO_COORDINATOR, Seal, new_nonce
@@ -109,8 +116,10 @@ class CoordinatorConnection(Closing):
         self._timeout_s = timeout_s
         self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s + 2.0)
+            self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
             failure = self._failure
+            if failure is None and not self._is_welcome:
+                failure = self._lost(has_met=False, why="no answer")
         if failure is not None:
             self.close()
             raise failure
@@ -150,7 +159,7 @@ class CoordinatorConnection(Closing):
                 ) - time.monotonic()
                 is_unknown = isinstance(error, OSError | UnicodeError) and is_unknown_name(error)
                 if left_s <= 0 or is_unknown:
-                    self._fail(self._lost(has_met, why))
+                    self._fail(self._lost(has_met=has_met, why=why))
                     break
                 wait([self._wake_end], min(_PAUSE_S, left_s))
                 continue
@@ -164,11 +173,12 @@ class CoordinatorConnection(Closing):
                 self._disconnected()
                 self._changed.notify_all()
         self._wake_end.close()
+        self._wake.close()
 
     def _disconnected(self) -> None:
         """Note that the connection has ended; the lock is held."""
 
-    def _lost(self, has_met: bool, why: str) -> EvenerError:
+    def _lost(self, *, has_met: bool, why: str) -> EvenerError:
         if not has_met:
             return LaunchError(
                 f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
@@ -202,8 +212,7 @@ class CoordinatorConnection(Closing):
         return channel, seal
 
     def _meet(self, channel: Channel) -> tuple[Seal, Fields]:
-        # A restarted coordinator welcomes nobody before leases of the last generation are over.
-        deadline = time.monotonic() + _CONNECT_S + self.deadlines.lease_s
+        deadline = time.monotonic() + _CONNECT_S
         challenge = self._next(channel, deadline)
         needs_token = challenge.flag("needs_token")
         if challenge.text("evener") != __version__:
@@ -247,8 +256,11 @@ class CoordinatorConnection(Closing):
     def _talk(self, channel: Channel, seal: Seal) -> None:
         """Send and receive until the connection ends."""
         self._beat_soon()
+        heard_s = time.monotonic()
         while not self._closed:
             now_s = time.monotonic()
+            if now_s - heard_s > self.deadlines.lease_s + _CONNECT_S:
+                return  # each heartbeat has an answer: the coordinator is stopped, or unreachable
             with self._changed:
                 messages = list(self._outgoing)
                 self._outgoing.clear()
@@ -262,6 +274,7 @@ class CoordinatorConnection(Closing):
             if self._wake_end in ready:
                 self._wake_end.recv(4096)
             heard = channel.receive()
+            heard_s = time.monotonic() if heard else heard_s
             try:
                 with self._changed:
                     for message in heard:
@@ -280,6 +293,7 @@ class SupervisorConnection(CoordinatorConnection):
 
     def __init__(self, address: str, *, token: bytes | None, timeout_s: float = 10.0) -> None:
         self._known: dict[str, Message] = {}
+        self._held: Formation | None = None  # the newest generation
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         super().__init__(address, token=token, member=name, role="supervisor", timeout_s=timeout_s)
 
@@ -297,7 +311,9 @@ class SupervisorConnection(CoordinatorConnection):
             self._post(message)
 
     def _introduction(self) -> Message:
-        return {}
+        # A restarted coordinator must not continue from an older generation, of which a worker may
+        # come back that was left out of the newest one.
+        return {"held": None if self._held is None else formation_fields(self._held)}
 
     def _begin(self, welcome: Fields) -> list[Message]:
         return list(self._known.values())
@@ -306,4 +322,5 @@ class SupervisorConnection(CoordinatorConnection):
         return {"type": "beat"}
 
     def _hear(self, kind: str, fields: Fields) -> None:
-        pass
+        if kind == "formed":
+            self._held = read_formation(fields)

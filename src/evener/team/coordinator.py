@@ -19,7 +19,14 @@ from typing import Any, Final, final
 from evener.comm.addresses import bind, is_loopback
 from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields, parse_json, short
-from evener.protocol.formation import Deadlines, ProcessState, read_formation, read_standing
+from evener.protocol.formation import (
+    Deadlines,
+    Formation,
+    ProcessState,
+    formation_fields,
+    read_formation,
+    read_standing,
+)
 from evener.protocol.roster import Roster
 from evener.team.sealed import FROM_COORDINATOR, MOST_MESSAGE_BYTES, Seal, new_nonce
 from evener.team.terminal import say
@@ -118,6 +125,8 @@ class Coordinator:
         self.store = GenerationStore()
         self._strangers: list[Visitor] = []
         self._workers: dict[str, Visitor] = {}
+        self._supervisors: list[Visitor] = []
+        self._told: Formation | None = None
         self._num_refusals = 0
         self._stopping = asyncio.Event()
 
@@ -133,7 +142,7 @@ class Coordinator:
                     self._tick()
         finally:
             server.close()
-            for visitor in [*self._strangers, *self._workers.values()]:
+            for visitor in [*self._strangers, *self._supervisors, *self._workers.values()]:
                 visitor.drop()
 
     def stop(self) -> None:
@@ -152,7 +161,9 @@ class Coordinator:
         """Note that a connection has said who it is."""
         if visitor in self._strangers:
             self._strangers.remove(visitor)
-        if visitor.member:
+        if not visitor.member:
+            self._supervisors.append(visitor)
+        else:
             before = self._workers.get(visitor.member)
             self._workers[visitor.member] = visitor
             if before is not None and before is not visitor:
@@ -162,6 +173,8 @@ class Coordinator:
         """Note that a connection has ended."""
         if visitor in self._strangers:
             self._strangers.remove(visitor)
+        if visitor in self._supervisors:
+            self._supervisors.remove(visitor)
         if self._workers.get(visitor.member) is visitor:
             del self._workers[visitor.member]
             self.roster.depart(time.monotonic(), visitor.member, visitor.session)
@@ -180,6 +193,11 @@ class Coordinator:
                 say(f"evener coordinator: {order.content['text']}")
             elif order.to in self._workers:
                 self._workers[order.to].tell(order.type, order.content)
+        formation = self.roster.formation
+        if formation is not None and formation != self._told:
+            self._told = formation
+            for supervisor in self._supervisors:
+                supervisor.tell("formed", formation_fields(formation))
         self.store.keep(self.roster.generation)
 
     def _tick(self) -> None:
@@ -299,9 +317,11 @@ class Visitor(asyncio.Protocol):
             raise ValueError(f"role {short(role)} or member {short(member)} is none")
         self._seal = seal
         self._role = role
-        if role == "worker":
+        held = read_formation(hello.fields("held")) if hello["held"] is not None else None
+        if role == "supervisor":
+            self._coordinator.roster.remember(now_s, held)
+        else:
             session = hello.text("session")
-            held = read_formation(hello.fields("held")) if hello["held"] is not None else None
             facts = hello.fields("facts").values
             why = self._coordinator.roster.arrive(now_s, member, session, facts, held)
             if why:
@@ -353,7 +373,9 @@ class Visitor(asyncio.Protocol):
             state = ProcessState(fields.text("state"))
             roster = self._coordinator.roster
             roster.process(now_s, fields.text("member"), state, fields.text("reason"))
-        elif kind != "beat":
+        elif kind == "beat":
+            self.tell("beaten", {})
+        else:
             raise ValueError(f"type is {short(kind)}, which no supervisor sends")
 
 

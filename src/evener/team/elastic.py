@@ -247,7 +247,7 @@ class CoordinatorLink(CoordinatorConnection):
             self._generation = formation.generation
             if self._asking is not None and self.member in formation.members:
                 self._formed = formation
-                self._asking = None
+                self._asking, self._wanted = None, False
         elif kind == "over":
             self._over[fields.whole("generation")] = fields.text("why")
         elif kind == "wanted":

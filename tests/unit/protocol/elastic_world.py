@@ -38,6 +38,7 @@ class Worker:
     member: str
     alive: bool = True
     stopped: bool = False
+    parted: bool = False
     connected: bool = False
     to: deque[tuple[str, Any]] = field(default_factory=deque)
     back: deque[tuple[str, Any]] = field(default_factory=deque)
@@ -70,13 +71,13 @@ class World:
         self.planes: dict[Any, Plane] = {}
         #: What was committed, and the time: by root of a lineage and window.
         self.commits: dict[tuple[Any, int], Content] = {}
-        self.newest_root: Any = None
+        self.newest: Formation | None = None  # as a supervisor has heard
         self.roots: list[Any] = []
 
     # ── workers and time ─────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        if sum(worker.alive for worker in self.workers) < self.most + 1:
+        if sum(w.alive and not w.parted for w in self.workers) < self.most + 1:
             worker = Worker(f"w{len(self.workers)}")
             self.workers.append(worker)
             worker.asking = (0, None)
@@ -122,14 +123,16 @@ class World:
         if self.roster is None:
             self.incarnation += 1
             self.roster = Roster(self.least, self.most, DEADLINES, self.now_s)
-            for worker in self.workers:  # a supervisor says again what it knows
+            self.roster.remember(self.now_s, self.newest)
+            for worker in self.workers:  # the supervisor says again what it knows
                 if not worker.alive:
                     self.tell_state(worker, ProcessState.GONE)
                 elif worker.stopped:
                     self.tell_state(worker, ProcessState.STOPPED)
 
     def connect(self, worker: Worker) -> None:
-        if worker.runs and not worker.connected and self.roster is not None:
+        can = worker.runs and not worker.parted
+        if can and not worker.connected and self.roster is not None:
             worker.connected = True
             session = worker.member
             why = self.roster.arrive(self.now_s, worker.member, session, {}, worker.held)
@@ -148,9 +151,20 @@ class World:
                 self.roster.depart(self.now_s, worker.member, worker.member)
                 self.send()
 
+    def part(self, workers: list[Worker]) -> None:
+        """The network between these workers and the coordinator breaks."""
+        for worker in workers:
+            worker.parted = True
+            self.cut(worker)
+
+    def mend(self) -> None:
+        for worker in self.workers:
+            worker.parted = False
+
     def send(self) -> None:
         assert self.roster is not None
         by_name = {worker.member: worker for worker in self.workers}
+        self.newest = self.roster.formation or self.newest
         for message in self.roster.take():
             if message.to and by_name[message.to].connected:
                 content = (self.incarnation, json.loads(json.dumps(message.content)))
@@ -274,6 +288,7 @@ class World:
     def settle(self, seconds: float) -> None:
         """Let everything that lives run, without further faults."""
         self.restart()
+        self.mend()
         for worker in self.workers:
             self.resume(worker)
         while sum(worker.alive for worker in self.workers) < self.least:

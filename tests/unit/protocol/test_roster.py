@@ -1,51 +1,238 @@
 """The roster in virtual time: no split brain, progress, and single rules."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unit.protocol.elastic_world import Worker, World
+from evener.errors import ConfigError
+from evener.protocol.formation import Formation, ProcessState, Standing, parse_team_limits
+from evener.protocol.roster import Outgoing, Roster
+from unit.protocol.elastic_world import DEADLINES, Worker, World
 
-#: By name, what may happen to one worker; common things more often than faults.
-ACTIONS: dict[str, tuple[int, Callable[[World, Worker], object]]] = {
-    "step": (8, World.step),
-    "deliver": (5, World.deliver),
-    "hear": (5, World.hear),
-    "beat": (4, World.beat),
-    "connect": (3, World.connect),
-    "give up": (1, World.give_up),
-    "cut": (1, World.cut),
-    "stop": (1, World.stop),
-    "resume": (1, World.resume),
-    "kill": (1, lambda world, worker: world.kill(worker, told=True)),
-    "die unseen": (1, lambda world, worker: world.kill(worker, told=False)),
-    "start": (1, lambda world, _: world.start()),
-    "crash": (1, lambda world, _: world.crash()),
-    "restart": (2, lambda world, _: world.restart()),
-    "0.25 s": (4, lambda world, _: world.wait(0.25)),
-    "1 s": (2, lambda world, _: world.wait(1.0)),
-    "3 s": (1, lambda world, _: world.wait(3.0)),
+#: By name, what may happen to one worker.
+USUAL: dict[str, Callable[[World, Worker], object]] = {
+    "step": World.step,
+    "step again": World.step,
+    "deliver": World.deliver,
+    "hear": World.hear,
+    "beat": World.beat,
+    "connect": World.connect,
+    "notice": World.notice_the_dead,
+    "0.1 s": lambda world, _: world.wait(0.1),
 }
-NAMES = [name for name, (weight, _) in ACTIONS.items() for _ in range(weight)]
+FAULTS: dict[str, Callable[[World, Worker], object]] = {
+    "give up": World.give_up,
+    "cut": World.cut,
+    "part": lambda world, worker: world.part([worker]),
+    "part all": lambda world, _: world.part(world.workers),
+    "mend": lambda world, _: world.mend(),
+    "stop": World.stop,
+    "resume": World.resume,
+    "kill": lambda world, worker: world.kill(worker, told=True),
+    "die unseen": lambda world, worker: world.kill(worker, told=False),
+    "start": lambda world, _: world.start(),
+    "start four": lambda world, _: [world.start() for _ in range(4)],
+    "crash": lambda world, _: world.crash(),
+    "restart": lambda world, _: world.restart(),
+    "1 s": lambda world, _: world.wait(1.0),
+    "3 s": lambda world, _: world.wait(3.0),
+}
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    st.integers(1, 3),
-    st.integers(2, 5),
-    st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 7)), max_size=150),
-    st.floats(0.0, 12.0),
-)
+def disturb(world: World, random: Random, num_faults: int) -> None:
+    """Let faults happen, with usual things between them, all in a random order."""
+    for _ in range(num_faults):
+        for _ in range(random.randrange(40)):
+            USUAL[random.choice([*USUAL])](world, random.choice(world.workers))
+        FAULTS[random.choice([*FAULTS])](world, random.choice(world.workers))
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 2**32), st.integers(0, 30))
 def test_no_two_generations_commit_unlike_windows_and_the_team_goes_on(
-    least: int, most: int, actions: list[tuple[str, int]], warm_s: float
+    least: int, most: int, seed: int, num_faults: int
 ) -> None:
     world = World(min(least, most), most)
+    random = Random(seed)
     for _ in range(most):
         world.start()
-    world.settle(warm_s)  # World.commit checks each commit
-    for name, number in actions:
-        ACTIONS[name][1](world, world.workers[number % len(world.workers)])
+    world.settle(random.choice([0.0, 3.5, 5.0]))
+    disturb(world, random, num_faults)  # World.commit checks each commit
     before = len(world.commits)
     world.settle(20.0)
     assert len(world.commits) > before, "the team commits windows again"
+
+
+class Team:
+    """A roster whose first generation has formed, and what it said since."""
+
+    def __init__(self, *members: str, least: int = 1, most: int = 4) -> None:
+        self.now_s = 10.0
+        self.roster = Roster(least, most, DEADLINES, 0.0)
+        for member in members:
+            self.join(member)
+        self.pass_(1.0)
+        self.roster.take()
+
+    def pass_(self, seconds: float) -> list[Outgoing]:
+        self.now_s += seconds
+        self.roster.tick(self.now_s)
+        return self.roster.take()
+
+    def join(self, member: str, **facts: object) -> str:
+        why = self.roster.arrive(self.now_s, member, f"session of {member}", facts, None)
+        if not why:
+            self.roster.report(self.now_s, member, 0, None)
+        return why
+
+    def report(self, member: str, applied: int, digest: str = "same") -> list[Outgoing]:
+        standing = Standing(
+            member=member,
+            generation=self.roster.generation,
+            applied=applied,
+            committed=applied,
+            digest=digest,
+        )
+        self.roster.report(self.now_s, member, self.roster.generation, standing)
+        return self.roster.take()
+
+    def end(self, member: str, state: ProcessState = ProcessState.GONE) -> list[Outgoing]:
+        self.roster.process(self.now_s, member, state, "killed by SIGKILL")
+        return self.roster.take()
+
+    @property
+    def formation(self) -> Formation:
+        assert self.roster.formation is not None
+        return self.roster.formation
+
+
+def told(messages: list[Outgoing], kind: str) -> set[str]:
+    return {message.to for message in messages if message.type == kind}
+
+
+def test_survivors_of_a_death_are_told_at_once_and_form_as_soon_as_all_have_left() -> None:
+    team = Team("a", "b", "c")
+    assert told(team.end("b"), "over") == {"a", "b", "c"}
+    assert told(team.report("c", 4), "formed") == set()
+    assert told(team.report("a", 5), "formed") == {"a", "c"}
+    assert team.formation.members == ("a", "c")
+    assert (team.formation.base, team.formation.donor) == (5, "a")
+    assert team.formation.receivers == ("c",)
+
+
+def test_a_joiner_is_wanted_and_takes_the_free_number_when_all_have_left() -> None:
+    team = Team("a", "b", "c")
+    team.end("a")
+    team.report("b", 3)
+    team.report("c", 3)
+    assert team.formation.numbers == (1, 2), "those that stay keep their numbers"
+    assert team.join("d") == ""
+    assert told(team.roster.take(), "wanted") == {"b", "c"}
+    team.report("b", 4)
+    team.report("c", 4)
+    assert team.formation.members == ("b", "c", "d")
+    assert team.formation.numbers == (1, 2, 0)
+    assert team.formation.receivers == ("d",)
+
+
+def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues() -> None:
+    team = Team("a", "b")
+    assert told(team.end("b", ProcessState.STOPPED), "over") == set()
+    assert told(team.pass_(DEADLINES.stopped_s), "over") == {"a", "b"}
+    team.report("a", 2)
+    assert team.formation.members == ("a",)
+    team.end("b", ProcessState.CONTINUED)
+    standing = Standing(member="b", generation=1, applied=2, committed=1, digest="same")
+    team.roster.report(team.now_s, "b", 1, standing)
+    assert told(team.roster.take(), "left_out") == {"b"}
+
+
+def test_a_living_member_is_named_and_waited_for_until_timeout_s() -> None:
+    team = Team("a", "b", "c")
+    team.roster.beat(team.now_s, "b", 17, "evaluating")
+    team.end("c")
+    team.report("a", 2)
+    said = team.pass_(59.0)
+    assert told(said, "formed") == set()
+    said += team.pass_(0.9)
+    assert not told(said, "formed"), "timeout_s is 60 s"
+    assert told(team.pass_(0.2), "formed") == {"a"}
+
+
+def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:
+    team = Team("a", "b", "c")
+    for number in range(5):
+        team.pass_(0.5)
+        team.roster.beat(team.now_s, "b", number, "evaluating")
+    team.end("c")
+    team.report("a", 2)
+    assert not told(team.pass_(9.0), "say")
+    said = team.pass_(2.0)
+    assert told(said, "say") == {""}
+    assert "b has not left it" in str(said[0].content["text"])
+    assert "evaluating, after 4 micro-batches" in str(said[0].content["text"])
+    assert not told(team.pass_(5.0), "say"), "once"
+
+
+def test_too_few_workers_are_told_after_timeout_s() -> None:
+    team = Team("a", "b", least=2)
+    team.end("b")
+    team.report("a", 2)
+    failed = [message for _ in range(70) for message in team.pass_(1.0) if message.to]
+    assert [(message.to, message.type) for message in failed] == [("a", "failed")]
+    assert "1 of at least 2 workers came within 60 s" in str(failed[0].content["why"])
+
+
+@pytest.mark.parametrize("name", ["model", "data", "torch"])
+def test_a_worker_that_differs_is_refused_with_both_values(name: str) -> None:
+    team = Team("a")
+    roster = team.roster
+    roster.describe(team.now_s, "a", {name: "one"})
+    why = team.join("b", **{name: "another"})
+    assert f"{name} of b is 'another', and that of a in the team is 'one'" in why
+    assert team.join("c", **{name: "one"}) == ""
+
+
+def test_what_a_worker_says_later_can_differ_too() -> None:
+    team = Team("a")
+    team.roster.describe(team.now_s, "a", {"data": 1})
+    team.join("b")
+    team.roster.take()
+    team.roster.describe(team.now_s, "b", {"data": 2})
+    assert told(team.roster.take(), "failed") == {"b"}
+    team.report("a", 1)
+    assert team.formation.members == ("a",)
+
+
+def test_two_living_workers_have_no_common_name() -> None:
+    team = Team("a", "b")
+    assert "another worker" in team.roster.arrive(team.now_s, "a", "other", {}, None)
+    team.roster.depart(team.now_s, "a", "session of a")
+    assert team.roster.arrive(team.now_s, "a", "other", {}, None) == ""
+
+
+def test_a_new_coordinator_continues_from_the_highest_generation() -> None:
+    old = Team("a", "b", "c")
+    old.end("c")
+    old.report("a", 6)
+    old.report("b", 6)
+    new = Roster(1, 4, DEADLINES, 100.0)
+    held = old.formation
+    first = replace(held, generation=1, members=("a", "b", "c"), numbers=(0, 1, 2))
+    assert new.arrive(100.1, "c", "c", {}, first) == ""
+    assert new.arrive(100.2, "a", "a", {}, held) == ""
+    assert new.arrive(100.3, "b", "b", {}, held) == ""
+    assert new.generation == 2
+    assert new.beat(100.4, "a", 1, "training"), "its lease is renewed"
+    assert not new.beat(100.4, "c", 1, "training")
+
+
+@pytest.mark.parametrize("text", ["", "2", "2:1", "0:2", "a:b", "2:", ":2", "-1:2", "1:2:3"])
+def test_impossible_limits_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="MIN:MAX"):
+        parse_team_limits(text)
+    assert parse_team_limits("2:4") == (2, 4)

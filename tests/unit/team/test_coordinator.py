@@ -1,0 +1,343 @@
+"""The coordinator and the links of workers, over loopback: a thread of this process serves."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from evener.comm.c10d import PrefixStore
+from evener.errors import (
+    ConfigError,
+    CoordinatorLostError,
+    LaunchError,
+    LeftOutError,
+    TeamRefusedError,
+)
+from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
+from evener.team.connection import SupervisorConnection
+from evener.team.coordinator import Coordinator, CoordinatorOptions
+from evener.team.elastic import CoordinatorLink
+from evener.team.sealed import read_token
+
+TOKEN = b"a token of enough bytes"
+WAIT_S = 30.0
+#: A first generation forms only when the most workers are there, however slow this machine is.
+DEADLINES = Deadlines(
+    lease_s=0.3, beat_s=0.05, reconnect_s=0.3, stopped_s=0.2, gather_s=WAIT_S, hello_s=0.3
+)
+
+
+@contextmanager
+def serving(
+    least: int = 1,
+    most: int = 2,
+    token: bytes | None = TOKEN,
+    port: int = 0,
+    deadlines: Deadlines = DEADLINES,
+) -> Iterator[str]:
+    """A coordinator on a thread; gives its address."""
+    options = CoordinatorOptions(
+        port=port, least=least, most=most, token=token, deadlines=deadlines
+    )
+    started: list[tuple[Coordinator, asyncio.AbstractEventLoop]] = []
+    ready = threading.Event()
+
+    bugs: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
+        coordinator = Coordinator(options)
+        started.append((coordinator, asyncio.get_running_loop()))
+        ready.set()
+        await coordinator.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(WAIT_S)
+    coordinator, loop = started[0]
+    try:
+        yield f"127.0.0.1:{coordinator.port}"
+    finally:
+        loop.call_soon_threadsafe(coordinator.stop)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert not bugs
+
+
+def link(
+    address: str, member: str, token: bytes | None = TOKEN, **facts: object
+) -> CoordinatorLink:
+    return CoordinatorLink(address, token=token, member=member, facts=facts, timeout_s=WAIT_S)
+
+
+@contextmanager
+def team_of(address: str, *members: str) -> Iterator[list[CoordinatorLink]]:
+    """Links whose first generation has formed."""
+    with ExitStack() as stack:
+        links = [stack.enter_context(link(address, member)) for member in members]
+        form(links, [None] * len(links))
+        yield links
+
+
+def form(links: list[CoordinatorLink], standings: list[Standing | None]) -> list[Formation]:
+    with ThreadPoolExecutor(len(links)) as pool:
+        waiting = [
+            pool.submit(one.next_generation, standing)
+            for one, standing in zip(links, standings, strict=True)
+        ]
+        return [one.result(WAIT_S) for one in waiting]
+
+
+def take_in(member: CoordinatorLink, joiner: CoordinatorLink, applied: int) -> Formation:
+    """Let a single member change generations until the joiner is in."""
+    with ThreadPoolExecutor(1) as pool:
+        joins = pool.submit(joiner.next_generation, None)
+        until(
+            lambda: (
+                joins.done()
+                or (
+                    (member.wants_change or member.why_over(member.generation))
+                    and member.next_generation(
+                        standing(member.member, member.generation, applied)
+                    ).members[1:]
+                )
+            )
+        )
+        return joins.result(WAIT_S)
+
+
+def standing(member: str, generation: int, applied: int) -> Standing:
+    return Standing(
+        member=member, generation=generation, applied=applied, committed=applied, digest="00"
+    )
+
+
+def until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+def test_a_team_forms_loses_a_member_and_takes_in_another() -> None:
+    with serving() as address, team_of(address, "a", "b") as (a, b):
+        assert (a.number, b.number, a.generation, a.limits) == (0, 1, 1, (1, 2))
+        assert a.await_lease(WAIT_S)
+        b.close()
+        until(lambda: a.why_over(1))
+        assert "b is lost: its connection has ended" in a.why_over(1)
+        with link(address, "c") as c:
+            formation = take_in(a, c, applied=7)
+            assert formation.members == ("a", "c")
+            assert (formation.base, formation.donor, formation.receivers) == (7, "a", ("c",))
+            until(lambda: a.generation == formation.generation)
+
+
+def test_a_supervisor_tells_of_deaths_and_stops_and_the_continued_worker_is_left_out() -> None:
+    with (
+        serving(most=3) as address,
+        SupervisorConnection(address, token=TOKEN) as supervisor,
+        team_of(address, "a", "b", "c") as (a, b, c),
+    ):
+        supervisor.tell("c", ProcessState.GONE, "killed by SIGKILL")
+        until(lambda: a.why_over(1))
+        assert a.why_over(1) == "c is lost: killed by SIGKILL"
+        form([a, b], [standing("a", 1, 2), standing("b", 1, 2)])
+        supervisor.tell("b", ProcessState.STOPPED)
+        until(lambda: a.why_over(2))
+        assert "stopped for 0.2 s (stopped_s)" in a.why_over(2)
+        form([a], [standing("a", 2, 3)])
+        supervisor.tell("b", ProcessState.CONTINUED)
+        with pytest.raises(LeftOutError, match=r"was in generation 2.* to generation 3"):
+            b.next_generation(standing("b", 2, 2))
+        assert not b.await_lease(0.0)
+        until(lambda: not a.wants_change)
+        assert take_in(a, b, applied=4).members == ("a", "b")
+        c.close()
+
+
+def test_a_clean_leave_lets_the_others_go_on_without_a_word() -> None:
+    with serving() as address, team_of(address, "a", "b") as (a, b):
+        b.leave()
+        b.close()
+        assert a.next_generation(standing("a", 1, 2)).members == ("a",)
+
+
+def test_members_meet_in_the_store_of_their_generation() -> None:
+    with serving() as address, team_of(address, "a", "b") as (a, b):
+        mine, theirs = a.store(1), b.store(1)
+        seen = PrefixStore("group", theirs)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(theirs.get, "key")
+            mine.set("key", b"\x00\xff")
+            assert waiting.result(WAIT_S) == b"\x00\xff"
+        mine.set("group/number", "4")
+        assert seen.get("number") == b"4"
+        assert (seen.add("number", 2), mine.add("other", 1)) == (6, 1)
+        assert seen.check(["number"])
+        assert not mine.check(["number"])
+        assert seen.delete_key("number")
+        assert not seen.delete_key("number")
+        with pytest.raises(RuntimeError, match=r"waited up to 0.05 s .*no member has set it"):
+            mine.wait(["nobody"], timedelta(seconds=0.05))
+        with pytest.raises(RuntimeError, match="generation 7 is over"):
+            a.store(7).set("key", "value")
+
+
+def test_a_restarted_coordinator_continues_the_team() -> None:
+    with ExitStack() as stack:
+        with serving() as address:
+            a, b = (stack.enter_context(link(address, member)) for member in "ab")
+            form([a, b], [None, None])
+        port = int(address.rpartition(":")[2])
+        with serving(port=port):
+            until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
+            assert not a.why_over(1)
+            assert form([a, b], [standing("a", 1, 3), standing("b", 1, 3)])[0].generation == 2
+
+
+def test_a_worker_that_loses_the_coordinator_waits_for_patience_s_and_says_so() -> None:
+    deadlines = replace(DEADLINES, patience_s=0.3)
+    with serving(most=1, deadlines=deadlines) as address:
+        a = link(address, "a")
+        a.next_generation(None)
+    with a, pytest.raises(CoordinatorLostError, match=r"waited 0 s for it \(patience_s"):
+        a.next_generation(standing("a", 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("token", "theirs", "match"),
+    [
+        (TOKEN, b"another token of enough bytes", "the token differs"),
+        (TOKEN, None, "asks for a token"),
+        (None, TOKEN, "has a token, but the coordinator .* has none"),
+    ],
+)
+def test_a_wrong_token_is_refused(token: bytes | None, theirs: bytes | None, match: str) -> None:
+    with serving(token=token) as address, pytest.raises(TeamRefusedError, match=match):
+        link(address, "a", theirs)
+
+
+def test_the_token_does_not_travel() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        heard = bytearray()
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                challenge = {"nonce": "0", "needs_token": True, "evener": _version()}
+                connection.sendall(json.dumps(challenge).encode() + b"\n")
+                heard.extend(connection.recv(65536))
+                connection.sendall(b'{"type": "welcome", "generation": 9}\n')
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(pretend)
+            with pytest.raises(LaunchError):  # who pretends cannot prove that it knows the token
+                CoordinatorLink(address, token=TOKEN, member="a", facts={}, timeout_s=0.3)
+        assert heard
+        assert TOKEN not in heard
+
+
+def _version() -> str:
+    import evener
+
+    return evener.__version__
+
+
+def test_differences_and_names_are_refused_with_what_to_do() -> None:
+    with serving() as address, link(address, "a", model="one"):
+        with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* build the same model"):
+            link(address, "b", model="two")
+        with pytest.raises(TeamRefusedError, match="another worker of this team is called 'a'"):
+            link(address, "a")
+        with link(address, "c", model="one") as late:
+            late.describe({"model": "three"})
+            with pytest.raises(TeamRefusedError, match="model of c is 'three'"):
+                late.next_generation(None)
+
+
+def test_strangers_do_no_harm() -> None:
+    noise = random.Random(0)
+    with serving() as address, team_of(address, "a", "b") as (a, b):
+        host, port = address.split(":")
+        with ExitStack() as stack:
+            crowd = [
+                stack.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+                for _ in range(100)
+            ]
+            for number, stranger in enumerate(crowd[1:]):
+                with suppress(OSError):
+                    stranger.sendall(noise.randbytes(64) + b"\n" * (number % 2))
+                    stranger.sendall(b"x" * 300_000 if number % 10 == 0 else b"{}\n")
+            for stranger in crowd:  # the silent first one, too: closed, oldest first or in time
+                with suppress(OSError):
+                    while stranger.recv(65536):
+                        pass
+        assert a.await_lease(WAIT_S)
+        assert not a.why_over(1)
+        assert form([a, b], [standing("a", 1, 1), standing("b", 1, 1)])[0].generation == 2
+
+
+def test_a_thousand_damaged_messages_do_no_harm() -> None:
+    noise = random.Random(1)
+    texts = [
+        {"type": "report", "generation": 1, "standing": None},
+        {"type": "beat", "micro_batches": 1, "phase": "training", "at": 0.0},
+        {"type": "store", "number": 1, "generation": 1, "what": "put", "keys": ["k"], "value": ""},
+        {"type": "facts", "facts": {}},
+        {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None, "nonce": "0"},
+    ]
+    with serving(token=None, most=1) as address, ExitStack() as stack:
+        host, port = address.split(":")
+        a = stack.enter_context(link(address, "a", None))
+        a.next_generation(None)
+        hello = json.dumps({**texts[-1], "role": "worker", "member": "fuzz"}).encode() + b"\n"
+        for _ in range(100):
+            with (
+                closing(socket.create_connection((host, int(port)), WAIT_S)) as connection,
+                suppress(OSError),
+            ):
+                connection.sendall(hello)
+                for _ in range(10):
+                    line = bytearray(json.dumps(_damaged(noise, noise.choice(texts))).encode())
+                    if noise.random() < 0.2:
+                        line[noise.randrange(len(line))] = noise.randrange(256)
+                    connection.sendall(line + b"\n")
+        assert a.await_lease(WAIT_S)
+        # What has come may have been a worker that waits to join, never one that ends the team.
+        assert not a.why_over(1)
+
+
+def _damaged(noise: random.Random, message: dict[str, object]) -> dict[str, object]:
+    values: list[object] = [None, -1, 2**70, 1e400, "", [], {}, [[]], True, "x" * 1000, -0.5]
+    damaged = dict(message)
+    for key in noise.sample(sorted(damaged), 1):
+        damaged[key] = noise.choice(values)
+    if noise.random() < 0.2:
+        del damaged[noise.choice(sorted(damaged))]
+    return damaged
+
+
+def test_options_that_expose_the_team_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no token.*loopback only"):
+        CoordinatorOptions(host="0.0.0.0", most=2)
+    short = tmp_path / "token"
+    short.write_text("guess\n")
+    with pytest.raises(ConfigError, match="has 5 bytes, which can be guessed"):
+        read_token(short)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path / "none")
+    short.write_text("0123456789abcdef\n")
+    assert read_token(short) == b"0123456789abcdef"
+    assert read_token(None) is None
