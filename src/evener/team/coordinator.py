@@ -383,7 +383,7 @@ class Visitor(asyncio.Protocol):
 
 
 @dataclass(slots=True)
-class _Pending:
+class _AwaitedKey:
     number: int
     generation: int
     key: str
@@ -398,7 +398,7 @@ class GenerationStore:
         self._values: dict[tuple[int, str], bytes] = {}
         self._num_bytes = 0
         self._newest = 0
-        self._waits: list[_Pending] = []
+        self._waits: list[_AwaitedKey] = []
 
     def keep(self, generation: int) -> None:
         """Drop what belongs to generations before this one."""
@@ -438,7 +438,7 @@ class GenerationStore:
             answer({"number": number, "value": True})
         elif what == "fetch" and place not in self._values:
             until_s = now_s + fields.number("timeout_s", least=0.0)
-            self._waits.append(_Pending(number, generation, keys[0], until_s, answer))
+            self._waits.append(_AwaitedKey(number, generation, keys[0], until_s, answer))
         elif what == "fetch":
             answer({"number": number, "value": _encode(self._values[place])})
         elif what == "increase":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from evener.team.connection import SupervisorConnection
 from evener.team.coordinator import Coordinator, CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.sealed import read_token
+from helpers.source import ROOT
 
 TOKEN = b"a token of enough bytes"
 WAIT_S = 30.0
@@ -341,3 +342,9 @@ def test_options_that_expose_the_team_are_refused(tmp_path: Path) -> None:
     short.write_text("0123456789abcdef\n")
     assert read_token(short) == b"0123456789abcdef"
     assert read_token(None) is None
+
+
+def test_the_documentation_has_every_deadline_with_its_default() -> None:
+    text = (ROOT / "docs" / "elastic.md").read_text()
+    for name, value in asdict(Deadlines()).items():
+        assert f"| `{name}` | {value:g} |" in text
