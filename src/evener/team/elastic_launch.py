@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from evener.errors import LeftOutError
 from evener.protocol.roster import ProcessState, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -244,12 +245,12 @@ class _ElasticLauncher(TerminalSupervisor):
         if self._why:
             say(self._why, end="")
             return self._code or 1
-        if self._stop_signal is not None:
-            return 128 + self._stop_signal
         ended = [child for child in self.children if child.pid in self._workers]
+        if self._stop_signal is not None:
+            return 128 + self._stop_signal if any(child.code for child in ended) else 0
         if self._is_over or not ended:
             return 0
-        return max((child.code for child in ended), default=1) or 1
+        return max(child.code for child in ended) or 1  # all have left
 
     # ── what differs from a fixed team ───────────────────────────────────────────────────────────
 
@@ -362,9 +363,12 @@ class _ElasticLauncher(TerminalSupervisor):
             )
         else:
             pause_s = slot.fail()
-            if report is not None and child.has_raised:
+            end = child.silent_end
+            if report is not None and report.kind == LeftOutError.__name__:
+                end = f"{child.who} ended, as the team had gone on without it"
+            elif child.has_raised:
                 say(words, end="")
-            end = child.silent_end if not child.has_raised else f"{child.who} failed"
+                end = f"{child.who} failed"
             when = f"in {pause_s:g} s" if pause_s else "at once"
             say(f"evener: {end}; another worker takes its place {when}")
 
