@@ -147,6 +147,12 @@ class BufferAverager:
         """Go on with other ranks."""
         self.comm = comm
 
+    def move(self, comm: Communicator) -> None:
+        """Go on with other ranks, and let what is exchanged lie in their memory."""
+        self.use(comm)
+        size, dtype = self._packed.numel(), self._packed.dtype
+        self._packed = comm.allocate(size, dtype, self._packed.device)
+
     @torch.no_grad()
     def average(
         self,

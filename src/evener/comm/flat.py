@@ -268,6 +268,20 @@ class FlatBuffers:
                 return i
         return None
 
+    def move(self, comm: Communicator) -> None:
+        """Let gradients lie in the memory of other ranks; there are none afterwards."""
+        self._comm = comm
+        self.zero_()
+        self.groups = tuple(
+            group.with_gradients_in(comm) if self._views else group for group in self.groups
+        )
+        # The hooks know these lists, so they are filled anew in place.
+        for i in range(len(self._views)):
+            self._orders[i] = self._order(i)
+            self._views[i] = self._orders[i].detach()
+            self._view_ptrs[i] = self._views[i].data_ptr()
+        self._sort_buckets()
+
     def close(self) -> None:
         """Remove the hooks; parameters and gradients stay where they are."""
         for hook in self._hooks:
@@ -312,6 +326,9 @@ class FlatBuffers:
                 mover = partial(_move_run, members_of_run, self._held, self._views, self._view_ptrs)
                 last = self.parameters[run[-1]]
                 self._hooks.append(last.register_post_accumulate_grad_hook(mover))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._sort_buckets()
+
+    def _sort_buckets(self) -> None:
         every = [(group, bucket) for group in self.groups for bucket in group.buckets]
         self._buckets = sorted(every, key=lambda pair: pair[1].number)
 

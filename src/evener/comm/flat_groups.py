@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import torch
@@ -91,6 +91,13 @@ class FlatGroup:
                 runs.append(range(first, i + 1))
                 first, size = i + 1, 0
         return runs
+
+    def with_gradients_in(self, comm: Communicator) -> "FlatGroup":
+        """Return the same group with fresh memory of ``comm`` for gradients, all zero."""
+        grad = comm.allocate(self.grad.numel(), self.grad.dtype, self.grad.device)
+        size = self.data.numel()
+        touched = grad[size : size + len(self.parameters)]
+        return replace(self, grad=grad, grad_values=grad[:size], touched=touched)
 
     def spans(self) -> list[tuple[int, int]]:
         """First and last-plus-one element of each view."""

@@ -246,6 +246,32 @@ class DdpConfig(TrainingOptions):
                 "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
             )
 
+    def check_elastic(self, policy: ApplyPolicy) -> None:
+        """Refuse options that need a fixed team.
+
+        Raises:
+            ConfigError: Names the first one and the remedy.
+        """
+        if self.sharded_update == "on":
+            raise ConfigError(
+                "sharded_update is 'on' in an elastic team: a rank that is lost would take its "
+                "part of the optimizer's state with it; use 'auto', or a fixed team"
+            )
+        if self.partition_ratios is not None:
+            raise ConfigError(
+                f"partition_ratios is {list(self.partition_ratios)} in an elastic team, whose "
+                "ranks change; give speed_hint instead, or use a fixed team"
+            )
+        if self.lr_scale_ratio:
+            raise ConfigError(
+                f"lr_scale_ratio is {self.lr_scale_ratio} in an elastic team, whose size changes; "
+                "leave it out, or use a fixed team"
+            )
+        if policy is not ApplyPolicy.SYNC:
+            raise ConfigError(
+                f"policy is {policy.value!r} in an elastic team, which has policy 'sync' so far"
+            )
+
     def check_team(self, world_size: int) -> None:
         """Refuse options that name ranks which are not there; on every rank alike.
 

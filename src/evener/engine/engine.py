@@ -53,6 +53,8 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     habits: Habits
+    is_fp16: bool = False
+    kind: tuple[str, str] = ("", "")
 
 
 class Engine(ABC):
@@ -433,7 +435,9 @@ class Engine(ABC):
         stop = self.wants_stop() or self.stopping
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
-        rows = self._swap(self.state.own, self.comm, self.team.members)
+        comm = self.comm
+        present = self.team.members if comm is self.team.comm else (self.rank,)
+        rows = self._swap(self.state.own, comm, present)
         verdict = judge(self.state, rows)
         found = Round(rows, verdict, time.perf_counter() - started_s)
         self._follow(found)

@@ -18,7 +18,8 @@ from torch import Tensor
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.engine import Engine, EngineOptions
+from evener.engine.elastic import ElasticEngine
+from evener.engine.engine import EngineOptions
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState, RecentMoments
@@ -59,7 +60,7 @@ class Exchanged(NamedTuple):
 
 
 @final
-class LocalEngine(Engine):
+class LocalEngine(ElasticEngine):
     """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
@@ -112,6 +113,15 @@ class LocalEngine(Engine):
     def turns(self) -> int:
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
+
+    def _break_off(self) -> None:
+        raise NotImplementedError
+
+    def _exchange_plans(self, *work_for_all: float) -> None:
+        raise NotImplementedError
+
+    def _use_team(self) -> None:
+        raise NotImplementedError
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 

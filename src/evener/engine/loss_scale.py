@@ -48,6 +48,15 @@ class LossScale:
         self._rank = rank
         self.reset()
 
+    def learn_ranks(self, fp16_ranks: Iterable[int]) -> None:
+        """Learn which ranks compute in fp16, as members have joined or were lost."""
+        self.fp16_ranks = frozenset(fp16_ranks)
+        if self.fp16_ranks and not self.is_used:
+            self.value = FIRST_SCALE
+        self.is_used = bool(self.fp16_ranks)
+        if not self.is_used:
+            self.value = 1.0
+
     @property
     def can_shrink(self) -> bool:
         """Whether a smaller scale is left to try."""

@@ -3,23 +3,23 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.averaging.gradients import GradientAverager
-from evener.engine.engine import Engine, EngineOptions
-from evener.engine.results import Progress, Round
+from evener.engine.elastic import ElasticEngine
+from evener.engine.engine import EngineOptions
+from evener.engine.results import Round
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.planning.policies import ApplyPolicy, Forecast, Policy
 from evener.planning.report import Report
 from evener.protocol.generation import Answer, Said, answer, call, without
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ADMIT, CALL, PARK, Purpose
+from evener.protocol.row import ADMIT, CALL, PARK, RENEW, Purpose
 
 
-class ParkingEngine(Engine):
+class ParkingEngine(ElasticEngine):
     """An engine whose planner may park ranks.
 
     The planner wishes it in the rows of a window, and ``protocol/generation.py`` makes the next
@@ -48,12 +48,10 @@ class ParkingEngine(Engine):
     def _drop_plans(self) -> None:
         """Forget all plans and give their slices back."""
 
-    @abstractmethod
-    def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agree on the plans of the next windows; all ranks that are present call it together."""
-
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
+        if self.team.is_elastic:
+            return RENEW if self.team.membership.wants_change else 0
         self._misfits = self.policy.ranks_to_park(self.batch_size)
         if self._misfits:
             return PARK
@@ -71,6 +69,9 @@ class ParkingEngine(Engine):
         wish = found.rows[self.state.planner].change if applied else 0
         if wish == CALL:
             self._call(Said.STAY)
+        elif wish == RENEW:
+            self._end_generation()
+            self._renew("")
         elif wish == PARK:
             self._park_misfits()
         else:
@@ -175,29 +176,30 @@ class ParkingEngine(Engine):
         if not receives:
             self._sharded.join()
         self.team.rejoin()
-        counters: dict[str, Any] = {
-            "progress": asdict(self.progress),
-            "expected_weight": self._expected_weight,
-            "cursor": self.cursor.state_dict(),
-            "loss_scale": self._scale.state_dict(),
-        }
-        counters = self.training.send(self.comm, counters, receives, found.source)
+        counters = self.training.send(self.comm, self._counters(), receives, found.source)
         if receives:
-            self._set_progress(Progress(**counters["progress"]))
-            self._expected_weight = counters["expected_weight"]
-            self.cursor.load_state_dict(counters["cursor"])
-            self._scale.load_state_dict(counters["loss_scale"])
-            self.flat.zero_()
-            self.buffers.reset()
+            self._take_counters(counters)
         self._use_team()
         if found.said is Said.GO_ON:
             self._exchange_plans(math.inf, math.inf)
 
+    def _counters(self) -> dict[str, Any]:
+        return {**super()._counters(), "expected_weight": self._expected_weight}
+
+    def _take_counters(self, counters: Mapping[str, Any]) -> None:
+        super()._take_counters(counters)
+        self._expected_weight = counters["expected_weight"]
+
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
-        self.policy.set_parked(self.team.parked)
+        self.policy.set_parked(self.team.away)
         self.habits.speak(for_all=self.is_main)
         self._averager.use(self.comm)
         self.buffers.use(self.comm)
+        if self.team.is_elastic:
+            # What lies in the memory of an earlier generation may be written by a rank of it that
+            # was stopped and wakes up.
+            self.flat.move(self.comm)
+            self.buffers.move(self.comm)
         if self.state.phase is not Phase.AWAY:
             self._sharded.divide(self.comm)

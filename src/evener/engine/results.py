@@ -1,7 +1,7 @@
 """The result of a window, what led to it, and the progress of the team: plain values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from evener.data.cursor import Slice
@@ -130,3 +130,24 @@ class Applied(NamedTuple):
     result: WindowResult
     leases: Sequence[Slice]
     told: Mapping[str, Any]
+
+
+def pack_applied(applied: Applied) -> dict[str, Any]:
+    """Return a window that was applied, in JSON, for a rank that has missed it."""
+    return {
+        "result": asdict(applied.result),
+        "leases": [asdict(lease) for lease in applied.leases],
+        "told": dict(applied.told),
+    }
+
+
+def unpack_applied(packed: Mapping[str, Any]) -> Applied:
+    """Undo ``pack_applied``."""
+    told = dict(packed["result"])
+    cadence = told["cadence"]
+    told["progress"] = Progress(**told["progress"])
+    told["ranks"] = tuple(RankRecord(*record) for record in told["ranks"])
+    told["ranges"] = tuple((start, stop) for start, stop in told["ranges"])
+    told["cadence"] = None if cadence is None else CadenceRecord(**cadence)
+    leases = [Slice(**lease) for lease in packed["leases"]]
+    return Applied(WindowResult(**told), leases, packed["told"])

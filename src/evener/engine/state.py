@@ -94,6 +94,7 @@ class TrainingState:
         optimizers: Those that step the parameters.
         schedule: Their learning rates.
         sharded: Divides their state among ranks, where that is wanted.
+        num_bytes: Tensors that ``send`` has sent last.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class TrainingState:
         self._registered: dict[str, Stateful] = {}
         #: Restored states whose objects have not been registered yet.
         self._waiting: dict[str, Any] = {}
+        self.num_bytes = 0
 
     def register(self, name: str, stateful: Stateful) -> None:
         """Add an object whose state belongs to the run's; restore it where its state is waiting.
@@ -210,19 +212,26 @@ class TrainingState:
                 ) from error
         return waiting
 
-    @torch.no_grad()
     def send(
-        self, comm: Communicator, counters: dict[str, Any], receives: bool, source: int = 0
+        self,
+        comm: Communicator,
+        counters: dict[str, Any],
+        receives: bool,
+        source: int = 0,
+        *,
+        whole: bool = False,
     ) -> dict[str, Any]:
         """Bring ranks that were away up to the state of the others, bit for bit.
 
-        All ranks of ``comm`` call it together.
+        All ranks of ``comm`` call it together. A rank takes the state over when all of it has
+        arrived: one whose transfer breaks off keeps what it had.
 
         Args:
             comm: The ranks.
             counters: Further plain values of the rank that sends; those of others are ignored.
             receives: Whether this rank takes the state over; the others hold the same bits already.
             source: The rank that sends.
+            whole: Whether frozen parameters travel, too: a rank is new and may have others.
 
         Returns:
             The ``counters`` of the rank that sends.
@@ -237,13 +246,11 @@ class TrainingState:
         note = encode({"state": document, "counters": counters, "index": index}, path="state")
         said = json.dumps(note).encode() if sends else b""
         note = decode(json.loads(comm.all_gather_bytes(said, what="state index")[source]))
-        for flat in self.flat.groups:
-            comm.broadcast(flat.data, source, what="parameters of a recall")
-        for buffer in self.model.buffers():
-            whole = buffer.contiguous()
-            comm.broadcast(whole, source, what="buffers of a recall")
-            if receives:
-                buffer.copy_(whole)
+        self.num_bytes = 0
+        model = [
+            (own, self._transfer(comm, own, source, receives, what=f"{what} of a recall"))
+            for what, own in self._held(whole=whole)
+        ]
         arrived: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype, kind in note["index"]:
             device = "cpu" if kind == "cpu" else self.flat.groups[0].data.device
@@ -251,10 +258,30 @@ class TrainingState:
             tensor = torch.empty(shape, dtype=number, device=device)
             if sends:
                 tensor.copy_(groups[group][name])
-            comm.broadcast(tensor, source, what="optimizer state of a recall")
+            what = "optimizer state of a recall"
+            tensor = self._transfer(comm, tensor, source, receives, what=what)
             if receives:
                 arrived.setdefault(group, {})[name] = tensor
         if receives:
+            with torch.no_grad():
+                for own, received in model:
+                    own.copy_(received)
             self.restore(unpack(note["state"], arrived))
-        received: dict[str, Any] = note["counters"]
-        return received
+        told: dict[str, Any] = note["counters"]
+        return told
+
+    def _held(self, *, whole: bool) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the model that travel, with what they are."""
+        held = [("parameters", group.data) for group in self.flat.groups]
+        if whole:
+            frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
+            held += [("frozen parameters", parameter) for parameter in frozen]
+        return held + [("buffers", buffer) for buffer in self.model.buffers()]
+
+    def _transfer(
+        self, comm: Communicator, own: Tensor, source: int, receives: bool, *, what: str
+    ) -> Tensor:
+        travels = torch.empty_like(own.contiguous()) if receives else own.contiguous()
+        comm.broadcast(travels, source, what=what)
+        self.num_bytes += travels.nbytes
+        return travels

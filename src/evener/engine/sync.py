@@ -13,40 +13,35 @@ from torch.optim import Optimizer
 from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
 from evener.checkpoint import flatten_optimizer
-from evener.data.cursor import Slice
 from evener.engine.calibration import time_slices
+from evener.engine.drafts import DraftingEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.late import LateEngine
 from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Round, WindowResult, Work
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
-from evener.errors import UsageError
+from evener.errors import CollectiveError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
 from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ALL, DATA_LENGTH, Drop, Purpose, Row, checksum, pack
+from evener.protocol.row import ALL, Drop, Purpose, Row, checksum
 
 #: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
 _LONGER_EPOCH: Final = 0.01
 
 
 @final
-class SyncEngine(LateEngine):
+class SyncEngine(DraftingEngine):
     """A rank's windows of SYNC.
 
     The loader hands out this rank's micro-batches, which ``share`` accounts for; after the last one
     the window is closed. The round of rows comes before the gradients, so a mistake (another
     collective, a non-finite gradient, a stop) is known before any of it could be averaged in.
-
-    Plans are made two windows ahead, so that data is there before it is needed: the plan of window
-    w + 2 travels in the rows of w. Every rank leases the same slices of the epoch; only the planner
-    plans, while its device computes the gradients of w.
 
     A *part* is the number of one optimizer, which is then stepped alone on the gradients of its own
     parameters; ``None`` stands for all optimizers together.
@@ -55,28 +50,20 @@ class SyncEngine(LateEngine):
     def __init__(
         self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
     ) -> None:
-        super().__init__(team, training, options)
-        self._policy = policy
-        #: Leases of planned windows, and of the one whose plan comes next.
-        self._leases: dict[int, Slice] = {}
-        #: What this rank wants to say of the window after the next: a plan, where it plans.
-        self._draft: tuple[float, ...] | None = None
-        self._wish = 0
+        super().__init__(team, policy, training, options)
         #: Updates of optimizers that were stepped alone in this window.
         self._turns: list[WindowResult] = []
         self._result: WindowResult | None = None
+        #: Whether the micro-batch that the loop is in is for nothing.
+        self._is_void = False
+        #: Why ranks could not exchange something after an update.
+        self._torn: CollectiveError | None = None
         #: Epoch of windows without plans, and their samples so far.
         self._stream = (0, 0)
         self._equal_batches = EqualBatches()
         #: Optimizer states as ``prepare_save`` gathered them, until they are asked for.
         self._gathered: list[OptimizerState] | None = None
         self._sharded.divide(team.comm)
-
-    @property
-    def policy(self) -> Policy:
-        """Who does how much; it knows all windows that are over."""
-        self._learn()
-        return self._policy
 
     @property
     def turns(self) -> int:
@@ -99,11 +86,28 @@ class SyncEngine(LateEngine):
 
     def work(self) -> Iterator[Work]:
         """Plan the first windows, and go through what is left of the epoch."""
-        if self.world_size > 1 and not self.policy.is_calibrated:
+        if self.world_size > 1 and not (self._is_new or self.policy.is_calibrated):
             self._calibrate()
         self._park_again()
-        if self.state.phase is not Phase.AWAY:
-            self._exchange_plans(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
+        self._is_new, self._wants_plans = False, True
+        try:
+            if self.state.phase is not Phase.AWAY:
+                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size))
+            yield from self._work()
+        finally:
+            self._wants_plans = False
+
+    def _plan_first(self, work_for_all: float) -> None:
+        """Agree on the plans of the first two windows; see ``Policy.plan``."""
+        is_planned = False
+        while not is_planned:
+            try:
+                self._exchange_plans(work_for_all, 0.0)
+                is_planned = True
+            except CollectiveError as error:
+                is_planned = self._survive(error)
+
+    def _work(self) -> Iterator[Work]:
         while True:
             if self.state.phase is Phase.AWAY:
                 self._wait_for_recall()
@@ -128,18 +132,10 @@ class SyncEngine(LateEngine):
         self.ask(Purpose.PROBE)
         own = time_slices(self.device, self.options.dtype, self.slowdown)
         rows = self.ask(Purpose.PROBE, [own])
-        self.policy.calibrate([numbers[0] for numbers in rows.values()])
-
-    def _exchange_plans(self, *work_for_all: float) -> None:
-        """Agree on the plans of the next windows; all ranks call it together.
-
-        Args:
-            *work_for_all: See ``Policy.plan``; for each of these windows.
-        """
-        for wanted in work_for_all:
-            number = self._make_draft(work_for_all=wanted)
-            found = self._meet(Purpose.PLAN, body=(*self._data(), *self._take_draft()))
-            self._check_plan(found.rows, number, DATA_LENGTH)
+        fastest = max(numbers[0] for numbers in rows.values())
+        speeds = {rank: numbers[0] for rank, numbers in rows.items()}
+        # Ranks that are absent count as fast until they have come and are measured.
+        self.policy.calibrate([speeds.get(rank, fastest) for rank in range(self.world_size)])
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
@@ -149,7 +145,10 @@ class SyncEngine(LateEngine):
             self.share.end_micro_batch()
             self.close()  # by its plan, which ranks without a share and the data position follow
         if self.has_left or self.state.applied:
-            self._meet(Purpose.REST, report=Report(**self._told()))
+            try:
+                self._meet(Purpose.REST, report=Report(**self._told()))
+            except CollectiveError as error:
+                self._survive(error)
 
     def end_epoch(self) -> None:
         """Commit the last window of an epoch, and call parked ranks; all call it together."""
@@ -181,6 +180,11 @@ class SyncEngine(LateEngine):
             return self._close(Purpose.STEP)
         if not self.is_working:
             return None  # dropped at an optimizer's turn: what is left goes through, for nothing
+        if self._is_void:  # a rank was lost meanwhile: the window is done again
+            self._is_void = False
+            self.drop_share()
+            self.open_share(0)
+            return None
         if self._is_interrupted() and not last:
             return self.close(Drop.NO if self._turns else Drop.STOP)
         return self.close() if last else None
@@ -194,6 +198,11 @@ class SyncEngine(LateEngine):
             The update; ``None`` where it is dropped.
         """
         share = self.share
+        if self.team.is_elastic:
+            raise UsageError(
+                "ddp.step(optimizer) needs a fixed team: where a rank is lost between two turns, "
+                "the first one cannot be undone. Step all optimizers together, or leave elastic out"
+            )
         share.start_turn(part)
         if not self.in_epoch:
             share.end_micro_batch()
@@ -227,15 +236,20 @@ class SyncEngine(LateEngine):
         self.plan_ahead()  # without a share it was not done
         if plan.shares[self.rank]:
             return self._close(Purpose.WINDOW, drop=drop)
-        result = self._close(Purpose.IDLE)
-        while self.is_working and self.window == window:
+        generation, result = self.state.generation, self._close(Purpose.IDLE)
+        while self.is_working and (self.window, self.state.generation) == (window, generation):
             result = self._close(Purpose.IDLE)
         return result
 
     def join_unplanned(self) -> WindowResult | None:
         """Take part in a window without a plan, with nothing; ``None`` where no rank had data."""
-        self.open_share(0)  # every window has a scale of its own
-        return self._close(Purpose.IDLE)
+        generation = -1
+        while generation != self.state.generation:
+            generation = self.state.generation  # in another one the window is done again
+            self.open_share(0)  # every window has a scale of its own
+            if result := self._close(Purpose.IDLE):
+                return result
+        return None
 
     def _close(
         self, purpose: Purpose, part: int | None = None, drop: Drop = Drop.NO
@@ -243,7 +257,16 @@ class SyncEngine(LateEngine):
         """Say what this rank did, and do what follows from what all say."""
         if self.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` are not for what follows it
-        self._result = None
+        self._result, window = None, self.window
+        try:
+            self._say(purpose, part, drop)
+        except CollectiveError as error:
+            self._survive(error)
+            if self.window == window:
+                return None  # the window is done again
+        return self._result
+
+    def _say(self, purpose: Purpose, part: int | None, drop: Drop) -> None:
         self._meet(
             purpose,
             part=ALL if part is None else part,
@@ -255,7 +278,6 @@ class SyncEngine(LateEngine):
             report=self._report(part),
             body=self._draft or (),
         )
-        return self._result
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
         """Add to the row what a device has found not finite in the window before."""
@@ -338,10 +360,7 @@ class SyncEngine(LateEngine):
             if warning := self._equal_batches.see(reports):
                 self.habits.notice(warning)
         result = self._end_turns(found) if self._turns else self._apply(found, plan)
-        started_s = time.perf_counter()
-        if self._check.every and self._check.is_due(plan.window):
-            self._check.compare(self.comm, plan.window)
-        sync_s = self._sync_s + time.perf_counter() - started_s
+        sync_s = self._sync_s + self._compare_parameters(plan)
         made = self._late is not None or not result.skipped
         weight = result.weight if made else 0.0
         self._advance(made=made, skipped=not made, samples=plan.size, weight=weight)
@@ -351,6 +370,19 @@ class SyncEngine(LateEngine):
         told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
+        if (torn := self._torn) is not None:  # the window counts as applied by now
+            self._torn = None
+            raise torn
+
+    def _compare_parameters(self, plan: WindowPlan) -> float:
+        """Look whether ranks hold the same, where that is due; return the seconds it took."""
+        started_s = time.perf_counter()
+        if self._check.every and self._check.is_due(plan.window):
+            try:
+                self._check.compare(self.comm, plan.window)
+            except CollectiveError as error:
+                self._torn = error
+        return time.perf_counter() - started_s
 
     def _unplanned(self, reports: Sequence[Report]) -> WindowPlan:
         """Return the plan that a window without one has followed."""
@@ -466,7 +498,10 @@ class SyncEngine(LateEngine):
         """Give every rank the bits of the rank that owns them; waits for slower ranks."""
         if self._sharded.is_on or self.options.unlike_devices:
             started_s = time.perf_counter()
-            self._averager.unify(part, what=f"parameters of {what}")
+            try:
+                self._averager.unify(part, what=f"parameters of {what}")
+            except CollectiveError as error:
+                self._torn = error
             self._sync_s += time.perf_counter() - started_s
 
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
@@ -478,70 +513,17 @@ class SyncEngine(LateEngine):
         error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
         raise self._scale.exhausted(error)
 
-    # ── plans ────────────────────────────────────────────────────────────────────────────────────
-
-    def plan_ahead(self) -> None:
-        """Make the plan of the window after the next, once, while a device computes gradients.
-
-        Only the planner plans, and decides whether a rank should be parked or called back.
-        """
-        if self.state.plans and self._draft is None:
-            self._learn()
-            self._make_draft()
-            if self.rank == self.state.planner:
-                self._wish = self._wanted_change()
-
-    def _learn(self) -> None:
-        """Tell the policy of the windows that are over; on all ranks, as any may become planner."""
-        for reports, plan, exchange_s in self._unlearnt:
-            self._policy.observe(reports, plan, exchange_s)
-        self._unlearnt.clear()
-
-    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Lease the slice after the last planned one; the planner plans it.
-
-        Returns:
-            The number of the window that it will be.
-        """
-        number = self.window + len(self.state.plans)
-        piece = self.cursor.take(self.batch_size)
-        self._draft, self._wish = (), 0
-        if piece is not None:
-            self._leases[number] = piece
-        if piece is not None and self.rank == self.state.planner:
-            plan = self.policy.plan(
-                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
-            )
-            self._draft = tuple(pack(plan))
-        return number
-
-    def _take_draft(self) -> tuple[float, ...]:
-        draft, self._draft = self._draft, None
-        return draft or ()
-
-    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
-        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
-
-        Raises:
-            UsageError: The planner is at another place of the data.
-        """
-        planner, piece = self.state.planner, self._leases.get(number)
-        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
-        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
-        if agreed != own:
-            raise UsageError(
-                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
-                f"at {own}; every rank must use the same data set size, batch_size "
-                "and seed, and resume from the same checkpoint"
-            )
-
-    def _drop_plans(self) -> None:
-        """Forget all plans and give their slices back."""
-        self.state = self.state.release()
-        self._leases.clear()
-        self._draft = None
-        if self._cursor is not None:
-            self._cursor.release()
+    def _break_off(self) -> None:
+        share = self.share
+        self.drop_share()
+        self.open_share(0)
+        # The loop may be in a micro-batch, which it then ends for nothing.
+        self._is_void = share.in_micro_batch and self.in_epoch
+        if self._is_void:
+            self.share.start_micro_batch(share.open_samples)
+        self._turns.clear()
+        self._drop_plans()
+        self._take_again()
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

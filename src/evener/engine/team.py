@@ -1,13 +1,14 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from evener.comm.base import Communicator
+from evener.comm.base import Communicator, WaitListener
 from evener.errors import CollectiveError
 from evener.places import here
 from evener.team.members import Member
+from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
 from evener.team.waits import WaitWatch
 
 #: Longest wait of a parked rank for a call: others may evaluate or save for hours in between.
@@ -26,26 +27,48 @@ class Team:
     was told to stop can say so, and either side notices when the other is gone. Ranks keep their
     numbers.
 
+    In an elastic team, ranks may be *absent*: a member was lost, or has not come yet. Members keep
+    their numbers, and all that are present use one communicator, which each generation has anew.
+
+    Args:
+        comm: Joins the ranks.
+        membership: Decides which ranks are in the team; ``None`` for those of ``comm``.
+
     Attributes:
         rank: Number of this rank.
-        world_size: Ranks of the team, those that are parked included.
+        world_size: Ranks of the team, those that are parked or absent included.
         members: Ranks that are present, in order.
+        names: What each rank is called in events; empty where nobody has that number.
         comm: Joins them.
-        whole: Joins all ranks.
+        whole: Joins all ranks, but for absent ones.
+        membership: As given.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self.rank = comm.rank
-        self.world_size = comm.world_size
-        self.members = tuple(range(comm.world_size))
+    def __init__(self, comm: Communicator, membership: Membership | None = None) -> None:
+        self.membership = membership or FixedMembership(comm.rank, comm.world_size)
+        self.rank = self.membership.number
+        self.world_size = self.membership.most
+        self.members = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
+        self.names = [""] * self.world_size
         self.comm = self.whole = comm
+        self._watch: WaitListener | None = None
         self._on_handover: list[Callable[[], None]] = []
         self._called_s = 0.0  # on the monotonic clock
 
     @property
-    def parked(self) -> frozenset[int]:
-        """Ranks that are not present."""
+    def is_elastic(self) -> bool:
+        """Whether members may join and leave."""
+        return self.membership.is_elastic
+
+    @property
+    def away(self) -> frozenset[int]:
+        """Ranks that are not present: parked or absent."""
         return frozenset(range(self.world_size)) - frozenset(self.members)
+
+    @property
+    def parked(self) -> frozenset[int]:
+        """Ranks that wait to be called back."""
+        return frozenset() if self.is_elastic else self.away
 
     @property
     def has_ended(self) -> bool:
@@ -59,7 +82,13 @@ class Team:
             members: What each rank is.
             windows_s: Seconds that the latest windows took, kept by the engine.
         """
-        self.whole.report_waits_to(WaitWatch(self.rank, members, windows_s))
+        self._watch = WaitWatch(self.rank, members, windows_s)
+        self._report_waits()
+
+    def _report_waits(self) -> None:
+        if self._watch is not None:
+            listener = GenerationWatch(self.membership, self._watch) if self.is_elastic else None
+            self.whole.report_waits_to(listener or self._watch)
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""
@@ -117,6 +146,20 @@ class Team:
             self.comm.close()
         self.comm = self.whole
         self.members = tuple(range(self.world_size))
+
+    def form(self, formed: Formed) -> None:
+        """Be the members of another generation of an elastic team."""
+        formation = formed.formation
+        self.comm = self.whole = formed.comm
+        self.members = formation.numbers
+        self.rank = self.membership.number
+        self._report_waits()
+        self.know(dict(zip(formation.numbers, formation.members, strict=True)))
+
+    def know(self, names: Mapping[int, str]) -> None:
+        """Learn what ranks are called."""
+        for rank, name in names.items():
+            self.names[rank] = name
 
     def hurry(self, timeout_s: float) -> None:
         """Shorten the deadlines of exchanges, also of one that is under way."""

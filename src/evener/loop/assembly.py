@@ -21,6 +21,7 @@ from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
 from evener.devices import move
+from evener.engine.elastic import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
@@ -51,7 +52,8 @@ from evener.team.backends import check_backend, check_policy, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.environment import DistributedTrainConfig
-from evener.team.members import Member, describe_self, team_lines
+from evener.team.members import Member, absent, describe_self, team_lines
+from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
 
@@ -74,7 +76,6 @@ class Assembly:
             it.
         device: This rank's device.
         precision: What its forward computes in.
-        comm: Joins the ranks.
         backend_reason: Why they exchange as they do.
         team: The ranks.
         members: What each of them is.
@@ -98,6 +99,7 @@ class Assembly:
         config: DdpConfig,
         environment: DistributedTrainConfig,
         communicator: Communicator | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self.apply_policy = chosen = check_policy(policy)
         config.check_policy(chosen)
@@ -111,12 +113,15 @@ class Assembly:
         self.precision = choose_precision(precision, self.device)
         apply_threads(environment)
         self._move()
-        self.comm, self.backend_reason = connect_team(
+        if membership is not None:
+            config.check_elastic(chosen)
+            communicator = begin_generation(membership)
+        comm, self.backend_reason = connect_team(
             environment, backend, chosen, self.device, config.timeout_s, communicator
         )
         try:
-            self._config = _with_emulation(config, self.comm)
-            self.team = Team(self.comm)
+            self.team = Team(comm, membership)
+            self._config = _with_emulation(config, self.team)
             self.members = self._introduce(
                 describe_training(self.model, optimizers, scheduler, chosen, config)
             )
@@ -135,14 +140,15 @@ class Assembly:
             self._habits = self.engine.habits
             self._face_optimizers()
         except BaseException:
-            self.comm.close()
+            comm.close()
             raise
         half = HALF.get(self.precision)
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self._habits.claim(models)
-        if not config.quiet and self.comm.rank == 0:
+        if not config.quiet and self.engine.is_main:
             exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
-            say("\n".join([*team_lines(self.members), exchange]))
+            present = [self.members[rank] for rank in self.team.members]
+            say("\n".join([*team_lines(present), exchange]))
 
     @property
     def policy(self) -> Planner:
@@ -150,8 +156,15 @@ class Assembly:
         return self.engine.policy
 
     @property
+    def comm(self) -> Communicator:
+        """Joins the ranks, those that are parked included."""
+        return self.team.whole
+
+    @property
     def names(self) -> list[str]:
         """The members' names, in rank order."""
+        if self.team.is_elastic:  # others may come under the same numbers
+            return [f"number {rank}" for rank in range(self.team.world_size)]
         return [member.member for member in self.members]
 
     def part_of(self, optimizer: Optimizer) -> int:
@@ -179,6 +192,7 @@ class Assembly:
         while self._autocast:
             self._autocast.pop().remove()
         self.comm.close()
+        self.team.membership.close()
         tell(place=LEFT)
 
     def hand_back(self) -> None:
@@ -215,7 +229,7 @@ class Assembly:
         return FlatBuffers(
             list(self.model.named_parameters()),
             # Local steps exchange no gradients, so these stay where autograd has put them.
-            self.comm.world_size if self.apply_policy is ApplyPolicy.SYNC else 1,
+            self.team.world_size if self.apply_policy is ApplyPolicy.SYNC else 1,
             parts=parts_of(self.optimizers, self.model),
             buckets=self._config.gradient_buckets,
             comm=self.comm,
@@ -230,8 +244,8 @@ class Assembly:
         """
         given = self._config.sharded_update
         is_sync = self.apply_policy is ApplyPolicy.SYNC
-        if not is_sync or given == "off" or self.comm.world_size == 1:
-            return False
+        if not is_sync or given == "off" or self.comm.world_size == 1 or self.team.is_elastic:
+            return False  # an elastic team cannot divide what a lost rank would take with it
         if given == "auto" and self.comm.backend not in FAST_BACKENDS:
             return False
         # A rank's optimizer may be of another class of the same name.
@@ -260,6 +274,8 @@ class Assembly:
             emulated=config.emulate_slow.get(team.rank, 1.0),
             precision=self.precision,
         )
+        if team.is_elastic:
+            own = replace(own, member=team.membership.member)
         greetings = team.introduce({**asdict(own), "training": training})
         check_alike([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -269,7 +285,9 @@ class Assembly:
             taken[name] += 1
             if taken[name] > 1:
                 greeting["member"] = f"{name}#{taken[name]}"
-        return tuple(Member(**greeting) for greeting in greetings)
+        members = {member.rank: member for member in (Member(**one) for one in greetings)}
+        team.know({rank: member.member for rank, member in members.items()})
+        return tuple(members.get(rank) or absent(rank) for rank in range(team.world_size))
 
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
@@ -286,11 +304,11 @@ class Assembly:
 
     # ── what runs the windows ────────────────────────────────────────────────────────────────
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> ElasticEngine:
         """Return the engine of a policy; all ranks call it together."""
         team, options = self.team, self._make_options()
         speeds = self._config.hinted_speeds(team.world_size)
-        engine: Engine
+        engine: ElasticEngine
         if self.apply_policy is ApplyPolicy.SYNC:
             planner = self._plan_shares(speeds, avoid_ones=options.avoid_ones)
             engine = SyncEngine(team, planner, self.state, options)
@@ -327,7 +345,8 @@ class Assembly:
         )
 
     def _make_options(self) -> EngineOptions:
-        config, members, own = self._config, self.members, self.members[self.team.rank]
+        config, own = self._config, self.members[self.team.rank]
+        members = [self.members[rank] for rank in self.team.members]
         kinds = {(m.device.partition(":")[0], m.device_name) for m in members}
         return EngineOptions(
             max_grad_norm=config.max_grad_norm,
@@ -343,15 +362,17 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
+            is_fp16=own.precision == "fp16",
+            kind=(own.device.partition(":")[0], own.device_name),
         )
 
 
-def _with_emulation(config: DdpConfig, comm: Communicator) -> DdpConfig:
+def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:
     """Return the options with the ranks that the launcher's command line slows."""
-    factors, absent = emulation_of_launcher(os.environ, comm.world_size)
-    if absent and comm.rank == 0:
-        there = "rank 0 only" if comm.world_size == 1 else f"ranks 0 to {comm.world_size - 1}"
-        for rank in absent:
+    factors, unknown = emulation_of_launcher(os.environ, team.world_size)
+    if unknown and team.rank == 0:
+        there = "rank 0 only" if team.world_size == 1 else f"ranks 0 to {team.world_size - 1}"
+        for rank in unknown:
             say(f"evener: --emulate-slow for rank {rank} is ignored: this team has {there}")
     return replace(config, emulate_slow={**config.emulate_slow, **factors}) if factors else config
 

@@ -1,7 +1,7 @@
 """The data side of ``Ddp``: loaders, and the state that a checkpoint holds of them."""
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -152,6 +152,21 @@ class DataSide:
         self._loaders.append(loader)
         self._restore_position(len(self._loaders) - 1)
         return loader
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left to do, up to ``num_epochs``.
+
+        As ``range(num_epochs)``, but it begins with the first epoch that is not committed: after
+        ``load``, and on a rank that joins an elastic team. Make the loader before.
+
+        Args:
+            num_epochs: Epochs of the run.
+        """
+        num_epochs = whole_number("num_epochs", num_epochs, 0)
+        planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
+        for loader in planned[:1]:
+            loader.join()
+        yield from range(max((one.cursor.epoch for one in planned), default=0), num_epochs)
 
     def eval_loader(
         self,

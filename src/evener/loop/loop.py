@@ -29,6 +29,7 @@ from evener.protocol.row import Purpose
 from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
+from evener.team.membership import Membership
 from evener.team.placement import Devices, devices_of_host, place_in
 from evener.team.starting import start_all_ranks
 
@@ -71,6 +72,7 @@ class Loop(DataSide):
         environment: DistributedTrainConfig | None = None,
         communicator: Communicator | None = None,
         process_group: Any = None,
+        elastic: Membership | None = None,
         quiet: bool = False,
         sinks: Sequence[Sink | SinkMaker] = (),
     ) -> Self:
@@ -109,6 +111,8 @@ class Loop(DataSide):
             process_group: A group of ``torch.distributed`` whose ranks are the team; the default
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
+            elastic: Decides which ranks are in the team, of which some may be lost and others join;
+                ``None`` for a team that stays as it is.
             quiet: Do not print the team to stderr; warnings are always printed.
             sinks: Take the run's events, on the main process: each is a ``Sink``, or a function
                 without arguments that makes one and is called on the main process alone. Closed by
@@ -123,7 +127,7 @@ class Loop(DataSide):
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment
-        if place is None and communicator is None:
+        if place is None and communicator is None and elastic is None:
             place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
         team = cls(
             Assembly(
@@ -137,6 +141,7 @@ class Loop(DataSide):
                 config=config,
                 environment=place or DistributedTrainConfig.from_env(),
                 communicator=communicator,
+                membership=elastic,
             )
         )
         try:

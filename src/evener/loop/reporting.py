@@ -59,12 +59,12 @@ class EventStream:
     def __init__(self, assembly: Assembly) -> None:
         self._engine = assembly.engine
         self._team = assembly.team
-        self._names = assembly.names
+        self._names = assembly.team.names
         self._members = assembly.members
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
-        self._watch = StragglerWatch(assembly.comm.world_size)
+        self._watch = StragglerWatch(assembly.team.world_size)
         self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
         self._facts: dict[str, Any] = {

@@ -11,9 +11,13 @@ Ranks that are parked wait at the *door*, where those that work come by now and 
 there are rows, too: ``CALL`` of those who work, ``AWAY`` of the others. At the end of an epoch all
 ranks come back. Those that were parked are parked again when the next one begins, unless the
 planner says that it is time to try them.
+
+In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
+which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
+that is lost forces the change: the window under way is dropped, and those who remain redo it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -73,6 +77,29 @@ def call(state: State, said: Said, *, tries: bool) -> tuple[float, ...]:
     """
     again = () if tries else sorted(state.away)
     return tuple(map(float, (said, state.planner, *again)))
+
+
+def renewed(state: State, generation: int, members: Sequence[int], base: int) -> State:
+    """Return the state in which a generation of an elastic team begins, without plans.
+
+    The first member plans: those that stay come first, in their order, so that the planner changes
+    only if it is lost.
+
+    Args:
+        state: That of a rank of the generation before, or of one that joins.
+        generation: The new one.
+        members: Its ranks; those that stay come first.
+        base: Windows that the state has seen in which all members begin.
+    """
+    return state.release()._replace(
+        generation=generation,
+        members=tuple(members),
+        planner=members[0],
+        window=base,
+        own=None,
+        flight=None,
+        phase=Phase.OUT,
+    )
 
 
 def answer(state: State, rows: Mapping[int, Row]) -> Answer:

@@ -12,7 +12,8 @@ The whole table is in ``judge`` and the functions below it; the first line that 
     different windows, generations or purposes        error on every rank: ranks are at odds
     a row that is not final (an announcement)         OPEN: gradients may travel; or VOID;
                                                       REPEAT on ranks whose rows were final
-    VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE    nothing: their bodies are the answer
+    VALUE, SAVE, EVALUATE, GATHER, PROBE, REHEARSE,   nothing: their bodies are the answer
+    STATE, CLOSE, FORM
     PLAN                                              the planner's plan is taken: work begins;
                                                       error where ranks hold different data
     REST or IDLE, an exchange in flight               nothing: it lands first
@@ -136,6 +137,7 @@ class State(NamedTuple):
         led_out: Whether the others have left their loops by ``break``, and this rank with them.
         again: Ranks that were parked when the last epoch ended, and are parked again when the next
             one begins.
+        is_elastic: Whether members may join and leave; no rank is parked then.
     """
 
     me: int
@@ -157,6 +159,7 @@ class State(NamedTuple):
     winding: bool = False
     led_out: bool = False
     again: tuple[int, ...] = ()
+    is_elastic: bool = False
 
     @property
     def plan(self) -> Plan | None:
@@ -176,6 +179,8 @@ class State(NamedTuple):
     @property
     def away(self) -> frozenset[int]:
         """Ranks that are parked."""
+        if self.is_elastic:
+            return frozenset()
         return frozenset(range(self.world_size)) - frozenset(self.members)
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
@@ -262,6 +267,7 @@ _ANSWERS = frozenset(
         Purpose.REHEARSE,
         Purpose.STATE,
         Purpose.CLOSE,
+        Purpose.FORM,
     }
 )
 # What a rank without work may take part in: it joins whatever the others do.

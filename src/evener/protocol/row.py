@@ -29,6 +29,9 @@ PARK: Final = 1
 ADMIT: Final = -1
 """The planner's wish to take parked ranks back."""
 
+RENEW: Final = 2
+"""The planner's wish to end the generation, as the members of an elastic team are to change."""
+
 CALL: Final = -2
 """The planner's wish to ask parked ranks whether they are still there."""
 
@@ -69,6 +72,7 @@ class Purpose(IntEnum):
     CHANGE = 14, "changing the team (a rank is parked or called back)"
     STATE = 15, "gathering optimizer state (optimizer.state_dict)"
     CLOSE = 16, "leaving the team (ddp.close)"
+    FORM = 17, "beginning a generation, as a rank was lost or joins"
 
     def __new__(cls, number: int, deed: str) -> Self:
         """Make a member of its number and words."""
@@ -107,7 +111,7 @@ class Row(NamedTuple):
         busy: Whether an exchange of its own has not landed (ASYNC).
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         turns: Optimizers' turns taken in this window.
-        change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``.
+        change: The planner's wish: 0 for none, ``PARK``, ``ADMIT``, ``CALL``, ``RENEW``.
         trainable: How many of its parameters are trainable: those that are averaged.
         rates: Digest of its learning rates.
         hooked: Whether the user's hooks on its optimizers need all gradients and parameters.

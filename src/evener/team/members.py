@@ -73,6 +73,22 @@ def describe_self(
     )
 
 
+def absent(rank: int) -> Member:
+    """Return the entry of a number that nobody has, in an elastic team."""
+    return Member(
+        member="",
+        rank=rank,
+        host="",
+        pid=0,
+        device="",
+        device_name="",
+        memory_bytes=0,
+        threads=0,
+        emulated=1.0,
+        versions={},
+    )
+
+
 def own_versions() -> dict[str, str]:
     """Versions of Python, torch and evener in this process."""
     return {

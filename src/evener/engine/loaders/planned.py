@@ -9,7 +9,7 @@ from typing import Any, final
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending
 from evener.data.loader import Prefetch
-from evener.engine.engine import Engine
+from evener.engine.elastic import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
 from evener.engine.loaders.loops import UserLoop
@@ -38,7 +38,7 @@ class TeamLoader(LikeDataLoader):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ElasticEngine,
         intake: Intake,
         *,
         prefetch: Prefetch,
@@ -95,6 +95,10 @@ class TeamLoader(LikeDataLoader):
         engine, max_steps = self._engine, self._max_steps
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
+        if engine.is_past(epoch):
+            loop.skip(f"the team had committed epoch {epoch} before this rank joined it")
+            return
+        self.join()
         if self.cursor.is_committed(epoch):
             loop.skip(f"epoch {epoch} had been committed before, so nothing was left to do")
             return
@@ -107,7 +111,9 @@ class TeamLoader(LikeDataLoader):
         # What is left of an epoch that was left by `break` is passed over.
         self.cursor.begin(epoch, abandon=self._left)
         indices = self._order.of(epoch)
-        self._compare(indices)
+        if not engine.has_just_joined:
+            self._compare(indices)
+        engine.announce(epoch)
         with engine.epoch_open():
             try:
                 for work in engine.work():
@@ -124,6 +130,10 @@ class TeamLoader(LikeDataLoader):
                 raise
             finally:
                 self._fetched.clear()
+
+    def join(self) -> None:
+        """Join the team and take its data position over, if that began before this rank came."""
+        self._engine.join(self.cursor, self.batch_size, self._max_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position; no rank count."""
@@ -189,7 +199,8 @@ class TeamLoader(LikeDataLoader):
                 engine.end_micro_batch()
             elif share.in_micro_batch:
                 raise share.not_ended()
-            if engine.window != window or not engine.is_working:
+            # A share that a change of the team has broken off is another one by now.
+            if engine.window != window or engine.share is not share or not engine.is_working:
                 return
 
     def _submit(

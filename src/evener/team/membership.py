@@ -1,0 +1,120 @@
+"""Who decides which ranks are in the team: the seam between fixed and elastic teams."""
+
+from abc import abstractmethod
+from typing import NamedTuple, final
+
+from evener.closing import Closing
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.protocol.roster import Formation, Standing
+
+
+class Formed(NamedTuple):
+    """A generation of an elastic team, and what joins its ranks.
+
+    Attributes:
+        formation: Who is in it, and whose state counts.
+        comm: Joins the members, in the order of ``formation``; its ``numbers`` are theirs.
+    """
+
+    formation: Formation
+    comm: Communicator
+
+
+class Membership(Closing):
+    """Decides which ranks are in the team; a leaf for each way of deciding.
+
+    Attributes:
+        member: The worker's id.
+        number: Its number in the team, which it keeps.
+        most: How many numbers there are: the ranks of the team, those that are absent included.
+        generation: That in which it is, or was last; 0 before the first one.
+    """
+
+    member: str
+    number: int
+    most: int
+    generation: int = 0
+
+    @property
+    @abstractmethod
+    def is_elastic(self) -> bool:
+        """Whether members may join and leave."""
+
+    @property
+    @abstractmethod
+    def is_joining(self) -> bool:
+        """Whether the team began before this worker came, which is not in it yet."""
+
+    @property
+    @abstractmethod
+    def wants_change(self) -> bool:
+        """Whether somebody waits to join, or is to leave: the planner then ends the generation."""
+
+    @abstractmethod
+    def next_generation(self, standing: Standing | None) -> Formed:
+        """Leave the generation and wait for the next one.
+
+        Args:
+            standing: What this rank holds; ``None`` without state.
+
+        Raises:
+            EvenerError: This worker is not in it; says why.
+        """
+
+    @abstractmethod
+    def announce_epoch(self, epoch: int) -> None:
+        """Tell workers that join later where the team is; on its main rank."""
+
+    @abstractmethod
+    def team_epoch(self) -> int:
+        """Return the epoch that the team announced last; 0 before the first one."""
+
+
+@final
+class FixedMembership(Membership):
+    """The ranks that the team was started with: a lost one ends it."""
+
+    def __init__(self, number: int, most: int) -> None:
+        self.member = f"rank {number}"
+        self.number = number
+        self.most = most
+
+    @property
+    def is_elastic(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_joining(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def wants_change(self) -> bool:
+        """Never."""
+        return False
+
+    def next_generation(self, standing: Standing | None) -> Formed:
+        """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
+        raise AssertionError("a fixed team forms no generation")
+
+    def announce_epoch(self, epoch: int) -> None:
+        """Do nothing: nobody joins."""
+
+    def team_epoch(self) -> int:
+        """Return 0: nobody joins."""
+        return 0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def begin_generation(membership: Membership) -> Communicator:
+    """Return what joins the ranks with which a worker begins.
+
+    Those that found the team begin together. One that comes later is alone until it has all that
+    the team's state goes to: a model, optimizers, and a loader.
+    """
+    if membership.is_joining:
+        return SingleCommunicator(number=membership.number)
+    return membership.next_generation(None).comm

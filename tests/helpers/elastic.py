@@ -1,0 +1,283 @@
+"""An elastic team of threads: members die, join and leave, and a roster forms generations.
+
+    team = ElasticThreads(3)
+    results = team.run(train)                 # train(membership), on a thread for each member
+    assert results[0].value == ...
+
+A member dies where ``team.kill_at`` says: before, after or in the middle of an exchange that it is
+in. Others then see what they would see of a process that is gone.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from evener.comm.base import Call, Communicator
+from evener.comm.threads import ThreadCommunicator, ThreadTeam
+from evener.errors import LaunchError, PeerLostError
+from evener.protocol.roster import Formation, Standing
+from evener.team.membership import Formed, Membership
+from helpers.limits import PATIENCE_S
+
+
+class Died(BaseException):
+    """Ends the thread of a member that is killed."""
+
+
+@dataclass
+class Fate:
+    """What became of a member."""
+
+    member: str
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class Kill:
+    """Where a member dies.
+
+    Attributes:
+        member: Who.
+        what: Part of the words for an exchange, such as ``"gradients of window 2"``.
+        skip: How many such exchanges pass first.
+        when: ``"before"`` it is there; ``"after"`` all have finished; ``"inside"``: it has brought
+            its part, and the members of ``told`` have received the result, the others not.
+        told: See ``when``.
+    """
+
+    member: str
+    what: str
+    skip: int = 0
+    when: str = "before"
+    told: Sequence[str] = ()
+    seen: dict[str, int] = field(default_factory=dict)
+
+
+class ElasticThreads:
+    """The members and the roster of one team."""
+
+    def __init__(self, founders: int, *, most: int = 5, kills: Sequence[Kill] = ()) -> None:
+        self.most = most
+        self.kills = list(kills)
+        self.condition = threading.Condition()
+        self.formations: list[Formation] = []
+        self.standings: dict[str, Standing | None] = {}
+        self.living: list[str] = []
+        self.lost: set[str] = set()
+        self.numbers: dict[str, int] = {}
+        self.epoch = 0
+        self.threads: list[threading.Thread] = []
+        self.fates: list[Fate] = []
+        self.team: ThreadTeam | None = None
+        self.founders = [f"w{k}" for k in range(founders)]
+
+    # ── what tests call ──────────────────────────────────────────────────────────────────────────
+
+    def run(self, function: Callable[["ThreadMembership"], Any]) -> list[Fate]:
+        """Runs ``function(membership)`` for each founder, and waits for all, joiners included."""
+        self.function = function
+        for member in self.founders:
+            self.start(member)
+        while alive := [thread for thread in self.threads if thread.is_alive()]:
+            alive[0].join(PATIENCE_S)
+            assert not alive[0].is_alive(), f"{alive[0].name} did not end"
+        return self.fates
+
+    def start(
+        self, member: str, function: Callable[["ThreadMembership"], Any] | None = None
+    ) -> None:
+        """Starts a worker; one that comes when the team has begun joins it."""
+        with self.condition:
+            free = set(range(self.most)) - {self.numbers[m] for m in self.living}
+            self.numbers[member] = min(free)
+            self.living.append(member)
+            membership = ThreadMembership(self, member, joins=bool(self.formations))
+            fate = Fate(member)
+            self.fates.append(fate)
+
+        def body() -> None:
+            try:
+                fate.value = (function or self.function)(membership)
+            except BaseException as error:
+                fate.error = error
+            finally:
+                self.end(member)
+
+        thread = threading.Thread(target=body, name=member)
+        self.threads.append(thread)
+        thread.start()
+
+    def fate(self, member: str) -> Fate:
+        return next(fate for fate in self.fates if fate.member == member)
+
+    # ── the roster ───────────────────────────────────────────────────────────────────────────────
+
+    def end(self, member: str) -> None:
+        """A worker's process is gone."""
+        with self.condition:
+            if member in self.living:
+                self.living.remove(member)
+            self.lost.add(member)
+            if self.team is not None and member in self.formations[-1].members:
+                self.team.fail(self.formations[-1].members.index(member))
+            self.condition.notify_all()
+
+    @property
+    def joiners(self) -> list[str]:
+        here = self.formations[-1].members if self.formations else ()
+        return [m for m in self.standings if m not in here and m in self.living]
+
+    def next_generation(self, member: str, standing: Standing | None) -> Formed:
+        with self.condition:
+            number = len(self.formations)
+            self.standings[member] = standing
+            if number and member in self.formations[-1].members and self.team is not None:
+                self.team.fail(self.formations[-1].members.index(member))
+            self.condition.notify_all()
+            while not (len(self.formations) > number and member in self.formations[-1].members):
+                if self._may_form():
+                    self._form()
+                elif not self.condition.wait(PATIENCE_S):
+                    raise LaunchError(f"{member} waited for a generation: {self.standings}")
+            formation, team = self.formations[-1], self.team
+            assert team is not None
+        place = formation.members.index(member)
+        return Formed(formation, MortalCommunicator(self, member, team, place, formation.numbers))
+
+    def _may_form(self) -> bool:
+        if not self.formations:
+            return len(self.standings) == len(self.founders)
+        here = [m for m in self.formations[-1].members if m in self.living]
+        return bool(here) and all(m in self.standings for m in here)
+
+    def _form(self) -> None:
+        order = self.formations[-1].members if self.formations else sorted(self.standings)
+        ready = {m: s for m, s in self.standings.items() if m in self.living}
+        stay = [m for m in order if m in ready and (ready[m] is not None or not self.formations)]
+        members = (*stay, *(m for m in ready if m not in stay))
+        held = {m: s for m in stay if (s := ready[m]) is not None}
+        base = max((s.applied for s in held.values()), default=0)
+        donor = next((m for m in stay if m in held and held[m].applied == base), members[0])
+        bits = {m: (s.applied, s.digest) for m, s in held.items()}
+        behind = tuple(m for m in members if m != donor and bits.get(m) != bits.get(donor, ()))
+        self.formations.append(
+            Formation(
+                generation=len(self.formations) + 1,
+                members=members,
+                numbers=tuple(self.numbers[m] for m in members),
+                base=base,
+                has_state=bool(held),
+                donor=donor,
+                receivers=behind,
+                lease_s=3.0,
+            )
+        )
+        self.standings.clear()
+        self.team = ThreadTeam(len(members), timeout_s=PATIENCE_S)
+        self.condition.notify_all()
+
+
+class ThreadMembership(Membership):
+    """A member's place in ``ElasticThreads``."""
+
+    def __init__(self, team: ElasticThreads, member: str, *, joins: bool) -> None:
+        self.team, self.member, self._joins = team, member, joins
+        self.number, self.most = team.numbers[member], team.most
+
+    @property
+    def is_elastic(self) -> bool:
+        return True
+
+    @property
+    def is_joining(self) -> bool:
+        return self._joins
+
+    @property
+    def wants_change(self) -> bool:
+        return bool(self.team.joiners)
+
+    def next_generation(self, standing: Standing | None) -> Formed:
+        formed = self.team.next_generation(self.member, standing)
+        self._joins, self.generation = False, formed.formation.generation
+        return formed
+
+    def announce_epoch(self, epoch: int) -> None:
+        self.team.epoch = epoch
+
+    def team_epoch(self) -> int:
+        return self.team.epoch
+
+    def close(self) -> None:
+        pass
+
+
+class MortalCommunicator(Communicator):
+    """A thread's communicator that dies where the test says."""
+
+    def __init__(
+        self,
+        team: ElasticThreads,
+        member: str,
+        threads: ThreadTeam,
+        rank: int,
+        numbers: Sequence[int],
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            world_size=threads.world_size,
+            backend="threads",
+            timeout_s=PATIENCE_S,
+            numbers=numbers,
+        )
+        self._team, self._member = team, member
+        self._inner = ThreadCommunicator(threads, rank)
+
+    def _carry(self, call: Call, run: Callable[[], Any]) -> Any:
+        if self.world_size == 1:
+            return self._alone(call, run)
+        kill = next((k for k in self._team.kills if k.what in call.what), None)
+        if kill is not None:
+            passed = kill.seen[self._member] = kill.seen.get(self._member, -1) + 1
+            if passed != kill.skip:
+                kill = None
+        dies = kill is not None and kill.member == self._member
+        if dies and kill.when == "before":
+            self._die()
+        try:
+            result = run()
+        except BaseException as error:
+            raise (self._end(error) if isinstance(error, PeerLostError) else error) from None
+        if dies:
+            self._die()
+        if kill is not None and kill.when == "inside" and self._member not in kill.told:
+            raise self._end(PeerLostError(f"{kill.member} died in {call.what!r}"))
+        return result
+
+    def _alone(self, call: Call, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def _die(self) -> None:
+        self._team.end(self._member)
+        raise Died(self._member)
+
+    def _all_reduce(self, flat: Tensor, call: Call) -> None:
+        self._carry(call, lambda: self._inner._all_reduce(flat, call))
+
+    def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
+        self._carry(call, lambda: self._inner._broadcast(flat, src, call))
+
+    def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
+        self._carry(call, lambda: self._inner._all_gather_parts(flat, call))
+
+    def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
+        return self._carry(call, lambda: self._inner._all_gather_rows(row, call))
+
+    def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
+        return self._carry(call, lambda: self._inner._split(members, key, call))
+
+    def _release(self) -> None:
+        self._inner.close()
