@@ -200,6 +200,10 @@ class ThreadMembership(Membership):
     def wants_change(self) -> bool:
         return bool(self.team.joiners)
 
+    @property
+    def is_over(self) -> bool:
+        return False
+
     def next_generation(self, standing: Standing | None) -> Formed:
         formed = self.team.next_generation(self.member, standing)
         self._joins, self.generation = False, formed.formation.generation

@@ -26,6 +26,7 @@ class DraftingEngine(LateEngine):
     ) -> None:
         super().__init__(team, training, options)
         self._policy = policy
+        policy.set_parked(team.away)
         #: Leases of planned windows, and of the one whose plan comes next.
         self._leases: dict[int, Slice] = {}
         #: What this rank wants to say of the window after the next: a plan, where it plans.

@@ -246,8 +246,8 @@ class ElasticEngine(Engine):
         formed = membership.next_generation(None if is_new else self._standing())
         formation = formed.formation
         team.form(formed)
-        state = renewed(self.state, formation.generation, formation.numbers, formation.base)
-        self.state = state._replace(applied=False)
+        self.rank = team.rank
+        self.state = renewed(self.state, formation, team.rank)
         self._use_team()
         told = self._introduce(is_new=is_new)
         formed_s = time.perf_counter()
@@ -263,6 +263,8 @@ class ElasticEngine(Engine):
             reform_s=formed_s - started_s,
             heal_s=time.perf_counter() - formed_s,
         )
+        if self._cursor is not None:
+            self.announce(self._cursor.epoch)
         are_planning = all(one["plans"] for one in told.values() if not one["is_new"])
         if are_planning and not is_new:
             self._exchange_plans(math.inf, math.inf)

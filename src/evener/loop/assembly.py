@@ -33,7 +33,7 @@ from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.loop.likeness import check_alike, describe_training
+from evener.loop.likeness import check_alike, describe_training, fingerprint
 from evener.loop.models import (
     Models,
     Schedulers,
@@ -51,7 +51,8 @@ from evener.protocol.row import Purpose
 from evener.team.backends import check_backend, check_policy, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
-from evener.team.environment import DistributedTrainConfig
+from evener.team.elastic_membership import join_team
+from evener.team.environment import AverageBackend, DistributedTrainConfig
 from evener.team.members import Member, absent, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
@@ -113,6 +114,14 @@ class Assembly:
         self.precision = choose_precision(precision, self.device)
         apply_threads(environment)
         self._move()
+        training = describe_training(self.model, optimizers, scheduler, chosen, config)
+        if membership is None and communicator is None:
+            membership = join_team(
+                os.environ,
+                {"training": fingerprint(training)},
+                shares_memory=backend in (AverageBackend.AUTO, AverageBackend.CPU),
+                timeout_s=config.timeout_s,
+            )
         if membership is not None:
             config.check_elastic(chosen)
             communicator = begin_generation(membership)
@@ -122,9 +131,7 @@ class Assembly:
         try:
             self.team = Team(comm, membership)
             self._config = _with_emulation(config, self.team)
-            self.members = self._introduce(
-                describe_training(self.model, optimizers, scheduler, chosen, config)
-            )
+            self.members = self._introduce(training)
             is_divided = self._divides_update()
             self.flat = self._make_flat(is_divided=is_divided)
             self._start_alike()

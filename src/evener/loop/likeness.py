@@ -1,5 +1,7 @@
 """What must be the same on every rank for replicas to stay alike, compared at the start."""
 
+import hashlib
+import json
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -105,6 +107,11 @@ def describe_training(
         facts += [("setting", settings[key], name, key, number) for key in sorted(settings)]
     plain = [[kind, _plain(value), *map(str, place)] for kind, value, *place in facts]
     return [*describe_versions(), *plain]
+
+
+def fingerprint(facts: Sequence[Sequence[Any]]) -> str:
+    """Return a text that is the same for the same ``describe_training``, and for no other."""
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 def check_alike(ranks: Sequence[Sequence[Sequence[Any]]]) -> None:

@@ -50,7 +50,6 @@ class Loop(DataSide):
         super().__init__(assembly)
         self._closed = False
         explain_with(self._explain)
-        self.rank = assembly.team.rank
         self.world_size = assembly.team.world_size
         self.device = assembly.device
         self.members: tuple[Member, ...] = assembly.members
@@ -150,6 +149,11 @@ class Loop(DataSide):
             team.close()
             raise
         return team
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from 0; a rank of an elastic team keeps it while it is there."""
+        return self.assembly.team.rank
 
     @property
     def is_main_process(self) -> bool:

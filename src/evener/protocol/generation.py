@@ -17,13 +17,14 @@ which one begins. A rank that joins or leaves changes the generation in the same
 that is lost forces the change: the window under way is dropped, and those who remain redo it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
 from evener.errors import CollectiveMismatchError
 from evener.protocol import wording
 from evener.protocol.machine import Phase, State
+from evener.protocol.roster import Formation
 from evener.protocol.row import Purpose, Row
 
 
@@ -79,7 +80,7 @@ def call(state: State, said: Said, *, tries: bool) -> tuple[float, ...]:
     return tuple(map(float, (said, state.planner, *again)))
 
 
-def renewed(state: State, generation: int, members: Sequence[int], base: int) -> State:
+def renewed(state: State, formation: Formation, me: int) -> State:
     """Return the state in which a generation of an elastic team begins, without plans.
 
     The first member plans: those that stay come first, in their order, so that the planner changes
@@ -87,17 +88,18 @@ def renewed(state: State, generation: int, members: Sequence[int], base: int) ->
 
     Args:
         state: That of a rank of the generation before, or of one that joins.
-        generation: The new one.
-        members: Its ranks; those that stay come first.
-        base: Windows that the state has seen in which all members begin.
+        formation: The new one.
+        me: The rank's number.
     """
     return state.release()._replace(
-        generation=generation,
-        members=tuple(members),
-        planner=members[0],
-        window=base,
+        me=me,
+        generation=formation.generation,
+        members=formation.numbers,
+        planner=formation.numbers[0],
+        window=formation.base,
         own=None,
         flight=None,
+        applied=False,
         phase=Phase.OUT,
     )
 

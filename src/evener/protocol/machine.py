@@ -507,6 +507,11 @@ def _unlike_work(state: State, rows: Mapping[int, Row]) -> ProtocolError | None:
                 f"planned were {plan.shares[rank]}; ranks run different code, or this is a bug of "
                 "evener"
             )
+    if sum(plan.shares[rank] for rank in rows) != plan.size:
+        return ProtocolError(
+            f"window {plan.window} has shares {plan.shares} for ranks {list(rows)}: the samples of "
+            "an absent rank would be lost; this is a bug of evener"
+        )
     return None
 
 

@@ -4,8 +4,10 @@ from abc import abstractmethod
 from typing import NamedTuple, final
 
 from evener.closing import Closing
-from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
 from evener.protocol.roster import Formation, Standing
+
+_AT_ONCE_S = 0.001
 
 
 class Formed(NamedTuple):
@@ -49,6 +51,11 @@ class Membership(Closing):
     @abstractmethod
     def wants_change(self) -> bool:
         """Whether somebody waits to join, or is to leave: the planner then ends the generation."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether the generation is known to have ended: nobody need be waited for in it."""
 
     @abstractmethod
     def next_generation(self, standing: Standing | None) -> Formed:
@@ -94,6 +101,11 @@ class FixedMembership(Membership):
         """Never."""
         return False
 
+    @property
+    def is_over(self) -> bool:
+        """Never."""
+        return False
+
     def next_generation(self, standing: Standing | None) -> Formed:
         """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
         raise AssertionError("a fixed team forms no generation")
@@ -107,6 +119,32 @@ class FixedMembership(Membership):
 
     def close(self) -> None:
         """Do nothing."""
+
+
+@final
+class GenerationWatch(WaitListener):
+    """Ends a wait in a generation that is over, and hands all others on.
+
+    A rank whose process is stopped keeps its connections: nothing else would end the wait for it.
+
+    Args:
+        membership: Knows whether the generation is over.
+        others: Is told of waits, too.
+    """
+
+    def __init__(self, membership: Membership, others: WaitListener) -> None:
+        self._membership, self._others = membership, others
+
+    def still_waits(self, comm: Communicator, call: Call, waited_s: float) -> None:
+        """Let the call fail at once if its generation is over."""
+        if self._membership.is_over:
+            comm.hurry(_AT_ONCE_S)
+        else:
+            self._others.still_waits(comm, call, waited_s)
+
+    def wait_over(self, comm: Communicator, *, succeeded: bool) -> None:
+        """Hand it on."""
+        self._others.wait_over(comm, succeeded=succeeded)
 
 
 def begin_generation(membership: Membership) -> Communicator:

@@ -1,0 +1,201 @@
+"""The elastic team of processes: generations that the coordinator forms, joined by Gloo."""
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from evener.comm.base import Communicator, SingleCommunicator
+from evener.comm.groups import GroupCommunicator
+from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
+from evener.comm.shared import share_memory
+from evener.comm.wires import Wires
+from evener.errors import ConfigError, LaunchError, PeerLostError
+from evener.protocol.roster import NO_NUMBER, Formation, Standing, parse_team_limits
+from evener.team.address import parse_address
+from evener.team.channel import JOINED, JOINING
+from evener.team.child import tell
+from evener.team.elastic import TRAINING, CoordinatorLink
+from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
+from evener.team.membership import Formed, Membership
+from evener.team.sealed import read_token
+
+#: Longest wait for members that connect to one another; one that dies meanwhile does not come.
+_CONNECT_S = 10.0
+_EPOCH = "epoch"
+_PAUSE_S = 0.05
+
+
+@final
+class ElasticMembership(Membership):
+    """A worker's place in a team that a coordinator keeps.
+
+    Every generation has connections of its own, and memory of its own where members share a host:
+    a process that was stopped and wakes up reaches nobody in the team that has gone on.
+
+    Args:
+        link: To the coordinator.
+        address: ``HOST:PORT`` of it, by way of which members find their network.
+        most: Most members of the team.
+        shares_memory: Whether members on one host exchange through its memory.
+        timeout_s: Deadline of an exchange.
+    """
+
+    def __init__(
+        self,
+        link: CoordinatorLink,
+        address: str,
+        most: int,
+        *,
+        shares_memory: bool,
+        timeout_s: float,
+    ) -> None:
+        self.member, self.most = link.member, most
+        self._link, self._shares_memory, self._timeout_s = link, shares_memory, timeout_s
+        self._host, port = parse_address(address, "EVENER_COORDINATOR")
+        self._port = port or 0
+        self._joins = link.generation > 0
+        self.number = self._await_number()
+        #: Of the generation: torch keeps no reference to a store that is written in Python.
+        self._store: Any = None
+
+    def _await_number(self) -> int:
+        """Return this worker's number; that of a lost member is free a moment after it is lost."""
+        deadline = time.monotonic() + _CONNECT_S
+        while self._link.number == NO_NUMBER:
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
+                    f"{self.most} workers, the most that it was started for; wait until one has "
+                    "ended, or start the team with a larger MAX"
+                )
+            time.sleep(_PAUSE_S)
+        return self._link.number
+
+    @property
+    def is_elastic(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether the team began before this worker came, which is not in it yet."""
+        return self._joins
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether somebody waits to join, or is to leave."""
+        return self._link.wants_change
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the coordinator has said that the generation is over."""
+        return bool(self._link.why_over(self.generation))
+
+    def next_generation(self, standing: Standing | None) -> Formed:
+        """Report to the coordinator, and connect to the members of the generation that it forms.
+
+        Raises:
+            PeerLostError: A member did not connect: the next generation has to do without it.
+        """
+        formation = self._link.next_generation(standing)
+        self._joins, self.generation = False, formation.generation
+        self.number = formation.numbers[formation.members.index(self.member)]
+        self._link.heartbeat(0, TRAINING)
+        tell(place=JOINED)
+        return Formed(formation, self._connect(formation))
+
+    def _connect(self, formation: Formation) -> Communicator:
+        if len(formation.members) == 1:
+            return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
+        self._store = self._link.store(formation.generation, _CONNECT_S)
+        with Wires.opened() as wires:
+            devices = choose_devices(self._host, self._port)
+        meeting = MeetingPoint(
+            store=self._store, server=None, host=None, host_rank=None, devices=devices, wires=wires
+        )
+        comm: Communicator
+        try:
+            comm = GroupCommunicator(
+                meeting,
+                rank=formation.members.index(self.member),
+                numbers=formation.numbers,
+                key=f"evener/{formation.generation}",
+                backend="gloo",
+                timeout_s=self._timeout_s,
+                form_timeout_s=_CONNECT_S,
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self.number} could not connect to all members of generation "
+                f"{formation.generation} within {_CONNECT_S:g} s ({first_line(error)})"
+            ) from None
+        if self._shares_memory:
+            try:
+                comm, _ = share_memory(comm)
+            except BaseException:
+                comm.close()
+                raise
+        return comm
+
+    def announce_epoch(self, epoch: int) -> None:
+        """Leave the epoch with the coordinator."""
+        with suppress(RuntimeError):  # who joins then begins at an earlier one, and finds it done
+            self._link.store(self.generation, _CONNECT_S).set(_EPOCH, str(epoch))
+
+    def team_epoch(self) -> int:
+        """Return the epoch that the team announced last, in its present generation."""
+        store = self._link.store(self._link.generation, _CONNECT_S)
+        with suppress(RuntimeError):
+            if store.check([_EPOCH]):
+                return int(store.get(_EPOCH))
+        return 0
+
+    def close(self) -> None:
+        """Leave the team, and end the connection to its coordinator."""
+        self._link.leave()
+        self._link.close()
+
+
+def join_team(
+    environ: Mapping[str, str],
+    facts: Mapping[str, Any],
+    *,
+    shares_memory: bool,
+    timeout_s: float,
+) -> ElasticMembership | None:
+    """Return this process's place in an elastic team; ``None`` where it is not in one.
+
+    Args:
+        environ: The environment of the process, in which the launcher has described the place.
+        facts: What must be the same on all members, such as the model's fingerprint.
+        shares_memory: See ``ElasticMembership``.
+        timeout_s: See ``ElasticMembership``.
+
+    Raises:
+        ConfigError: The environment describes the place only in part.
+        TeamRefusedError: The coordinator refuses this worker.
+        CoordinatorLostError: It does not answer.
+    """
+    address = environ.get(COORDINATOR)
+    if not address:
+        return None
+    member, limits = environ.get(MEMBER), environ.get(ELASTIC)
+    if not (member and limits):
+        raise ConfigError(
+            f"{COORDINATOR} is {address!r}, but {ELASTIC if member else MEMBER} is not set: "
+            "`evener launch --elastic MIN:MAX` sets all of them"
+        )
+    _, most = parse_team_limits(limits)
+    token_file = environ.get(TOKEN_FILE)
+    token = read_token(Path(token_file) if token_file else None)
+    tell(place=JOINING)
+    link = CoordinatorLink(address, token=token, member=member, facts=facts, timeout_s=timeout_s)
+    try:
+        return ElasticMembership(
+            link, address, most, shares_memory=shares_memory, timeout_s=timeout_s
+        )
+    except BaseException:
+        link.close()
+        raise
