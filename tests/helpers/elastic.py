@@ -18,7 +18,7 @@ from torch import Tensor
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
 from evener.errors import LaunchError, PeerLostError
-from evener.protocol.roster import Formation, Standing
+from evener.protocol.formation import Formation, Standing
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
 
@@ -125,6 +125,11 @@ class ElasticThreads:
             if self.team is not None and member in self.formations[-1].members:
                 self.team.fail(self.formations[-1].members.index(member))
             self.condition.notify_all()
+
+    def die(self, member: str) -> None:
+        """Ends the thread that calls it, as that of a member which is killed."""
+        self.end(member)
+        raise Died(member)
 
     @property
     def joiners(self) -> list[str]:
@@ -241,8 +246,6 @@ class MortalCommunicator(Communicator):
         self._inner = ThreadCommunicator(threads, rank)
 
     def _carry(self, call: Call, run: Callable[[], Any]) -> Any:
-        if self.world_size == 1:
-            return self._alone(call, run)
         kill = next((k for k in self._team.kills if k.what in call.what), None)
         if kill is not None:
             passed = kill.seen[self._member] = kill.seen.get(self._member, -1) + 1
@@ -261,12 +264,8 @@ class MortalCommunicator(Communicator):
             raise self._end(PeerLostError(f"{kill.member} died in {call.what!r}"))
         return result
 
-    def _alone(self, call: Call, run: Callable[[], Any]) -> Any:
-        return run()
-
     def _die(self) -> None:
-        self._team.end(self._member)
-        raise Died(self._member)
+        self._team.die(self._member)
 
     def _all_reduce(self, flat: Tensor, call: Call) -> None:
         self._carry(call, lambda: self._inner._all_reduce(flat, call))

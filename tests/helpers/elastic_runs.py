@@ -1,5 +1,6 @@
 """Runs of an elastic team of threads, and what an undisturbed team makes of the same plans."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig, WindowResult
-from evener.comm.base import Communicator
 from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
-from helpers.teams import run_team, setup
+from helpers.teams import ScriptedPolicy
 
 NUM_SAMPLES, BATCH, EPOCHS, MICRO_BATCH = 32, 8, 2, 4
 DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(32)]
+
+_SEEDED = threading.Lock()
 
 
 class Trained(NamedTuple):
@@ -24,12 +26,6 @@ class Trained(NamedTuple):
     state: list[Tensor]
     values: list[float]
     handed_out: list[int]
-
-
-def parts(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def loop(ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None]) -> Trained:
@@ -54,14 +50,17 @@ def loop(ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None]) 
 
 def train(membership: ThreadMembership, at_commit: Callable[[Ddp, WindowResult], None]) -> Trained:
     """A worker of an elastic team; its weights differ from those of others before it joins."""
-    model, optimizer = parts(membership.number + 1)
+    with begin(membership, seed=membership.number + 1) as ddp:
+        return loop(ddp, ddp.assembly.model, lambda result: at_commit(ddp, result))
+
+
+def begin(membership: ThreadMembership, *, seed: int) -> Ddp:
+    with _SEEDED:  # threads share torch's generator
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, max_grad_norm=1.0)
-    with Ddp.setup(model, optimizer, devices="cpu", elastic=membership, config=config) as ddp:
-        return loop(ddp, model, lambda result: at_commit(ddp, result))
-
-
-def nothing(ddp: Ddp, result: WindowResult) -> None:
-    pass
+    return Ddp.setup(model, optimizer, devices="cpu", elastic=membership, config=config)
 
 
 def run(
@@ -100,7 +99,7 @@ def run(
 
 
 def check(team: ElasticThreads, trained: dict[str, Trained]) -> None:
-    """Every sample once an epoch, all members alike, and as a fixed team does by the same plans."""
+    """Every sample once an epoch, all members alike, and as an undisturbed team by these plans."""
     one = next(iter(trained.values()))
     windows = NUM_SAMPLES // BATCH * EPOCHS
     complete = max(trained.values(), key=lambda other: len(other.committed))
@@ -123,13 +122,15 @@ def check(team: ElasticThreads, trained: dict[str, Trained]) -> None:
         assert all(map(torch.equal, state, one.state))
 
 
-def replay(shares: dict[int, list[int]], world_size: int) -> list[list[Tensor]]:
-    """What an undisturbed, fixed team makes of the same plans; absent ranks have no share."""
+def replay(shares: dict[int, list[int]], founders: int) -> list[list[Tensor]]:
+    """What a team without any change makes of the same plans."""
 
-    def body(comm: Communicator) -> list[Tensor]:
-        model, optimizer = parts(1)
-        by_window: Any = lambda window, size: shares[window][:world_size]  # noqa: E731
-        with setup(comm, model, optimizer, shares=by_window, max_grad_norm=1.0) as ddp:
-            return loop(ddp, model, lambda result: None).state
+    def body(membership: ThreadMembership) -> list[Tensor]:
+        with begin(membership, seed=1) as ddp:
+            engine: Any = ddp.assembly.engine
+            engine._policy = ScriptedPolicy(membership.most, lambda window, size: shares[window])
+            return loop(ddp, ddp.assembly.model, lambda result: None).state
 
-    return run_team(world_size, body)
+    fates = ElasticThreads(founders).run(body)
+    assert not any(fate.error for fate in fates), fates
+    return [fate.value for fate in fates]

@@ -1,25 +1,53 @@
-"""Plans of SYNC: made two windows ahead by one rank, and drawn from slices that all lease."""
+"""An epoch of SYNC: plans for its first windows, then share after share until it ends."""
 
-from collections.abc import Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from evener.data.cursor import Slice
+from evener.engine.calibration import time_slices
 from evener.engine.engine import EngineOptions
 from evener.engine.late import LateEngine
+from evener.engine.results import WindowResult, Work
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import UsageError
+from evener.errors import CollectiveError
+from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
-from evener.protocol.row import DATA_LENGTH, Purpose, Row, pack
+from evener.protocol.machine import Phase
+from evener.protocol.row import DATA_LENGTH, Drop, Purpose, Row
+
+#: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
+_LONGER_EPOCH: Final = 0.01
 
 
 class DraftingEngine(LateEngine):
-    """An engine that plans whole windows ahead of computing them.
+    """An engine that plans windows ahead of computing them.
 
     Plans are made two windows ahead, so that data is there before it is needed: the plan of window
     w + 2 travels in the rows of w. Every rank leases the same slices of the epoch; only the planner
     plans, while its device computes the gradients of w.
     """
+
+    @abstractmethod
+    def close(self, drop: Drop = Drop.NO) -> WindowResult | None:
+        """Close a planned window; all ranks call it together."""
+
+    @abstractmethod
+    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
+        """Lease the slice after the last planned one; the planner plans it."""
+
+    @abstractmethod
+    def _take_draft(self) -> tuple[float, ...]:
+        """Return the plan that this rank has made, if it plans."""
+
+    @abstractmethod
+    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+        """Refuse a plan for another slice of the epoch than the one that this rank has leased."""
+
+    @abstractmethod
+    def _learn(self) -> None:
+        """Tell the policy of the windows that are over."""
 
     def __init__(
         self, team: Team, policy: Policy, training: TrainingState, options: EngineOptions
@@ -39,6 +67,60 @@ class DraftingEngine(LateEngine):
         self._learn()
         return self._policy
 
+    def work(self) -> Iterator[Work]:
+        """Plan the first windows, and go through what is left of the epoch."""
+        if self.world_size > 1 and not (self.has_just_joined or self.policy.is_calibrated):
+            self._calibrate()
+        self._park_again()
+        self._step_in()
+        self._wants_plans = True
+        try:
+            if self.state.phase is not Phase.AWAY:
+                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size))
+            yield from self._work()
+        finally:
+            self._wants_plans = False
+
+    def _plan_first(self, work_for_all: float) -> None:
+        """Agree on the plans of the first two windows; see ``Policy.plan``."""
+        is_planned = False
+        while not is_planned:
+            try:
+                self._exchange_plans(work_for_all, 0.0)
+                is_planned = True
+            except CollectiveError as error:
+                is_planned = self._survive(error)
+
+    def _work(self) -> Iterator[Work]:
+        while True:
+            if self.state.phase is Phase.AWAY:
+                self._wait_for_recall()
+            plans = [plan for plan in self.state.plans if isinstance(plan, WindowPlan)]
+            if not self.is_working or self.stopping or self._is_beyond(plans[0]):
+                return
+            if plans[0].shares[self.rank]:
+                positions = [p.positions(self.rank) for p in plans if not self._is_beyond(p)]
+                yield Work(plans[0].window, positions)
+            else:
+                self.open_share(0)
+                self.close()
+
+    def _is_beyond(self, plan: WindowPlan) -> bool:
+        return self._max_steps is not None and plan.window >= self._max_steps
+
+    def _calibrate(self) -> None:
+        """Learn how fast ranks are beside one another; all ranks call it together.
+
+        They compute at the same time, as in a window: ranks may share a machine.
+        """
+        self.ask(Purpose.PROBE)
+        own = time_slices(self.device, self.options.dtype, self.slowdown)
+        rows = self.ask(Purpose.PROBE, [own])
+        fastest = max(numbers[0] for numbers in rows.values())
+        speeds = {rank: numbers[0] for rank, numbers in rows.items()}
+        # Ranks that are absent count as fast until they have come and are measured.
+        self.policy.calibrate([speeds.get(rank, fastest) for rank in range(self.world_size)])
+
     def _exchange_plans(self, *work_for_all: float) -> None:
         """Agree on the plans of the next windows; all ranks call it together.
 
@@ -49,61 +131,6 @@ class DraftingEngine(LateEngine):
             number = self._make_draft(work_for_all=wanted)
             found = self._meet(Purpose.PLAN, body=(*self._data(), *self._take_draft()))
             self._check_plan(found.rows, number, DATA_LENGTH)
-
-    def plan_ahead(self) -> None:
-        """Make the plan of the window after the next, once, while a device computes gradients.
-
-        Only the planner plans, and decides whether a rank should be parked or called back.
-        """
-        if self.state.plans and self._draft is None:
-            self._learn()
-            self._make_draft()
-            if self.rank == self.state.planner:
-                self._wish = self._wanted_change()
-
-    def _learn(self) -> None:
-        """Tell the policy of the windows that are over; on all ranks, as any may become planner."""
-        for reports, plan, exchange_s in self._unlearnt:
-            self._policy.observe(reports, plan, exchange_s)
-        self._unlearnt.clear()
-
-    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
-        """Lease the slice after the last planned one; the planner plans it.
-
-        Returns:
-            The number of the window that it will be.
-        """
-        number = self.window + len(self.state.plans)
-        piece = self.cursor.take(self.batch_size)
-        self._draft, self._wish = (), 0
-        if piece is not None:
-            self._leases[number] = piece
-        if piece is not None and self.rank == self.state.planner:
-            plan = self.policy.plan(
-                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
-            )
-            self._draft = tuple(pack(plan))
-        return number
-
-    def _take_draft(self) -> tuple[float, ...]:
-        draft, self._draft = self._draft, None
-        return draft or ()
-
-    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
-        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
-
-        Raises:
-            UsageError: The planner is at another place of the data.
-        """
-        planner, piece = self.state.planner, self._leases.get(number)
-        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
-        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
-        if agreed != own:
-            raise UsageError(
-                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
-                f"at {own}; every rank must use the same data set size, batch_size "
-                "and seed, and resume from the same checkpoint"
-            )
 
     def _take_learnt(self, learnt: Mapping[str, Any]) -> None:
         super()._take_learnt(learnt)

@@ -89,9 +89,7 @@ class Engine(ABC):
         self, team: Team, training: TrainingState, options: EngineOptions, way: ApplyPolicy
     ) -> None:
         self.team, self.rank, self.world_size = team, team.rank, team.world_size
-        self.state = State(
-            me=team.rank, world_size=team.world_size, policy=way, members=team.members
-        )
+        self.state = State(team.rank, team.world_size, way, team.members)
         self.training = training
         self.flat = training.flat
         self.buffers = training.buffers
@@ -435,9 +433,7 @@ class Engine(ABC):
         stop = self.wants_stop() or self.stopping
         self.state = self.state.say(purpose, stop=stop, **said)
         assert self.state.own is not None
-        comm = self.comm
-        present = self.team.members if comm is self.team.comm else (self.rank,)
-        rows = self._swap(self.state.own, comm, present)
+        rows = self._swap(self.state.own, self.comm, self.team.members)
         verdict = judge(self.state, rows)
         found = Round(rows, verdict, time.perf_counter() - started_s)
         self._follow(found)

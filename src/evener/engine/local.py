@@ -18,7 +18,7 @@ from torch import Tensor
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
 from evener.data.leases import LeaseBook
-from evener.engine.elastic import ElasticEngine
+from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.exchanging import BackgroundExchanger, Exchanger
 from evener.engine.finite import non_finite_on, overflow

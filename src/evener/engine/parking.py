@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evener.averaging.gradients import GradientAverager
-from evener.engine.elastic import ElasticEngine
+from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.results import Round
 from evener.engine.state import TrainingState
@@ -51,7 +51,7 @@ class ParkingEngine(ElasticEngine):
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
         if self.team.is_elastic:
-            return RENEW if self.team.membership.wants_change else 0
+            return RENEW if self.team.wants_change else 0
         self._misfits = self.policy.ranks_to_park(self.batch_size)
         if self._misfits:
             return PARK

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final, NoReturn, final
+from typing import Any, NoReturn, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from evener.averaging.gradients import Reading
 from evener.averaging.weights import power_of_two_near
 from evener.checkpoint import flatten_optimizer
-from evener.engine.calibration import time_slices
 from evener.engine.drafts import DraftingEngine
 from evener.engine.engine import EngineOptions
 from evener.engine.finite import non_finite_on, overflow
 from evener.engine.moments import OptimizerState
-from evener.engine.results import Applied, Round, WindowResult, Work
+from evener.engine.results import Applied, Round, WindowResult
 from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -28,11 +27,8 @@ from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
 from evener.protocol.generation import Said
-from evener.protocol.machine import Do, Phase
-from evener.protocol.row import ALL, Drop, Purpose, Row, checksum
-
-#: Part of an epoch that it may be lengthened by, so that every rank has work in its beginning.
-_LONGER_EPOCH: Final = 0.01
+from evener.protocol.machine import Do
+from evener.protocol.row import ALL, Drop, Purpose, Row, checksum, pack
 
 
 @final
@@ -83,59 +79,6 @@ class SyncEngine(DraftingEngine):
         self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
-
-    def work(self) -> Iterator[Work]:
-        """Plan the first windows, and go through what is left of the epoch."""
-        if self.world_size > 1 and not (self._is_new or self.policy.is_calibrated):
-            self._calibrate()
-        self._park_again()
-        self._is_new, self._wants_plans = False, True
-        try:
-            if self.state.phase is not Phase.AWAY:
-                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size))
-            yield from self._work()
-        finally:
-            self._wants_plans = False
-
-    def _plan_first(self, work_for_all: float) -> None:
-        """Agree on the plans of the first two windows; see ``Policy.plan``."""
-        is_planned = False
-        while not is_planned:
-            try:
-                self._exchange_plans(work_for_all, 0.0)
-                is_planned = True
-            except CollectiveError as error:
-                is_planned = self._survive(error)
-
-    def _work(self) -> Iterator[Work]:
-        while True:
-            if self.state.phase is Phase.AWAY:
-                self._wait_for_recall()
-            plans = [plan for plan in self.state.plans if isinstance(plan, WindowPlan)]
-            if not self.is_working or self.stopping or self._is_beyond(plans[0]):
-                return
-            if plans[0].shares[self.rank]:
-                positions = [p.positions(self.rank) for p in plans if not self._is_beyond(p)]
-                yield Work(plans[0].window, positions)
-            else:
-                self.open_share(0)
-                self.close()
-
-    def _is_beyond(self, plan: WindowPlan) -> bool:
-        return self._max_steps is not None and plan.window >= self._max_steps
-
-    def _calibrate(self) -> None:
-        """Learn how fast ranks are beside one another; all ranks call it together.
-
-        They compute at the same time, as in a window: ranks may share a machine.
-        """
-        self.ask(Purpose.PROBE)
-        own = time_slices(self.device, self.options.dtype, self.slowdown)
-        rows = self.ask(Purpose.PROBE, [own])
-        fastest = max(numbers[0] for numbers in rows.values())
-        speeds = {rank: numbers[0] for rank, numbers in rows.items()}
-        # Ranks that are absent count as fast until they have come and are measured.
-        self.policy.calibrate([speeds.get(rank, fastest) for rank in range(self.world_size)])
 
     def settle(self) -> None:
         """Commit what has been applied and not yet committed; all ranks call it together."""
@@ -524,6 +467,63 @@ class SyncEngine(DraftingEngine):
         self._turns.clear()
         self._drop_plans()
         self._take_again()
+
+    # ── plans ────────────────────────────────────────────────────────────────────────────────────
+
+    def plan_ahead(self) -> None:
+        """Make the plan of the window after the next, once, while a device computes gradients.
+
+        Only the planner plans, and decides whether a rank should be parked or called back.
+        """
+        if self.state.plans and self._draft is None:
+            self._learn()
+            self._make_draft()
+            if self.rank == self.state.planner:
+                self._wish = self._wanted_change()
+
+    def _learn(self) -> None:
+        """Tell the policy of the windows that are over; on all ranks, as any may become planner."""
+        for reports, plan, exchange_s in self._unlearnt:
+            self._policy.observe(reports, plan, exchange_s)
+        self._unlearnt.clear()
+
+    def _make_draft(self, *, work_for_all: float = 0.0) -> int:
+        """Lease the slice after the last planned one; the planner plans it.
+
+        Returns:
+            The number of the window that it will be.
+        """
+        number = self.window + len(self.state.plans)
+        piece = self.cursor.take(self.batch_size)
+        self._draft, self._wish = (), 0
+        if piece is not None:
+            self._leases[number] = piece
+        if piece is not None and self.rank == self.state.planner:
+            plan = self.policy.plan(
+                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
+            )
+            self._draft = tuple(pack(plan))
+        return number
+
+    def _take_draft(self) -> tuple[float, ...]:
+        draft, self._draft = self._draft, None
+        return draft or ()
+
+    def _check_plan(self, rows: Mapping[int, Row], number: int, offset: int = 0) -> None:
+        """Refuse a plan for another slice of the epoch than the one that this rank has leased.
+
+        Raises:
+            UsageError: The planner is at another place of the data.
+        """
+        planner, piece = self.state.planner, self._leases.get(number)
+        agreed = tuple(int(n) for n in rows[planner].body[offset : offset + 4]) or None
+        own = None if piece is None else (number, piece.epoch, piece.start, piece.size)
+        if agreed != own:
+            raise UsageError(
+                f"rank {planner} plans (window, epoch, start, size) {agreed}, rank {self.rank} is "
+                f"at {own}; every rank must use the same data set size, batch_size "
+                "and seed, and resume from the same checkpoint"
+            )
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 

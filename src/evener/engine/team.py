@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from evener.comm.base import Communicator, WaitListener
+from evener.comm.base import Communicator, SingleCommunicator, WaitListener
 from evener.errors import CollectiveError
 from evener.places import here
 from evener.team.members import Member
@@ -59,6 +59,29 @@ class Team:
     def is_elastic(self) -> bool:
         """Whether members may join and leave."""
         return self.membership.is_elastic
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether an elastic team began before this rank came, which is not in it yet."""
+        return self.membership.is_joining
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether a worker waits to join an elastic team."""
+        return self.membership.wants_change
+
+    @property
+    def name(self) -> str:
+        """What this rank is called."""
+        return self.membership.member
+
+    def announce_epoch(self, epoch: int) -> None:
+        """Tell workers that join later that an epoch begins; on the main rank."""
+        self.membership.announce_epoch(epoch)
+
+    def known_epoch(self) -> int:
+        """Return the epoch that the team announced last."""
+        return self.membership.team_epoch()
 
     @property
     def away(self) -> frozenset[int]:
@@ -156,6 +179,14 @@ class Team:
         self._report_waits()
         self.know(dict(zip(formation.numbers, formation.members, strict=True)))
 
+    def stand_aside(self) -> None:
+        """Be alone, as this rank's script is where the others have been before it joined."""
+        self.comm, self.members = SingleCommunicator(number=self.rank), (self.rank,)
+
+    def step_in(self) -> None:
+        """End ``stand_aside``."""
+        self.comm, self.members = self.whole, self.whole.numbers
+
     def know(self, names: Mapping[int, str]) -> None:
         """Learn what ranks are called."""
         for rank, name in names.items():
@@ -169,3 +200,4 @@ class Team:
     def close(self) -> None:
         """Let the connections go, without waiting for any rank; idempotent."""
         self.comm.close()
+        self.membership.close()

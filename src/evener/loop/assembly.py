@@ -21,7 +21,7 @@ from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
 from evener.devices import move
-from evener.engine.elastic import ElasticEngine
+from evener.engine.changing import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
@@ -52,7 +52,7 @@ from evener.team.backends import check_backend, check_policy, connect_team
 from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.elastic_membership import join_team
-from evener.team.environment import AverageBackend, DistributedTrainConfig
+from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
 from evener.team.members import Member, absent, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
@@ -116,12 +116,7 @@ class Assembly:
         self._move()
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
         if membership is None and communicator is None:
-            membership = join_team(
-                os.environ,
-                {"training": fingerprint(training)},
-                shares_memory=backend in (AverageBackend.AUTO, AverageBackend.CPU),
-                timeout_s=config.timeout_s,
-            )
+            membership = _join(training, backend, config)
         if membership is not None:
             config.check_elastic(chosen)
             communicator = begin_generation(membership)
@@ -137,8 +132,9 @@ class Assembly:
             self._start_alike()
             self.model.train()
             self.buffers = BufferAverager(self.model, self.comm)
+            is_must = config.sharded_update == "on"
             self._sharded = ShardedUpdate(
-                self.flat, optimizers, is_wanted=is_divided, is_must=config.sharded_update == "on"
+                self.flat, optimizers, is_wanted=is_divided, is_must=is_must
             )
             parts = (self.model, self.flat, self.buffers, optimizers)
             self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
@@ -152,10 +148,14 @@ class Assembly:
         half = HALF.get(self.precision)
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self._habits.claim(models)
-        if not config.quiet and self.engine.is_main:
-            exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
-            present = [self.members[rank] for rank in self.team.members]
-            say("\n".join([*team_lines(present), exchange]))
+        self._say_team(quiet=config.quiet)
+
+    def _say_team(self, *, quiet: bool) -> None:
+        if quiet or not self.engine.is_main:
+            return
+        present = [self.members[rank] for rank in self.team.members]
+        exchange = f"  backend {self.comm.backend}: {self.backend_reason}"
+        say("\n".join([*team_lines(present), exchange]))
 
     @property
     def policy(self) -> Planner:
@@ -199,7 +199,6 @@ class Assembly:
         while self._autocast:
             self._autocast.pop().remove()
         self.comm.close()
-        self.team.membership.close()
         tell(place=LEFT)
 
     def hand_back(self) -> None:
@@ -282,7 +281,7 @@ class Assembly:
             precision=self.precision,
         )
         if team.is_elastic:
-            own = replace(own, member=team.membership.member)
+            own = replace(own, member=team.name)
         greetings = team.introduce({**asdict(own), "training": training})
         check_alike([greeting.pop("training") for greeting in greetings])
         taken: Counter[str] = Counter()
@@ -372,6 +371,18 @@ class Assembly:
             is_fp16=own.precision == "fp16",
             kind=(own.device.partition(":")[0], own.device_name),
         )
+
+
+def _join(training: Sequence[Any], backend: str, config: DdpConfig) -> Membership | None:
+    """Return this process's place in an elastic team, where it was started for one."""
+    if COORDINATOR not in os.environ:
+        return None
+    return join_team(
+        os.environ,
+        {"training": fingerprint(training)},
+        shares_memory=backend in (AverageBackend.AUTO, AverageBackend.CPU),
+        timeout_s=config.timeout_s,
+    )
 
 
 def _with_emulation(config: DdpConfig, team: Team) -> DdpConfig:

@@ -153,7 +153,7 @@ class Loop(DataSide):
     @property
     def rank(self) -> int:
         """Number of this rank, from 0; a rank of an elastic team keeps it while it is there."""
-        return self.assembly.team.rank
+        return self._engine.rank
 
     @property
     def is_main_process(self) -> bool:

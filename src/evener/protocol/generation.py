@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from evener.errors import CollectiveMismatchError
 from evener.protocol import wording
+from evener.protocol.formation import Formation
 from evener.protocol.machine import Phase, State
-from evener.protocol.roster import Formation
 from evener.protocol.row import Purpose, Row
 
 

@@ -12,7 +12,7 @@ from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
 from evener.errors import ConfigError, LaunchError, PeerLostError
-from evener.protocol.roster import NO_NUMBER, Formation, Standing, parse_team_limits
+from evener.protocol.formation import NO_NUMBER, Formation, Standing, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
@@ -59,6 +59,7 @@ class ElasticMembership(Membership):
         self.number = self._await_number()
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
+        self._closed = False
 
     def _await_number(self) -> int:
         """Return this worker's number; that of a lost member is free a moment after it is lost."""
@@ -154,8 +155,10 @@ class ElasticMembership(Membership):
 
     def close(self) -> None:
         """Leave the team, and end the connection to its coordinator."""
-        self._link.leave()
-        self._link.close()
+        if not self._closed:
+            self._closed = True
+            self._link.leave()
+            self._link.close()
 
 
 def join_team(
@@ -164,8 +167,8 @@ def join_team(
     *,
     shares_memory: bool,
     timeout_s: float,
-) -> ElasticMembership | None:
-    """Return this process's place in an elastic team; ``None`` where it is not in one.
+) -> ElasticMembership:
+    """Return this process's place in the elastic team for which it was started.
 
     Args:
         environ: The environment of the process, in which the launcher has described the place.
@@ -178,9 +181,7 @@ def join_team(
         TeamRefusedError: The coordinator refuses this worker.
         CoordinatorLostError: It does not answer.
     """
-    address = environ.get(COORDINATOR)
-    if not address:
-        return None
+    address = environ[COORDINATOR]
     member, limits = environ.get(MEMBER), environ.get(ELASTIC)
     if not (member and limits):
         raise ConfigError(

@@ -5,7 +5,7 @@ from typing import NamedTuple, final
 
 from evener.closing import Closing
 from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
-from evener.protocol.roster import Formation, Standing
+from evener.protocol.formation import Formation, Standing
 
 _AT_ONCE_S = 0.001
 

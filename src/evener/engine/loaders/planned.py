@@ -9,7 +9,7 @@ from typing import Any, final
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending
 from evener.data.loader import Prefetch
-from evener.engine.elastic import ElasticEngine
+from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
 from evener.engine.loaders.loops import UserLoop

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from evener.comm.base import Communicator, SingleCommunicator
 from evener.data.cursor import Cursor
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.results import Progress, pack_applied, unpack_applied
@@ -18,8 +17,8 @@ from evener.engine.team import Team
 from evener.errors import CollectiveError, CollectiveMismatchError, ReplicasDifferError
 from evener.places import here
 from evener.planning.policies import ApplyPolicy
+from evener.protocol.formation import Formation, Standing
 from evener.protocol.generation import renewed
-from evener.protocol.roster import Formation, Standing
 from evener.protocol.row import Purpose
 
 _ALONE = (
@@ -100,7 +99,6 @@ class ElasticEngine(Engine):
         self._is_in = not membership.is_joining
         #: Whether this rank has joined and not begun an epoch since.
         self._is_new = False
-        self._alone = SingleCommunicator(number=self.rank)
         #: Whether this rank is where the windows of an epoch are planned.
         self._wants_plans = False
         #: Names of the ranks of the last generation that has begun.
@@ -176,10 +174,11 @@ class ElasticEngine(Engine):
         """Whether this rank's script is where the others have been before it joined."""
         return self.is_joining or self._is_new
 
-    @property
-    def comm(self) -> Communicator:
-        """Joins the ranks that are present."""
-        return self._alone if self._is_new else self.team.comm
+    def _step_in(self) -> None:
+        """Take part in what the others do from now on, where this rank has just joined."""
+        if self._is_new:
+            self._is_new = False
+            self.team.step_in()
 
     @property
     def has_just_joined(self) -> bool:
@@ -189,11 +188,11 @@ class ElasticEngine(Engine):
     def announce(self, epoch: int) -> None:
         """Tell workers that join later that an epoch begins."""
         if self.team.is_elastic and self.is_main:
-            self.team.membership.announce_epoch(epoch)
+            self.team.announce_epoch(epoch)
 
     def is_past(self, epoch: int) -> bool:
         """Return whether this rank is to join, and the team has committed an epoch already."""
-        return self.is_joining and epoch < self.team.membership.team_epoch()
+        return self.is_joining and epoch < self.team.known_epoch()
 
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Join the team, if that began before this rank came; see ``begin`` for the arguments."""
@@ -202,6 +201,7 @@ class ElasticEngine(Engine):
             try:
                 self._renew("")
                 self._is_new = True
+                self.team.stand_aside()
             except CollectiveMismatchError:
                 raise
             except CollectiveError:
@@ -272,7 +272,7 @@ class ElasticEngine(Engine):
 
     def _standing(self) -> Standing:
         return Standing(
-            member=self.team.membership.member,
+            member=self.team.name,
             generation=self.state.generation,
             applied=self.window,
             committed=self.window - (self._applied is not None),
@@ -310,7 +310,7 @@ class ElasticEngine(Engine):
     def _heal(self, formation: Formation) -> int:
         """Send the donor's state to the ranks that need it; return its size in bytes."""
         source = formation.members.index(formation.donor)
-        receives = self.team.membership.member in formation.receivers
+        receives = self.team.name in formation.receivers
         pending = self._applied
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             self._commit({})  # the donor has applied the next one, so all had applied this one
