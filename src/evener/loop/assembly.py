@@ -116,9 +116,8 @@ class Assembly:
         self._move()
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
         if membership is None and communicator is None:
-            membership = _join(training, backend, config)
+            membership = _join(training, backend, config, chosen)
         if membership is not None:
-            config.check_elastic(chosen)
             communicator = begin_generation(membership)
         comm, self.backend_reason = connect_team(
             environment, backend, chosen, self.device, config.timeout_s, communicator
@@ -373,10 +372,13 @@ class Assembly:
         )
 
 
-def _join(training: Sequence[Any], backend: str, config: DdpConfig) -> Membership | None:
+def _join(
+    training: Sequence[Any], backend: str, config: DdpConfig, policy: ApplyPolicy
+) -> Membership | None:
     """Return this process's place in an elastic team, where it was started for one."""
     if COORDINATOR not in os.environ:
         return None
+    config.check_elastic(policy)
     return join_team(
         os.environ,
         {"training": fingerprint(training)},

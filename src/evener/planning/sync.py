@@ -211,7 +211,8 @@ class SyncPolicy(Policy):
         costs = self.costs if len(self.members) > 1 else None
         least = 0
         if costs is None:
-            shares = apportion(size, [1.0] * len(self.members))
+            present = [float(rank not in self._parked) for rank in range(len(self.members))]
+            shares = apportion(size, present)
         else:
             shares = self._steady_shares(size, costs)
             if work_for_all:

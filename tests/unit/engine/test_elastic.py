@@ -3,7 +3,7 @@
 import pytest
 
 from evener import WindowResult
-from helpers.elastic import Kill
+from helpers.elastic import Kill, ThreadMembership
 from helpers.elastic_runs import check, run
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
