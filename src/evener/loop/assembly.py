@@ -109,7 +109,7 @@ class Assembly:
         refuse_second_team(models)
         self.environment = environment
         self.optimizers = optimizers
-        self.takes_turns = len(models) > 1 and len(optimizers) > 1
+        self.takes_turns = min(len(models), len(optimizers)) > 1
         self.device = choose_device(devices, environment)
         self.precision = choose_precision(precision, self.device)
         apply_threads(environment)
@@ -135,8 +135,7 @@ class Assembly:
             self._sharded = ShardedUpdate(
                 self.flat, optimizers, is_wanted=is_divided, is_must=is_must
             )
-            parts = (self.model, self.flat, self.buffers, optimizers)
-            self.state = TrainingState(*parts, Schedule(optimizers, scheduler), self._sharded)
+            self.state = self._make_state(Schedule(optimizers, scheduler))
             self.engine = self._make_engine()
             self.team.watch_waits(self.members, self.engine.windows_s)
             self._habits = self.engine.habits
@@ -148,6 +147,10 @@ class Assembly:
         self._autocast = [AutocastForward(m, self.device, half) for m in models if half]
         self._habits.claim(models)
         self._say_team(quiet=config.quiet)
+
+    def _make_state(self, schedule: Schedule) -> TrainingState:
+        parts = (self.model, self.flat, self.buffers, self.optimizers)
+        return TrainingState(*parts, schedule, self._sharded)
 
     def _say_team(self, *, quiet: bool) -> None:
         if quiet or not self.engine.is_main:
