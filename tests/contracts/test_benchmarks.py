@@ -55,6 +55,15 @@ def holds(row: dict, *keys: str) -> None:
         assert 0 < low <= row[key] <= high
 
 
+def test_kill(tmp_path):
+    """A worker is killed and replaced; no sample is lost, and all hold the same bits."""
+    sizes = ("--samples", "64", "--batch-size", "8", "--sleep", "0.005")
+    (row,) = run(tmp_path, "kill.py", "--workers", "2", "--kills", "1", *sizes)["rows"]
+    assert (row["workers"], row["kills"], row["continued"]) == (2, 1, 1)
+    assert row["delay_s"] >= 0
+    assert set(row["times_seen"]) == {"1"}
+
+
 def test_hetero(tmp_path):
     sizes = ("--rounds", "1", "--windows", "3", "--batch-size", "8", "--width", "32")
     local = ("--anchor", "2", "--local-windows", "3", "--layers", "1", "--slowed-by", "sleep")
