@@ -85,7 +85,7 @@ class Deadlines:
     lease_s: float = 3.0
     beat_s: float = 0.25
     reconnect_s: float = 1.0
-    stopped_s: float = 1.0
+    stopped_s: float = 0.5
     gather_s: float = 0.5
     hello_s: float = 5.0
     patience_s: float = 60.0

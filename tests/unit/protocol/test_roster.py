@@ -67,6 +67,34 @@ def test_no_two_generations_commit_unlike_windows_and_the_team_goes_on(
     assert len(world.commits) > before, "the team commits windows again"
 
 
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_team_without_its_coordinator_stops_before_another_begins(crashes: bool) -> None:
+    world = World(1, 3)
+    for _ in range(3):
+        world.start()
+    world.settle(5.0)
+    old = list(world.workers)
+    if crashes:
+        world.crash()
+        world.newest = None  # and there is no supervisor
+    world.part(old)
+    for _ in range(3):
+        world.start()
+    world.restart()
+    for _ in range(100):
+        world.wait(0.1)
+        for worker in world.workers:
+            world.connect(worker)
+            while world.step(worker):  # World.commit checks each commit
+                pass
+            world.beat(worker)
+            while worker.to:
+                world.deliver(worker)
+            while worker.back:
+                world.hear(worker)
+    assert len(world.roots) == 2, "the other team has begun, and has committed windows"
+
+
 class Team:
     """A roster whose first generation has formed, and what it said since."""
 
@@ -149,6 +177,39 @@ def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues
     standing = Standing(member="b", generation=1, applied=2, committed=1, digest="same")
     team.roster.report(team.now_s, "b", 1, standing)
     assert told(team.roster.take(), "left_out") == {"b"}
+
+
+def test_a_team_begins_anew_only_when_every_lease_has_run_out() -> None:
+    team = Team("a", "b")
+    roster = team.roster
+    for member in "ab":
+        assert roster.beat(team.now_s, member, 1, "training")
+        roster.depart(team.now_s, member, f"session of {member}")
+    team.join("c")
+    assert not told(team.pass_(DEADLINES.lease_s - 0.1), "formed")
+    assert told(team.pass_(0.2), "formed") == {"c"}
+
+
+def test_the_lease_of_a_worker_that_was_left_out_counts_too() -> None:
+    team = Team("a", "b")
+    roster = team.roster
+    assert roster.beat(team.now_s, "b", 1, "training")
+    roster.depart(team.now_s, "b", "session of b")
+    team.pass_(DEADLINES.reconnect_s)
+    team.report("a", 1)
+    assert team.formation.members == ("a",)
+    team.join("c")
+    team.end("a")
+    assert not told(team.pass_(DEADLINES.lease_s - DEADLINES.reconnect_s - 0.1), "formed")
+    assert told(team.pass_(0.2), "formed") == {"c"}
+
+
+def test_no_lease_is_needed_where_every_process_has_ended() -> None:
+    team = Team("a", "b")
+    assert team.roster.beat(team.now_s, "a", 1, "training")
+    team.join("c")
+    team.end("a")
+    assert told(team.end("b"), "formed") == {"c"}
 
 
 def test_a_living_member_is_named_and_waited_for_until_timeout_s() -> None:
