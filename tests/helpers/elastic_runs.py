@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evener import Ddp, DdpConfig, WindowResult
+from evener import Ddp, DdpConfig, Sink, WindowResult
 from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
 from helpers.limits import PATIENCE_S
 from helpers.teams import ScriptedPolicy
@@ -48,19 +48,23 @@ def loop(ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None]) 
     return Trained(committed, state, values, handed_out)
 
 
-def train(membership: ThreadMembership, at_commit: Callable[[Ddp, WindowResult], None]) -> Trained:
+def train(
+    membership: ThreadMembership,
+    at_commit: Callable[[Ddp, WindowResult], None],
+    **options: Any,
+) -> Trained:
     """A worker of an elastic team; its weights differ from those of others before it joins."""
-    with begin(membership, seed=membership.number + 1) as ddp:
+    with begin(membership, seed=membership.number + 1, **options) as ddp:
         return loop(ddp, ddp.assembly.model, lambda result: at_commit(ddp, result))
 
 
-def begin(membership: ThreadMembership, *, seed: int) -> Ddp:
+def begin(membership: ThreadMembership, *, seed: int, **options: Any) -> Ddp:
     with _SEEDED:  # threads share torch's generator
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, max_grad_norm=1.0)
-    return Ddp.setup(model, optimizer, devices="cpu", elastic=membership, config=config)
+    return Ddp.setup(model, optimizer, devices="cpu", elastic=membership, config=config, **options)
 
 
 def run(
@@ -69,6 +73,7 @@ def run(
     *,
     joins_after: int | None = None,
     at_commit: Callable[[ThreadMembership, WindowResult], None] | None = None,
+    sinks: Sequence[Callable[[], Sink]] = (),
 ) -> tuple[ElasticThreads, dict[str, Trained]]:
     """Train; return the team, and what each member has that has come to the end.
 
@@ -77,6 +82,7 @@ def run(
         kills: Where members die.
         joins_after: Commit of this window starts another worker, and waits until it is there.
         at_commit: Called on every rank.
+        sinks: Of every rank; see ``Ddp.setup``.
     """
     team = ElasticThreads(founders, kills=kills)
 
@@ -89,7 +95,7 @@ def run(
             if at_commit is not None:
                 at_commit(membership, result)
 
-        return train(membership, commit)
+        return train(membership, commit, sinks=sinks)
 
     fates = team.run(body)
     errors = [f.error for f in fates if f.error is not None and not isinstance(f.error, Died)]

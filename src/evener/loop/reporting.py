@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
+from evener.engine.changing import Change
 from evener.engine.results import WindowResult
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
@@ -102,6 +103,7 @@ class EventStream:
                 self._sinks.add(opened)
         if not self._makers:
             self._engine.call_on_commit(self.window)
+            self._engine.call_on_change(self.change)
             self._team.call_on_handover(self._close_sinks)
         self._makers += sinks
 
@@ -218,6 +220,33 @@ class EventStream:
             sync_s=record.sync_s,
             elapsed_s=record.elapsed_s,
         )
+
+    def change(self, change: Change) -> None:
+        """Record that the team has changed: who was lost, who joined, and what it took."""
+        window, generation = change.window, change.generation
+        for rank, name in change.lost.items():
+            self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
+        self.tell(
+            "reformed",
+            window=window,
+            generation=generation,
+            members=list(change.members),
+            reform_s=change.reform_s,
+            heal_s=change.heal_s,
+        )
+        for rank, name in change.healed.items():
+            self.tell(
+                "healed",
+                rank=rank,
+                member=name,
+                window=window,
+                donor=change.donor,
+                num_bytes=change.num_bytes,
+                elapsed_s=change.heal_s,
+            )
+        for rank, name in change.joined.items():
+            place = {"window": window, "generation": generation}
+            self.tell("worker_joined", rank=rank, member=name, **place)
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Record the held-out loss after so many windows."""

@@ -1,8 +1,11 @@
 """Elastic teams in SYNC: ranks die at every point, and others join; on threads."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from evener import WindowResult
+from evener import Sink, WindowResult
 from helpers.elastic import Kill, ThreadMembership
 from helpers.elastic_runs import check, run
 
@@ -64,3 +67,33 @@ def test_two_ranks_die_one_after_the_other() -> None:
     team, trained = run(3, kills)
     check(team, trained)
     assert [formation.base for formation in team.formations] == [0, 1, 5]
+
+
+class Kept(Sink):
+    """Keeps the events of changes."""
+
+    def __init__(self, events: list[Mapping[str, Any]]) -> None:
+        self.events = events
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        if event["type"] in ("worker_lost", "reformed", "healed", "worker_joined"):
+            self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def test_events_tell_who_was_lost_and_who_joined() -> None:
+    events: list[Mapping[str, Any]] = []
+    kills = [Kill("w1", "gradients of window 6")]
+    run(2, kills, joins_after=1, sinks=[lambda: Kept(events)])
+    told = [(event["type"], event.get("rank"), event.get("members")) for event in events]
+    assert told == [
+        ("reformed", None, ["w0", "w1", "j"]),
+        ("healed", 2, None),
+        ("worker_joined", 2, None),
+        ("worker_lost", 1, None),
+        ("reformed", None, ["w0", "j"]),
+    ]
+    assert all(event["reform_s"] >= 0 for event in events if event["type"] == "reformed")
+    assert all(event["num_bytes"] > 0 for event in events if event["type"] == "healed")
