@@ -118,6 +118,7 @@ class Roster:
         session: str,
         facts: Mapping[str, Any],
         held: Formation | None,
+        wish: int = NO_NUMBER,
     ) -> str:
         """Take in a worker that has connected, for the first time or again.
 
@@ -127,6 +128,7 @@ class Roster:
             session: A text that only this process of that id has.
             facts: What must be the same on all members.
             held: The last generation that it was in, where there is one.
+            wish: The number that it has if that is free, such as its place on its launcher.
 
         Returns:
             Why it is refused; empty if it is not.
@@ -151,7 +153,7 @@ class Roster:
         seat.connect(session, facts)
         self.remember(now_s, held)
         if seat.number == NO_NUMBER:
-            seat.give_number(self._free_number())
+            seat.give_number(self._free_number(wish))
         if self.is_member(member):
             self._send(member, "wanted", {"value": self._wanted})
             if self._was_told:
@@ -465,9 +467,10 @@ class Roster:
             if seat not in members and seat.number in taken:
                 seat.give_up_number()
 
-    def _free_number(self) -> int:
+    def _free_number(self, wish: int) -> int:
         used = {seat.number for seat in self._all() if not (seat.gone or seat.has_left)}
-        return next((n for n in range(self.most) if n not in used), NO_NUMBER)
+        free = [number for number in range(self.most) if number not in used]
+        return wish if wish in free else next(iter(free), NO_NUMBER)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 

@@ -20,6 +20,7 @@ from evener.comm.addresses import bind, is_loopback
 from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
+    NO_NUMBER,
     Deadlines,
     Formation,
     ProcessState,
@@ -323,7 +324,9 @@ class Visitor(asyncio.Protocol):
         else:
             session = hello.text("session")
             facts = hello.fields("facts").values
-            why = self._coordinator.roster.arrive(now_s, member, session, facts, held)
+            why = self._coordinator.roster.arrive(
+                now_s, member, session, facts, held, hello.whole("wish", least=NO_NUMBER)
+            )
             if why:
                 self.tell("refused", {"why": why})
                 raise ValueError(f"refused worker {member}: {why}")

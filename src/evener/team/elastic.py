@@ -38,6 +38,7 @@ class CoordinatorLink(CoordinatorConnection):
         member: Id of this worker, of which the team has one.
         facts: What must be the same on all members, such as the model's fingerprint.
         timeout_s: Longest wait for the coordinator, and for a generation.
+        wish: The number that this worker has in the team if that is free; -1 for any.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class CoordinatorLink(CoordinatorConnection):
         member: str,
         facts: Mapping[str, Any],
         timeout_s: float,
+        wish: int = NO_NUMBER,
     ) -> None:
+        self._wish = wish
         self._session = secrets.token_hex(8)
         self._facts = dict(facts)
         self._held: Formation | None = None  # the last generation that this worker was in
@@ -220,7 +223,12 @@ class CoordinatorLink(CoordinatorConnection):
 
     def _introduction(self) -> Message:
         held = None if self._held is None else formation_fields(self._held)
-        return {"session": self._session, "facts": self._facts, "held": held}
+        return {
+            "session": self._session,
+            "facts": self._facts,
+            "held": held,
+            "wish": self._wish,
+        }
 
     def _begin(self, welcome: Fields) -> list[Message]:
         self._generation = welcome.whole("generation")

@@ -256,6 +256,19 @@ def _version() -> str:
     return evener.__version__
 
 
+def test_a_worker_has_the_number_that_it_wishes_if_that_is_free() -> None:
+    with serving(most=3) as address, ExitStack() as stack:
+        numbers = [
+            stack.enter_context(
+                CoordinatorLink(
+                    address, token=TOKEN, member=member, facts={}, timeout_s=WAIT_S, wish=wish
+                )
+            ).number
+            for member, wish in (("a", 2), ("b", 2), ("c", 1), ("d", 0))
+        ]
+        assert numbers == [2, 0, 1, -1]
+
+
 def test_differences_and_names_are_refused_with_what_to_do() -> None:
     with serving() as address, link(address, "a", model="one"):
         with pytest.raises(TeamRefusedError, match=r"model of b is 'two'.* build the same model"):
@@ -297,13 +310,15 @@ def test_a_thousand_damaged_messages_do_no_harm() -> None:
         {"type": "beat", "micro_batches": 1, "phase": "training", "at": 0.0},
         {"type": "store", "number": 1, "generation": 1, "what": "put", "keys": ["k"], "value": ""},
         {"type": "facts", "facts": {}},
-        {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None, "nonce": "0"},
+        {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None},
     ]
     with serving(token=None, most=1) as address, ExitStack() as stack:
         host, port = address.split(":")
         a = stack.enter_context(link(address, "a", None))
         a.next_generation(None)
-        hello = json.dumps({**texts[-1], "role": "worker", "member": "fuzz"}).encode() + b"\n"
+        hello = (
+            json.dumps({**texts[-1], "member": "fuzz", "nonce": "0", "wish": 0}).encode() + b"\n"
+        )
         for _ in range(100):
             with (
                 closing(socket.create_connection((host, int(port)), WAIT_S)) as connection,
