@@ -214,6 +214,9 @@ class ThreadMembership(Membership):
         self._joins, self.generation = False, formed.formation.generation
         return formed
 
+    def await_lease(self) -> None:
+        pass
+
     def announce_epoch(self, epoch: int) -> None:
         self.team.epoch = epoch
 

@@ -391,6 +391,8 @@ class SyncEngine(DraftingEngine):
 
     def _commit(self, rows: Mapping[int, Row]) -> None:
         """Commit the window before; if the device was to decide about its update, it has."""
+        if self.state.is_elastic:
+            self.team.await_lease()
         if self._undecided is not None:
             self._learn_late(self._undecided)
         super()._commit(rows)

@@ -75,6 +75,10 @@ class Team:
         """What this rank is called."""
         return self.membership.member
 
+    def await_lease(self) -> None:
+        """Return when this rank may commit; at once in a fixed team."""
+        self.membership.await_lease()
+
     def announce_epoch(self, epoch: int) -> None:
         """Tell workers that join later that an epoch begins; on the main rank."""
         self.membership.announce_epoch(epoch)

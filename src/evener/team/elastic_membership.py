@@ -140,6 +140,21 @@ class ElasticMembership(Membership):
                 raise
         return comm
 
+    def await_lease(self) -> None:
+        """Return when the coordinator has renewed this worker's lease, mostly at once.
+
+        Raises:
+            PeerLostError: The generation is over.
+            CoordinatorLostError: The coordinator does not answer.
+        """
+        if time.monotonic() < self._link.lease_end_s():
+            return
+        if not self._link.await_lease(self._timeout_s):
+            why = self._link.why_over(self.generation) or "no lease came"
+            raise PeerLostError(
+                f"rank {self.number} may not commit in generation {self.generation}: {why}"
+            )
+
     def announce_epoch(self, epoch: int) -> None:
         """Leave the epoch with the coordinator."""
         with suppress(RuntimeError):  # who joins then begins at an earlier one, and finds it done

@@ -69,6 +69,14 @@ class Membership(Closing):
         """
 
     @abstractmethod
+    def await_lease(self) -> None:
+        """Return when this rank may commit: not while others may have gone on without it.
+
+        Raises:
+            PeerLostError: The generation is over.
+        """
+
+    @abstractmethod
     def announce_epoch(self, epoch: int) -> None:
         """Tell workers that join later where the team is; on its main rank."""
 
@@ -109,6 +117,9 @@ class FixedMembership(Membership):
     def next_generation(self, standing: Standing | None) -> Formed:
         """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
         raise AssertionError("a fixed team forms no generation")
+
+    def await_lease(self) -> None:
+        """Return: nobody goes on without this rank."""
 
     def announce_epoch(self, epoch: int) -> None:
         """Do nothing: nobody joins."""

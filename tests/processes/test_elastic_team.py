@@ -1,0 +1,62 @@
+"""An elastic team of processes with a coordinator: one is killed, the others continue."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from evener import Ddp, DdpConfig, WindowResult
+from evener.protocol.formation import Deadlines
+from evener.team.coordinator import Coordinator, CoordinatorOptions
+from helpers.elastic_runs import BATCH, EPOCHS, NUM_SAMPLES, loop
+from helpers.ranks import Rank, run_ranks_to_end
+
+
+@pytest.fixture
+def coordinator() -> Iterator[int]:
+    """A coordinator for 1 to 3 workers; its port."""
+    server = Coordinator(CoordinatorOptions(least=1, most=3, deadlines=Deadlines(gather_s=5.0)))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
+    thread.start()
+    yield server.port
+    loop.call_soon_threadsafe(server.stop)
+    thread.join(10)
+    loop.close()
+
+
+def train(rank: Rank, port: int) -> tuple[list[tuple[int, int]], list[float]]:
+    import torch
+    from torch import nn
+
+    os.environ |= {
+        "EVENER_COORDINATOR": f"127.0.0.1:{port}",
+        "EVENER_MEMBER": f"w{rank.rank}",
+        "EVENER_ELASTIC": "1:3",
+    }
+    torch.manual_seed(rank.rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def die(result: WindowResult) -> None:
+        if rank.rank == 1 and result.window == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Ddp.setup(model, optimizer, devices="cpu", config=DdpConfig(quiet=True)) as ddp:
+        trained = loop(ddp, model, die)
+    parameters = [float(tensor.double().sum()) for tensor in trained.state]
+    return [(r.window, r.committed[0]) for r in trained.committed], parameters
+
+
+def test_two_of_three_continue_when_one_is_killed(coordinator: int) -> None:
+    outcomes = run_ranks_to_end(train, 3, coordinator)
+    assert outcomes[1].died_of is signal.SIGKILL, outcomes[1].story()
+    survivors = [outcomes[0], outcomes[2]]
+    assert all(outcome.returned for outcome in survivors), [o.story() for o in survivors]
+    first, second = (outcome.value for outcome in survivors)
+    starts = [*range(0, NUM_SAMPLES, BATCH)] * EPOCHS
+    assert first[0] == second[0] == list(enumerate(starts))
+    assert first[1] == second[1]
