@@ -19,6 +19,8 @@ WHOLE = [
     "num_bytes",
     "samples",
     "turns",
+    "num_events",
+    "sent_bytes",
 ]
 TEXT = [
     "type",
@@ -46,6 +48,9 @@ NUMBER = [
     "wait_s",
     "sync_s",
     "expected_s",
+    "data_s",
+    "copy_s",
+    "begin_t",
 ]
 OPTIONAL = ["total_windows", "loss", "message", "path"]
 KINDS: dict[str, tuple[type, ...]] = {

@@ -251,7 +251,7 @@ class GroupCommunicator(Communicator, NotInherited):
 
     def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
         if self._nccl is None or flat.device.type != "cuda" or flat.nbytes <= _PAYLOAD_BYTES:
-            self._all_reduce_each([flat], [call])  # Gloo's own reduce-scatter is not faster
+            super()._reduce_scatter_parts(flat, call)  # Gloo's own one is not faster
             return
         part = flat.chunk(self.world_size)[self.rank]
         how = options(ReduceScatterOptions, call.timeout_s + _GRACE_S)

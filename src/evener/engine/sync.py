@@ -92,7 +92,7 @@ class SyncEngine(LateEngine):
     def begin_stream(self, epoch: int) -> None:
         """Start an epoch of windows without plans; all ranks call it together."""
         self.settle()
-        self._lap_s()
+        self.spans.restart()
         self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
@@ -244,6 +244,8 @@ class SyncEngine(LateEngine):
         if self.has_left and purpose is Purpose.STEP:
             self.settle()  # plans of a loop that was left by `break` are not for what follows it
         self._result = None
+        report = self._report(part)
+        self.spans.begin_wait()
         self._meet(
             purpose,
             part=ALL if part is None else part,
@@ -252,7 +254,7 @@ class SyncEngine(LateEngine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
-            report=self._report(part),
+            report=report,
             body=self._draft or (),
         )
         return self._result
@@ -325,6 +327,7 @@ class SyncEngine(LateEngine):
 
     def _finish(self, found: Round) -> None:
         """Apply a window, which is committed when the next round shows that all have."""
+        self.spans.begin_sync()
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
         if isinstance(plan, WindowPlan):
@@ -348,7 +351,7 @@ class SyncEngine(LateEngine):
         self._result = replace(result, progress=self.progress)
         if self._late is not None:
             self._result = self._late.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
+        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply()}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
 

@@ -32,6 +32,7 @@ class Team:
         members: Ranks that are present, in order.
         comm: Joins them.
         whole: Joins all ranks.
+        sent_before: Bytes that this rank has sent through communicators that were let go.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -39,6 +40,7 @@ class Team:
         self.world_size = comm.world_size
         self.members = tuple(range(comm.world_size))
         self.comm = self.whole = comm
+        self.sent_before = 0
         self._on_handover: list[Callable[[], None]] = []
         self._called_s = 0.0  # on the monotonic clock
 
@@ -96,8 +98,7 @@ class Team:
         old = self.comm
         self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
         self.members = members
-        if old is not self.whole:
-            old.close()
+        self._let_go(old)
 
     @property
     def call_is_due(self) -> bool:
@@ -113,10 +114,14 @@ class Team:
 
     def rejoin(self) -> None:
         """All ranks are present again."""
-        if self.comm is not self.whole:
-            self.comm.close()
+        self._let_go(self.comm)
         self.comm = self.whole
         self.members = tuple(range(self.world_size))
+
+    def _let_go(self, comm: Communicator) -> None:
+        if comm is not self.whole:
+            self.sent_before += comm.sent_bytes
+            comm.close()
 
     def hurry(self, timeout_s: float) -> None:
         """Shorten the deadlines of exchanges, also of one that is under way."""

@@ -176,7 +176,9 @@ class EventStream:
         planned = shares if cadence is None else [cadence.anchor]
         if planned != self._shares:
             self._shares = planned
-            self.tell("plan", start=result.start, size=result.size, shares=shares, **place)
+            policy = self._engine.policy
+            piece = {"start": result.start, "size": result.size, "shares": shares}
+            self.tell("plan", **place, **piece, reason=policy.why(result.window))
         self.parked = tuple(sorted(team.parked))
         rows: list[Any] = [self._row(rank, record) for rank, record in enumerate(result.ranks)]
         further: dict[str, Any] = {}
@@ -213,10 +215,21 @@ class EventStream:
             samples=record.samples,
             weight=record.weight,
             loss=record.loss_sum / record.weight if record.weight else None,
-            compute_s=record.compute_s,
-            wait_s=record.wait_s,
-            sync_s=record.sync_s,
-            elapsed_s=record.elapsed_s,
+            compute_s=_rounded(record.compute_s),
+            wait_s=_rounded(record.wait_s),
+            sync_s=_rounded(record.sync_s),
+            elapsed_s=_rounded(record.elapsed_s),
+            data_s=_rounded(record.data_s),
+            sent_bytes=record.sent_bytes,
+            begins_s=[
+                round(seconds, 5)
+                for seconds in (
+                    record.work_ago_s,
+                    max(0.0, record.work_ago_s - record.data_s),
+                    record.wait_ago_s,
+                    record.sync_ago_s,
+                )
+            ],
         )
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
@@ -226,8 +239,21 @@ class EventStream:
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
-        size = {"num_bytes": written.num_bytes, "write_s": written.write_s}
-        self.tell("checkpoint", window=written.step, path=str(written.path), **size)
+        self.tell(
+            "checkpoint",
+            window=written.step,
+            path=str(written.path),
+            num_bytes=written.num_bytes,
+            rank=self._engine.rank,
+            begin_t=written.begin_t,
+            copy_s=_rounded(written.copy_s),
+            write_s=_rounded(written.write_s),
+        )
+
+    def flush(self) -> None:
+        """Let sinks write out what they hold back."""
+        if self._sinks is not None:
+            self._sinks.flush()
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started, once; what ends later adds nothing."""
@@ -300,6 +326,11 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
             )
         fanout.add(sink)
     return fanout
+
+
+def _rounded(seconds: float) -> float:
+    """Return seconds in whole microseconds: further digits are noise, and make long lines."""
+    return round(seconds, 6)
 
 
 class StragglerWatch:

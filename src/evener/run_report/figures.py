@@ -5,9 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from evener.observe.events import SPANS
 from evener.observe.numbers import human_duration
 from evener.observe.tally import WARM_UP_WINDOWS
-from evener.run_report.history import LANE_COLUMNS, Lane, RunHistory
+from evener.run_report.history import LANE_COLUMNS, Lane, RunHistory, SavedCheckpoint
 from evener.run_report.sampling import (
     Floats,
     band,
@@ -80,15 +81,10 @@ def figures(
             {"t_s": number(one.t_s), "window": one.window, "type": one.kind, "text": one.text}
             for one in _shortened(history.incidents)
         ],
-        "checkpoints": [
-            {
-                "window": one.window,
-                "path": one.path,
-                "num_bytes": number(one.num_bytes),
-                "write_s": number(one.write_s),
-                "t_s": number(one.t_s),
-            }
-            for one in _shortened(history.checkpoints)
+        "checkpoints": [_checkpoint(one) for one in _shortened(history.checkpoints)],
+        "reasons": [
+            {"t_s": number(one.t_s), "window": one.window, "text": one.text}
+            for one in history.reasons
         ],
         "num_evals": len(history.evals),
         "num_events": len(history.incidents),
@@ -102,6 +98,18 @@ def figures(
         },
         "machine": facts.machine,
         "versions": facts.versions,
+    }
+
+
+def _checkpoint(one: SavedCheckpoint) -> dict[str, Any]:
+    return {
+        "window": one.window,
+        "path": one.path,
+        "num_bytes": number(one.num_bytes),
+        "rank": one.rank if one.rank >= 0 else None,
+        "copy_s": number(one.copy_s),
+        "write_s": number(one.write_s),
+        "t_s": number(one.t_s),
     }
 
 
@@ -146,7 +154,8 @@ def _team(
     speed, ideal = facts.speed, float(np.nansum(solo[0]))
     if speed is None:
         speed = _speed(history, table)
-    spent = {key: float(table[key].sum()) for key in ("compute_s", "wait_s", "sync_s")}
+    spent = {f"{span}_s": float(table[f"{span}_s"].sum()) for span in SPANS}
+    sent = float(table["sent_bytes"].sum())
     total_s = sum(spent.values())
     losses = np.asarray(history.columns["loss"])
     known = losses[np.isfinite(losses)]
@@ -171,6 +180,7 @@ def _team(
             f"{key.removesuffix('_s')}_fraction": number(value / total_s) if total_s > 0 else None
             for key, value in spent.items()
         },
+        "sent_bytes": number(sent) if sent else None,
     }
 
 
@@ -210,6 +220,7 @@ def _ranks(
                 "emulated": slowed.get(str(lane.rank)),
                 "parked": lane.rank in history.parked,
                 **{key: number(value) for key, value in own.items()},
+                "sent_bytes": number(own["sent_bytes"]) if own["sent_bytes"] else None,
                 "share": number(own["weight"] / weight) if weight > 0 else None,
                 "wait_fraction": number(own["wait_s"] / spent_s) if spent_s > 0 else None,
                 "alone": number(float(solo[0][i])),
@@ -263,6 +274,7 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
     loss, anchor = columns["loss"], columns["anchor"]
     counted = np.where(weight > 0, weight, 0.0)
     spent_s = table["compute_s"] + table["wait_s"] + table["sync_s"]
+    sent = table["sent_bytes"].sum(axis=0)
     return {
         "windows_per_point": number(count / len(starts)) if count else 0,
         "end_s": numbers(columns["end_s"][ends]),
@@ -271,6 +283,7 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
         "loss": band(loss * counted, counted, starts),
         "speed": band(weight, _lengths(history), starts),
         "anchor": band(anchor, np.ones(count), starts) if np.isfinite(anchor).any() else None,
+        "sent_bytes": band(sent, np.ones(count), starts) if sent.any() else None,
         "shares": [band(row, weight, starts) for row in table["weight"]],
         "waits": [
             band(row, whole, starts) for row, whole in zip(table["wait_s"], spent_s, strict=True)

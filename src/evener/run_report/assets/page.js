@@ -6,7 +6,10 @@
   const CHART_HEIGHT = 240;
   const ZOOM = 1.6;
   const PAN = 0.2;
-  const PARTS = ["compute", "wait", "sync"];
+  const PARTS = ["data", "compute", "wait", "sync"];
+  const WORDS = ["data", "compute", "wait", "exchange"];
+  const WAIT = PARTS.indexOf("wait");
+  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
   const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const curveInk = (number) => ink(`curve-${number % 8}`);
@@ -92,6 +95,9 @@
     waits: (run) => ({ curves: byRank(run, "waits"), x: duration, y: percent, zero: true }),
     anchor: (run) => ({
       curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], x: duration, y: count,
+    }),
+    sent: (run) => ({
+      curves: [curve("bytes", run.series.end_s, run.series.sent_bytes, curveInk(0))], x: duration, y: count, zero: true,
     }),
   };
 
@@ -194,6 +200,10 @@
     return { from, to: from + length };
   }
 
+  /** The parts of a window in words; waiting for data is told where there is any. */
+  const told = (spent, form) => WORDS.map((word, p) => `${word} ${form(spent[p])}`)
+    .filter((_, p) => p > 0 || spent[0] > 0).join(", ");
+
   // ── timeline ───────────────────────────────────────────────────────────────────────────────
 
   class Timeline {
@@ -244,7 +254,7 @@
       c.scale(ratio, ratio);
       c.clearRect(0, 0, width, height);
       c.font = "12px system-ui, sans-serif";
-      const colours = Object.fromEntries([...PARTS, "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
+      const colours = Object.fromEntries([...PARTS, "checkpoint", "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
       const [first, last] = this.visible();
       const columns = width - this.left;
       const single = last - first <= columns / 3;
@@ -257,6 +267,7 @@
         if (single) this.drawCells(c, i, top, first, last, colours);
         else this.drawColumns(c, i, top, first, last, colours);
       });
+      this.drawCheckpoints(c, colours);
       this.drawMarks(c, rows * this.row, colours);
       this.tell(first, last);
     }
@@ -273,13 +284,13 @@
 
     spent(lane, i) {
       const rank = this.run.timeline.ranks[lane];
-      return PARTS.map((part) => rank[`${part}_us`][i]);
+      return PARTS.map((part) => (rank[`${part}_us`] ? rank[`${part}_us`][i] : 0));
     }
 
     drawCells(c, lane, top, first, last, colours) {
       for (let i = first; i < last; i += 1) {
         const spent = this.spent(lane, i);
-        const total = spent[0] + spent[1] + spent[2];
+        const total = sum(spent);
         const scale = total > 0 ? Math.min(1, (this.end[i] - this.begin[i]) / total) : 0;
         let at = this.end[i] - total * scale;
         spent.forEach((length, part) => {
@@ -300,24 +311,24 @@
       const perColumn = (this.view.to - this.view.from) / columns;
       for (let i = first; i < last; i += 1) {
         const spent = this.spent(lane, i);
-        const total = spent[0] + spent[1] + spent[2];
+        const total = sum(spent);
         const length = Math.max(this.end[i] - this.begin[i], 1);
         const scale = total > length ? length / total : 1;
         const from = Math.max(0, Math.floor((this.begin[i] - this.view.from) / perColumn));
         const to = Math.min(columns - 1, Math.floor((this.end[i] - this.view.from) / perColumn));
-        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[1] / total : 0;
+        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[WAIT] / total : 0;
         for (let k = from; k <= to; k += 1) {
           const begin = this.view.from + k * perColumn;
           const overlap = Math.min(this.end[i], begin + perColumn) - Math.max(this.begin[i], begin);
           const part = Math.max(0, overlap) / length;
-          for (let p = 0; p < 3; p += 1) sums[p][k] += spent[p] * scale * part;
+          for (let p = 0; p < PARTS.length; p += 1) sums[p][k] += spent[p] * scale * part;
           most[k] = Math.max(most[k], wait);
         }
       }
       const height = this.row - 3;
       for (let k = 0; k < columns; k += 1) {
         let bottom = top + height;
-        for (let p = 0; p < 3; p += 1) {
+        for (let p = 0; p < PARTS.length; p += 1) {
           const size = Math.min(1, sums[p][k] / perColumn) * height;
           c.fillStyle = colours[PARTS[p]];
           c.fillRect(this.left + k, bottom - size, 1, size);
@@ -327,6 +338,17 @@
           c.fillStyle = colours.ink;
           c.fillRect(this.left + k, top + height * (1 - most[k]), 1, 1.5);
         }
+      }
+    }
+
+    /** A line below the rank that writes. */
+    drawCheckpoints(c, colours) {
+      c.fillStyle = colours.checkpoint;
+      for (const one of this.run.checkpoints) {
+        const lane = this.run.ranks.findIndex((rank) => rank.rank === one.rank);
+        const from = Math.max(this.left, this.x(1e6 * (one.t_s - one.write_s - one.copy_s)));
+        const to = Math.min(this.width, this.x(1e6 * one.t_s));
+        if (lane >= 0 && to >= from) c.fillRect(from, (lane + 1) * this.row - 3, Math.max(to - from, 1), 2);
       }
     }
 
@@ -356,10 +378,9 @@
       }
       const length = this.end[last - 1] - this.begin[first] || 1;
       const parts = this.run.ranks.slice(0, 8).map((rank, lane) => {
-        const sums = [0, 0, 0];
+        const sums = PARTS.map(() => 0);
         for (let i = first; i < last; i += 1) this.spent(lane, i).forEach((us, p) => { sums[p] += us; });
-        const [compute, wait, sync] = sums.map((us) => percent(us / length));
-        return `${fullName(this.run, rank)}: compute ${compute}, wait ${wait}, exchange ${sync}`;
+        return `${fullName(this.run, rank)}: ${told(sums, (us) => percent(us / length))}`;
       });
       const newest = this.run.series.window.at(-1);
       const until = last < numbers.length ? numbers[last] - 1 : newest;
@@ -438,13 +459,12 @@
       while (i < last && this.end[i] < t) i += 1;
       this.tip.hidden = !rank || event.offsetX < this.left || i >= last || this.begin[i] > t;
       if (this.tip.hidden) return;
-      const [compute, wait, sync] = this.spent(lane, i).map((us) => duration(us / 1e6));
       const merged = this.run.timeline.merged;
       const name = merged > 1 ? `${merged} windows from ${this.run.timeline.window[i]} on` : `window ${this.run.timeline.window[i]}`;
       const near = this.run.events.filter((mark) => Math.abs(this.x(1e6 * mark.t_s) - event.offsetX) < 4);
       this.tip.textContent = [
         `${rankName(rank)} (${rank.member}), ${name}`,
-        `compute ${compute}, wait ${wait}, exchange ${sync}`,
+        told(this.spent(lane, i), (us) => duration(us / 1e6)),
         ...near.map((mark) => mark.text),
       ].join("\n");
       const room = this.figure.clientWidth - this.tip.offsetWidth - 4;
