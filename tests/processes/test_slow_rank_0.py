@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from evener.observe.lineage import check_exactly_once
-from helpers.classification import TINY_LLAMA, samples
+from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.launched import Sandbox
 from helpers.managed import describe_job
@@ -84,7 +84,7 @@ def test_pretraining(tmp_path: Path) -> None:
 
 
 def classify(folder: Path, *arguments: object) -> Sequence[Any]:
-    Zygote.get().preload("evener.cli", "evener.tasks.classification.task", "peft")
+    Zygote.get().preload(*NEEDED)
     with RankTeam(be_evener, 2, str(folder), ["classify", *map(str, arguments)]) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
     assert {o.value for o in outcomes if o.returned} == {0}, "\n".join(o.story() for o in outcomes)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from helpers.classification import NEEDED
+from helpers.forking import Zygote
 from helpers.markdown import Block, blocks
 from helpers.ranks import Rank, run_ranks
 from helpers.recipes import RECIPES, lines_of_team, output_of_ranks
@@ -57,6 +59,8 @@ def run_script(rank: Rank, folder: str, text: str) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("example", OWN_LOOP, ids=lambda example: example[0])
 def test_an_example_of_a_loop(example: tuple[str, Block], world_size: int, tmp_path: Path) -> None:
+    if "Trainer" in example[1].text or "Pipeline" in example[1].text:
+        Zygote.get().preload(*NEEDED)
     run_ranks(run_script, world_size, str(tmp_path), example[1].text)
 
 
