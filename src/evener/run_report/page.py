@@ -33,7 +33,7 @@ def page(document: Document) -> str:
         document: ``runs``, each as ``figures`` returns it, and ``version``.
     """
     runs = document["runs"]
-    script = _asset("uPlot.iife.min.js") + _asset("page.js")
+    script = _asset("uPlot.iife.min.js") + _asset("charts.js") + _asset("page.js")
     style = _asset("uPlot.min.css") + _asset("page.css")
     policy = "; ".join(
         [
