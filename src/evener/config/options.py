@@ -23,10 +23,12 @@ class LaunchOptions(NodeOptions):
     Attributes:
         nproc: Local ranks asked for; ``None`` when the user did not say.
         emulate_slow: ``RANK:FACTOR`` texts, which ``engine.emulate.parse_emulation`` reads.
+        dashboard: Serve a dashboard for as long as the ranks run.
     """
 
     nproc: int | None = None
     emulate_slow: tuple[str, ...] = ()
+    dashboard: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

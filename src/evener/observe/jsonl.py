@@ -256,23 +256,25 @@ def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of all parts, also of those that are begun meanwhile."""
     part: Path | None = path
     while part is not None:
-        following = _after(path, part)
+        following = part_after(path, part)
         try:
             with open_for_reading(part) as stream:
                 yield from _whole_lines(stream)
                 if following is None:
-                    following = _after(path, part)
+                    following = part_after(path, part)
                     # A part is whole before the next one is begun; if that has happened just now,
                     # there may be more.
                     yield from _whole_lines(stream) if following else stream
         except FileNotFoundError:
             if part == path:
                 raise
-            following = _after(path, part)  # it was too old, and removed before it could be read
+            # It was too old, and removed before it could be read.
+            following = part_after(path, part)
         part = following
 
 
-def _after(path: Path, part: Path) -> Path | None:
+def part_after(path: Path, part: Path) -> Path | None:
+    """Return the file that follows a part; ``None`` for the newest. ``path`` is the first one."""
     number = _number(path, part)
     return next((other for other in parts_of(path)[1:] if _number(path, other) > number), None)
 

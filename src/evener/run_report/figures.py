@@ -38,7 +38,14 @@ MOST_LISTED: Final = 500
 # Sums of absurd values become infinite, and null in the document.
 @np.errstate(over="ignore", invalid="ignore")
 def figures(
-    name: str, history: RunHistory, facts: SummaryFacts, notes: Sequence[str], *, runs: int = 1
+    name: str,
+    history: RunHistory,
+    facts: SummaryFacts,
+    notes: Sequence[str],
+    *,
+    runs: int = 1,
+    most_numbers: int = MOST_NUMBERS,
+    has_timeline: bool = True,
 ) -> dict[str, Any]:
     """Return the document of a run.
 
@@ -48,6 +55,8 @@ def figures(
         facts: What its summary says.
         notes: What was left out while reading.
         runs: Runs in the same report, which share the room.
+        most_numbers: The most numbers in all curves of that report.
+        has_timeline: Whether the timeline is wanted, by far the largest part.
     """
     lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
     table = {
@@ -66,7 +75,27 @@ def figures(
         "team": _team(history, table, facts, solo),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, history),
-        "series": _series(history, table, runs),
+        "series": _series(history, table, most_numbers // runs),
+        **_lists(history, table),
+        "num_evals": len(history.evals),
+        "num_events": len(history.incidents),
+        "num_checkpoints": len(history.checkpoints),
+        "timeline": timeline(history, [lane.member for lane in lanes], MOST_TIMELINE_BYTES // runs)
+        if has_timeline
+        else None,
+        "confusion": None
+        if facts.confusion is None
+        else {
+            "labels": list(facts.confusion.labels),
+            "counts": [list(row) for row in facts.confusion.counts],
+        },
+        "machine": facts.machine,
+        "versions": facts.versions,
+    }
+
+
+def _lists(history: RunHistory, table: dict[str, Floats]) -> dict[str, Any]:
+    return {
         "evals": [
             {
                 "name": one.name,
@@ -86,18 +115,6 @@ def figures(
             {"t_s": number(one.t_s), "window": one.window, "text": one.text}
             for one in history.reasons
         ],
-        "num_evals": len(history.evals),
-        "num_events": len(history.incidents),
-        "num_checkpoints": len(history.checkpoints),
-        "timeline": timeline(history, [lane.member for lane in lanes], MOST_TIMELINE_BYTES // runs),
-        "confusion": None
-        if facts.confusion is None
-        else {
-            "labels": list(facts.confusion.labels),
-            "counts": [list(row) for row in facts.confusion.counts],
-        },
-        "machine": facts.machine,
-        "versions": facts.versions,
     }
 
 
@@ -263,10 +280,10 @@ def _straggler(
     }
 
 
-def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[str, Any]:
+def _series(history: RunHistory, table: dict[str, Floats], most_numbers: int) -> dict[str, Any]:
     count, lanes = len(history), len(table["weight"])
     each = 3 * (4 + 2 * lanes)
-    most = max(20, min(MOST_POINTS, MOST_NUMBERS // runs // each))
+    most = max(20, min(MOST_POINTS, most_numbers // each))
     starts = bucket_starts(count, most)
     ends = bucket_ends(starts, count)
     columns = {key: np.asarray(column) for key, column in history.columns.items()}
