@@ -224,7 +224,8 @@ class Communicator(Closing):
     ) -> None:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
-        The other parts hold undefined values afterwards. ``all_gather_parts`` then gives every rank
+        The other parts hold undefined values afterwards, and other ranks may read them until the
+        next collective: nobody may write to them before. ``all_gather_parts`` then gives every rank
         what each owner has made of its part.
 
         Args:

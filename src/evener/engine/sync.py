@@ -491,7 +491,7 @@ class SyncEngine(LateEngine):
         if self.state.plans and self._draft is None:
             self._learn()
             self._make_draft()
-            if self.rank == self.state.planner:
+            if self.world_size > 1 and self.rank == self.state.planner:
                 self._wish = self._wanted_change()
 
     def _learn(self) -> None:

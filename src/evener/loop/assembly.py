@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import FAST_BACKENDS, ShardedUpdate
-from evener.averaging.optimizer_state import why_replicated
+from evener.averaging.gradients import ShardedUpdate
+from evener.averaging.optimizer_state import FAST_BACKENDS, LEAST_DIVIDED, why_replicated
 from evener.averaging.replicas import ReplicaAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
@@ -234,8 +234,12 @@ class Assembly:
             return False
         if given == "auto" and self.comm.backend not in FAST_BACKENDS:
             return False
+        own = why_replicated(self.optimizers)
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        if given == "auto" and trained < LEAST_DIVIDED:
+            own = own or "the model is small"
         # A rank's optimizer may be of another class of the same name.
-        reasons = self.team.introduce(why_replicated(self.optimizers))
+        reasons = self.team.introduce(own)
         reason = next(filter(None, reasons), "")
         if reason and given == "on":
             raise ConfigError(

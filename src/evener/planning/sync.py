@@ -265,11 +265,12 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it brings nothing then, and each
         exchange costs.
         """
-        present, costs = self._present, self.costs
-        undecided = any(
+        present = self._present
+        undecided = len(present) == 1 or any(
             not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
         )
-        if len(present) == 1 or undecided or costs is None:
+        costs = None if undecided else self.costs
+        if costs is None:
             self._forget_decisions()
             return frozenset()
         fastest = self._better_alone(batch_size, costs)
