@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from evener.engine.emulate import EMULATE_SLOW
-from evener.team.script import run_program
 from helpers.limits import PATIENCE_S
-from helpers.ranks import Rank, run_ranks, run_ranks_to_end
+from helpers.ranks import Rank, be_script, run_ranks, run_ranks_to_end
 
 SCRIPTS = Path(__file__).parent / "ported"
 #: Sums of float64 in another order, magnified by some twenty steps of Adam.
@@ -46,16 +45,13 @@ def launch_three(name: str, folder: Path) -> Results:
     return results_of_three(folder, done.stderr)
 
 
-def be_launched(_: Rank, name: str, folder: str) -> None:
-    run_program([str(SCRIPTS / f"{name}.py"), "--out", folder])
-
-
 def fork_three(name: str, folder: Path) -> Results:
     """As ``launch_three``, on ranks that need not import torch."""
     env = {EMULATE_SLOW: "2:4"}
-    ranks = run_ranks_to_end(be_launched, 3, name, str(folder), env=env)
+    command = [str(SCRIPTS / f"{name}.py"), "--out", str(folder)]
+    ranks = run_ranks_to_end(be_script, 3, *command, env=env)
     said = "\n".join(rank.story() for rank in ranks)
-    assert all(rank.returned for rank in ranks), said
+    assert [rank.value for rank in ranks] == [0] * 3, said
     return results_of_three(folder, said)
 
 
