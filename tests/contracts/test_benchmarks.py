@@ -284,6 +284,13 @@ def test_report_page(tmp_path):
     assert 0 < row["events_mb"] < row["page_mb"] < 1
 
 
+def test_dashboard(tmp_path):
+    sizes = ("--windows", "30", "--ranks", "2", "--readers", "2", "--seconds", "0.2")
+    (row,) = run(tmp_path, "dashboard.py", *sizes)["rows"]
+    assert 0 < row["first_s"] <= row["whole_s"]
+    assert row["memory_mb"] > 0
+
+
 def test_event_cost(tmp_path):
     report = run(tmp_path, "event_cost.py", "--windows", "3", "--ranks", "1,2")
     assert [row["ranks"] for row in report["rows"]] == [1, 2]

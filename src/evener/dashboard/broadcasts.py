@@ -1,6 +1,7 @@
 """Each run is read once, however many look at it."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -65,6 +66,7 @@ class _Broadcast:
 
     def __init__(self, folder: Path) -> None:
         self.num_readers = 0
+        self._name = folder.name
         self._watch = RunWatch(folder)
         self._changed = asyncio.Condition()
         self._newest = b""
@@ -87,10 +89,17 @@ class _Broadcast:
     def end(self) -> None:
         self._reading.cancel()
 
+    async def _look(self) -> bytes | None:
+        try:
+            return await asyncio.to_thread(self._watch.look)
+        except Exception as error:  # whatever a damaged file leads to: who looks has to be told
+            problem = f"{self._name} cannot be shown: {type(error).__name__}: {error}"
+            return json.dumps({"name": self._name, "problem": problem}).encode()
+
     async def _read(self) -> None:
         try:
             while True:
-                document = await asyncio.to_thread(self._watch.look)
+                document = await self._look()
                 if document is not None and document != self._newest:
                     async with self._changed:
                         self._newest, self._version = document, self._version + 1

@@ -124,7 +124,7 @@ class SkippedLines:
     def notes(self) -> list[str]:
         """Return sentences about them."""
         further = self._count - len(self._named)
-        return [*self._named, f"{further:,} further lines are left out"] if further else self._named
+        return [*self._named, *([f"{further:,} further lines are left out"] if further else [])]
 
 
 def _folder(run: Path) -> Path:

@@ -1,6 +1,8 @@
 """Names from URLs lead to runs of the folder, and nowhere else."""
 
 import fcntl
+import json
+import math
 import os
 import re
 from pathlib import Path
@@ -8,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from evener.config.folders import EVENTS, folder_in_use
+from evener.dashboard import watching
 from evener.dashboard.holders import ask_to_stop, find_holder
 from evener.dashboard.shelf import Shelf
 from evener.dashboard.watching import RunWatch
 from evener.errors import ConfigError, UsageError
+from evener.observe import following
+from evener.observe.jsonl import to_line
+from helpers.event_cases import committed_window, started
 
 
 @pytest.fixture
@@ -73,6 +79,24 @@ def test_the_holder_of_a_folder(root: Path) -> None:
 def test_nobody_to_stop(root: Path) -> None:
     with pytest.raises(UsageError, match=f"at work in {re.escape(str(root / 'first'))}: .*Ctrl-C"):
         ask_to_stop(root / "first")
+
+
+def test_a_long_file_is_read_piece_by_piece(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [started(), *(committed_window(k) for k in range(200))]
+    (root / "first" / EVENTS).write_bytes(b"[\n" + b"".join(map(to_line, events)))
+    monkeypatch.setattr(following, "LOOK_BYTES", 4096)
+    monkeypatch.setattr(watching, "_CATCH_UP_S", 0.0)
+    monkeypatch.setattr(watching, "_MOST_OF_TIME", math.inf)
+    watch = RunWatch(root / "first")
+    found = [json.loads(watch.look() or b"null")]
+    while watch.pause_s < watching.INTERVAL_S:
+        found.append(json.loads(watch.look() or b"null"))
+    watch.close()
+    assert len(found) > 10
+    assert "of events.jsonl have been read so far" in found[-2]["notes"][-1]
+    assert found[-1]["run"]["windows"] == 200
+    assert len(found[-1]["notes"]) == 1
+    assert found[-1]["notes"][0].startswith("line 1 of events.jsonl is left out")
 
 
 def test_a_run_that_is_removed_is_a_problem_and_no_end(root: Path) -> None:
