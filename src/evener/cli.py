@@ -348,7 +348,7 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         os.execv(command[0], command)  # a rank already: become the script
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
-    with _with_dashboard(Path("runs"), wanted=options.dashboard):
+    with _with_dashboard(Path("runs"), options, node):
         return launch(command, nproc=nproc, port=options.port, node=node)
 
 
@@ -411,9 +411,12 @@ def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _with_dashboard(folder: Path, *, wanted: bool) -> Iterator[None]:
-    """Serve a dashboard of the runs in a folder for as long as the block runs, if it is wanted."""
-    if not wanted:
+def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
+    """Serve a dashboard of the runs in a folder for as long as the block runs, if it is wanted.
+
+    Of several machines the first one serves it: rank 0 writes the events there.
+    """
+    if not options.dashboard or (node is not None and node.number > 0):
         yield
         return
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
@@ -451,7 +454,7 @@ def _launch_task(
     node = choose_node(options, timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
-    with _with_dashboard(options.out, wanted=options.dashboard):
+    with _with_dashboard(options.out, options, node):
         return _launch_evener(arguments, nproc, options.port, node)
 
 
