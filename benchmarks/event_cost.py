@@ -79,7 +79,7 @@ def record(ddp: Ddp, path: Path, windows: int) -> dict[str, Any]:
             spans.receive(time.perf_counter())
             spans.begin_wait()
             spans.begin_sync()
-            spans.apply()
+            spans.apply(0)
             ddp.events.window(one)
         sink.flush()
         cpu_s += time.process_time() - began_s

@@ -21,6 +21,7 @@ WHOLE = [
     "turns",
     "num_events",
     "sent_bytes",
+    "since",
 ]
 TEXT = [
     "type",
@@ -50,6 +51,7 @@ NUMBER = [
     "expected_s",
     "data_s",
     "copy_s",
+    "delay_s",
     "begin_t",
 ]
 OPTIONAL = ["total_windows", "loss", "message", "path"]

@@ -51,7 +51,7 @@ from evener.errors import (
 # Gloo aborts the process of whoever receives more bytes than it expected. So whatever fits travels
 # in cells of one size that say what they are, and larger exchanges are announced by such a cell
 # the first time that their size occurs.
-_CELL_BYTES = 1024
+_CELL_BYTES = 1088
 _HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
 #: So many of the latest sizes are remembered; one that has been forgotten is announced again.

@@ -23,6 +23,7 @@ from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
 from evener.engine.share import Share, WindowSpans, needs_plans
+from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
@@ -50,6 +51,7 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     habits: Habits
+    slowness: Slowness
 
 
 class Engine(ABC):
@@ -72,6 +74,7 @@ class Engine(ABC):
         batch_size: Samples of a window of SYNC over all ranks, or of a local step.
         share: The micro-batches between two updates, while they are computed.
         spans: What this rank's time goes to in a window.
+        slowness: Watches how fast the ranks are.
         limits: The largest micro-batches that fit.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
         queue: Of the device that the model lies on, if it has one.
@@ -102,7 +105,7 @@ class Engine(ABC):
         self.known_sizes: set[int] = set()
         self.queue = queue_of(self.device)
         self.share = self._open(0, 1.0)
-        self.spans = WindowSpans(team)
+        self.spans, self.slowness = WindowSpans(team), options.slowness
         self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
@@ -524,8 +527,10 @@ class Engine(ABC):
         assert applied is not None
         for lease in applied.leases:
             self.cursor.commit(lease)
+        result = self._completed(applied.result, rows)
+        result = self.slowness.judge(result, speaks=self.is_main)
         if self._on_commit:
-            self._tell_committed(self._completed(applied.result, rows))
+            self._tell_committed(result)
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """Return the result with what ranks tell of it a round later: waits, exchange times."""

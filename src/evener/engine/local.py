@@ -423,7 +423,7 @@ class LocalEngine(Engine):
         told = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
-            **self.spans.apply(),
+            **self.spans.apply(self.slowness.because),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }

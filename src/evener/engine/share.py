@@ -116,6 +116,11 @@ class WindowSpans:
         waited_s = time.perf_counter() - asked_s
         self._work = OwnWork(asked_s if began_s is None else began_s, data_s + waited_s)
 
+    def work_at_once(self) -> float:
+        """Begin with the work when the window before was applied; return when that was."""
+        self._work = OwnWork(self._applied_s)
+        return self._applied_s
+
     def finish_work(self) -> None:
         """Count what follows for the next window, but for waiting and averaging."""
         self._finished, self._work = self._work, OwnWork()
@@ -128,8 +133,11 @@ class WindowSpans:
         """Begin to average, now or so many seconds after the wait began."""
         self._sync_s = self._wait_s + waited_s if waited_s else time.perf_counter()
 
-    def apply(self) -> dict[str, Any]:
+    def apply(self, slow_because: int) -> dict[str, Any]:
         """End the window, which has been applied.
+
+        Args:
+            slow_because: Why this rank is slow, if it is.
 
         Returns:
             Fields of this rank's report that tell of it.
@@ -149,6 +157,7 @@ class WindowSpans:
             "work_ago_s": 0.0 if work.began_s is None else now_s - work.began_s,
             "wait_ago_s": now_s - self._wait_s,
             "sync_ago_s": max(0.0, now_s - self._sync_s),
+            "slow_because": slow_because,
         }
 
 
@@ -262,6 +271,10 @@ class Share:
         self.in_micro_batch, self.open_samples = True, samples
         self._first_lap = len(self._laps)
         self._open_weights = {}
+
+    def count_since(self, began_s: float) -> None:
+        """Count what the user's own loop has done since then: fetching data, the forward pass."""
+        self._laps.append(Lap(began_s, time.perf_counter()))
 
     def backward(
         self,

@@ -351,7 +351,7 @@ class SyncEngine(LateEngine):
         self._result = replace(result, progress=self.progress)
         if self._late is not None:
             self._result = self._late.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply()}
+        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply(self.slowness.because)}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
 

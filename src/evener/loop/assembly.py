@@ -20,7 +20,7 @@ from evener.averaging.replicas import ReplicaAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
-from evener.devices import move
+from evener.devices import kind_of, move
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.habits import Habits, refuse_second_team
@@ -28,6 +28,7 @@ from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
+from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
@@ -40,6 +41,7 @@ from evener.loop.models import (
     parts_of,
 )
 from evener.loop.precision import HALF, AutocastForward, choose_precision
+from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.cadence import CadencePolicy
 from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
@@ -347,6 +349,16 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
+            slowness=Slowness(
+                own.rank,
+                kinds=[
+                    f"{m.device_name}, {m.threads} threads, {m.precision}, {m.emulated:g}"
+                    for m in members
+                ],
+                names=[f"rank {m.rank} ({m.host}, {m.device}, {m.device_name})" for m in members],
+                diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
+                warn=warn,
+            ),
         )
 
 

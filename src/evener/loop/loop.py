@@ -1,7 +1,6 @@
 """``Loop``: data-parallel training in a loop of one's own, on devices of unequal speed."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -257,8 +256,8 @@ class Loop(DataSide):
             "that follow speed, and going on in mid-epoch after a restart"
         )
         share = engine.open_share(1)
-        engine.spans.receive(time.perf_counter())  # the loop has its data already
         share.start_micro_batch(1)
+        share.count_since(engine.spans.work_at_once())
         return share
 
     def weighted_mean(self, value: float | Tensor, weight: float = 1.0) -> float:

@@ -3,11 +3,9 @@
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from statistics import median
 from typing import Any, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
@@ -16,6 +14,7 @@ from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, RankRow, Sink, make_event
 from evener.planning.report import RankRecord
+from evener.planning.stragglers import Straggler
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
@@ -64,7 +63,6 @@ class EventStream:
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
-        self._watch = StragglerWatch(assembly.comm.world_size)
         self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
         self._facts: dict[str, Any] = {
@@ -204,9 +202,27 @@ class EventStream:
             parked=list(self.parked),
             **further,
         )
-        for rank, compute_s, expected_s in self._watch.observe(result.ranks):
-            member, times = self._names[rank], {"compute_s": compute_s, "expected_s": expected_s}
-            self.tell("straggler", rank=rank, member=member, window=result.window, **times)
+        for one in result.stragglers:
+            self._straggler(one)
+
+    def _straggler(self, one: Straggler) -> None:
+        member = self._members[one.rank]
+        who: dict[str, Any] = {"rank": one.rank, "member": member.member, "window": one.window}
+        who |= {"since": one.since, "delay_s": _rounded(one.delay_s)}
+        if one.is_over:
+            self.tell("straggler_over", **who)
+            return
+        self.tell(
+            "straggler",
+            **who,
+            host=member.host,
+            device=f"{member.device} ({member.device_name})",
+            factor=round(one.factor, 3),
+            against=one.against,
+            cause=one.cause.words,
+            compute_s=_rounded(one.compute_s),
+            expected_s=_rounded(one.expected_s),
+        )
 
     def _row(self, rank: int, record: RankRecord) -> RankRow:
         return RankRow(
@@ -331,37 +347,3 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
 def _rounded(seconds: float) -> float:
     """Return seconds in whole microseconds: further digits are noise, and make long lines."""
     return round(seconds, 6)
-
-
-class StragglerWatch:
-    """Notices a rank that has become slower than it was, by its own seconds per sample.
-
-    A rank that is slow all the time is no straggler: the plan gives it less.
-    """
-
-    FACTOR = 1.5
-    IN_A_ROW = 3
-    MEMORY = 15
-
-    def __init__(self, world_size: int) -> None:
-        self._seconds: list[deque[float]] = [deque(maxlen=self.MEMORY) for _ in range(world_size)]
-        self._strikes = [0] * world_size
-
-    def observe(self, ranks: Sequence[RankRecord]) -> list[tuple[int, float, float]]:
-        """Take a window.
-
-        Returns:
-            ``(rank, compute_s, expected_s)`` of ranks that have just become stragglers.
-        """
-        found = []
-        for rank, record in enumerate(ranks):
-            if (per_sample_s := record.per_sample_s) is None:
-                continue
-            known = self._seconds[rank]
-            usual_s = median(known) if len(known) >= self.IN_A_ROW else per_sample_s
-            slow = per_sample_s > self.FACTOR * usual_s
-            self._strikes[rank] = self._strikes[rank] + 1 if slow else 0
-            if self._strikes[rank] == self.IN_A_ROW:
-                found.append((rank, record.compute_s, usual_s * record.samples))
-            known.append(per_sample_s)
-        return found

@@ -50,8 +50,13 @@ FIELDS: Final = {
     "run_resumed": "window path new_data",
     # The team formed anew and continues with ``window``; earlier events from there on are void.
     "reformed": "window generation members",
-    # A rank needed ``compute_s`` for a share for which ``expected_s`` were planned.
+    # A rank has become slow: it needed ``compute_s`` where ``expected_s`` were to be expected.
+    # Further fields: ``factor`` times as slow as ``against``, from the window ``since`` on, on
+    # ``host`` and ``device``, with the likely ``cause`` for people; ``delay_s`` is by how much
+    # windows would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",
+    # It is as fast as before, as of ``window``.
+    "straggler_over": "rank member window since delay_s",
     # So many events were not written here, as the disk was too slow for them.
     "events_dropped": "num_events",
     # The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``.

@@ -65,7 +65,8 @@ class ProgressSink(Sink):
                 self._state.restart()
             elif kind == "run_finished":
                 self._end_live()
-            text = describe(event)
+            # Of a straggler the engine tells the user itself, also where there is no such line.
+            text = None if kind in {"straggler", "straggler_over"} else describe(event)
             if text is not None:
                 self._print_above(text)
             if kind == "eval" and not self._live and self._state.windows:
@@ -228,10 +229,18 @@ def describe(event: Event) -> str | None:
             f"written in {human_duration(event['write_s'])})"
         )
     if kind == "straggler":
+        since = f", since step {event['since'] + 1:,}" if "since" in event else ""
+        cause = f": {event['cause']}" if event.get("cause") else ""
         return (
             f"straggler: rank {event['rank']} ({event['member']}) took "
             f"{human_duration(event['compute_s'])} for step {event['window'] + 1:,} "
-            f"instead of {human_duration(event['expected_s'])}"
+            f"instead of {human_duration(event['expected_s'])}{since}{cause}"
+        )
+    if kind == "straggler_over":
+        return (
+            f"rank {event['rank']} ({event['member']}) is as fast as before step "
+            f"{event['since'] + 1:,} again; steps would have ended "
+            f"{human_duration(event['delay_s'])} sooner"
         )
     if kind == "worker_lost":
         return f"lost rank {event['rank']} ({event['member']}): {event['reason']}"

@@ -18,13 +18,14 @@ TOLD_LATER: Final = (
     "work_ago_s",
     "wait_ago_s",
     "sync_ago_s",
+    "slow_because",
 )
 
 
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last ten (``TOLD_LATER``) are
+    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
     about that window. They are 0 until it has been committed.
 
     Attributes:
@@ -64,6 +65,7 @@ class Report(NamedTuple):
         work_ago_s: Seconds from asking for the first data of that window to applying it.
         wait_ago_s: Seconds from beginning to wait for others to applying it.
         sync_ago_s: Seconds from beginning to average to applying it.
+        slow_because: Why it was slow, where it was: a ``SlowCause``.
     """
 
     weight: float = 0.0
@@ -97,6 +99,7 @@ class Report(NamedTuple):
     work_ago_s: float = 0.0
     wait_ago_s: float = 0.0
     sync_ago_s: float = 0.0
+    slow_because: int = 0
 
     @property
     def per_sample_s(self) -> float | None:

@@ -253,11 +253,13 @@ def _straggler(
     ranks: Sequence[dict[str, Any]], waits: Waits, history: RunHistory
 ) -> dict[str, Any]:
     """Return the rank that the others waited for most, and a sentence about it."""
+    named = [one.text for one in history.incidents if one.kind.startswith("straggler")]
+    told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
     if waits.straggler is None:
         text = "No rank keeps the others waiting for a noteworthy part of the time."
         if waits.shared_windows == 0:
             text = "There is no window in which two ranks worked together."
-        return {"rank": None, "text": text}
+        return {"rank": None, "text": text + told}
     row = ranks[waits.straggler]
     waited_s, delay_s = waits.waited_s[waits.straggler], waits.delay_s[waits.straggler]
     part = float(waited_s / waits.team_s)
@@ -276,7 +278,7 @@ def _straggler(
         "waited_for_s": number(float(waited_s)),
         "of_team_time": number(part),
         "delay_s": number(float(delay_s)),
-        "text": text,
+        "text": text + told,
     }
 
 

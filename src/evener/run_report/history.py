@@ -30,7 +30,8 @@ MOST_REASONS: Final = 250
 """Of the changed plans, so many first ones are kept, and so many last ones."""
 
 _INCIDENTS: Final = frozenset(
-    {"worker_lost", "worker_joined", "healed", "straggler", "checkpoint_missed", "events_dropped"}
+    {"worker_lost", "worker_joined", "healed", "straggler", "straggler_over"}
+    | {"checkpoint_missed", "events_dropped"}
 )
 
 _MOST_TEXT: Final = 300
