@@ -73,8 +73,7 @@ def describe_straggler(one: Straggler, name: str) -> str:
             f"{one.window}; {cost}"
         )
     return (
-        f"straggler: {name} needs {one.factor:.1f} times as long as "
-        f"{one.against} would have it ({human_duration(one.compute_s)} instead of "
-        f"{human_duration(one.expected_s)} in window {one.window}), since window {one.since}: "
-        f"{one.cause.words}. So far {cost}"
+        f"straggler: {name} is {one.factor:.1f} times slower than {one.against} "
+        f"({human_duration(one.compute_s)} instead of {human_duration(one.expected_s)} in window "
+        f"{one.window}), since window {one.since}: {one.cause.words}. So far {cost}"
     )
