@@ -59,13 +59,13 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
-EXTRAS = "hf,data,tensorboard,dev"
+EXTRAS = "hf,data,tensorboard,dashboard,dev"
 
 # Programs of which one is enough for the tests marked `browser`.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-# These hold peers to short deadlines and have the cores for themselves; others run side by side.
-SERIAL_TESTS = ("conformance",)
+# These hold peers to short deadlines, and mostly wait: two at a time, when the others have ended.
+LAST_TESTS = ("conformance",)
 
 # They have a short form, ``--quick``, and take some minutes together.
 SHORT_BENCHMARKS = ("allreduce", "homogeneous", "hetero", "scaling", "simulate_scale")
@@ -263,16 +263,17 @@ def test(arguments: Sequence[str]) -> int:
     checks = StaticChecks()
     checks.start()  # mypy goes on beside the tests that run in parallel
     checks.report_quick()
+    compile_modules()
     tests = ROOT / "tests"
-    serial = [f"tests/{name}" for name in SERIAL_TESTS if (tests / name).is_dir()]
-    ignored = [f"--ignore={path}" for path in serial]
+    last = [f"tests/{name}" for name in LAST_TESTS if (tests / name).is_dir()]
+    ignored = [f"--ignore={path}" for path in last]
     # One more than there are cores: tests of processes wait for one another.
     workers = str(min(4, (os.cpu_count() or 1) + 1))
     counts = Counts()
     counts.add(pytest("-n", workers, "--dist", "worksteal", *ignored, *everything, "tests"))
     checks.report_slow()
-    if serial:
-        counts.add(pytest(*everything, *serial))
+    if last:
+        counts.add(pytest("-n", "2", "--dist", "worksteal", *everything, *last))
     for reason, names in sorted(counts.not_run.items()):
         print(f"not run, {reason}: {', '.join(sorted(names))}")
     if counts.not_run and not everything:
@@ -280,6 +281,18 @@ def test(arguments: Sequence[str]) -> int:
     seconds = time.monotonic() - started_s
     print(f"==== {checks.verdict()}; {counts.summary()} in {seconds:.1f}s ====")
     return 1 if checks.failed or not counts.good else 0
+
+
+def compile_modules() -> None:
+    """Compiles evener and the tests once; hundreds of processes of the tests import them.
+
+    They would not write what they have compiled where PYTHONDONTWRITEBYTECODE is set.
+    """
+    import subprocess
+
+    folders = ("src", "tests")
+    command = [str(BIN / "python"), "-m", "compileall", "-q", *folders]
+    subprocess.run(command, cwd=ROOT, check=False)
 
 
 class StaticChecks:

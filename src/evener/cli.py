@@ -7,10 +7,12 @@ import atexit
 import gc
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
+from importlib.util import find_spec
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_origin
@@ -30,7 +32,7 @@ from evener.engine.emulate import EMULATE_SLOW, parse_emulation
 from evener.errors import ConfigError
 from evener.protocol.roster import Deadlines, parse_team_limits
 from evener.team.address import check_port
-from evener.team.child import apply_threads, loading_libraries, run_child
+from evener.team.child import apply_threads, die_with, loading_libraries, run_child
 from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
 from evener.team.meeting import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Node, choose_node
@@ -48,6 +50,9 @@ app = typer.Typer(
 
 # -P: a file in the current folder must not shadow a module of the library.
 _PYTHON: Final = (sys.executable, "-P", "-m")
+
+#: Set by a launcher for the dashboard that ends with it: the launcher's process number.
+DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 
 #: Ranks of the pretraining demo, and of a classification of which nothing is said.
 DEMO_NPROC: Final = 2
@@ -140,6 +145,21 @@ class DoctorOptions:
     as_json: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardOptions:
+    """Options of ``evener dashboard``.
+
+    Attributes:
+        folder: A run's folder, or one of runs.
+        bind: Where to listen; loopback without it.
+        token_file: Holds what browsers must know; needed on any other address.
+    """
+
+    folder: Path = Path("runs")
+    bind: str | None = None
+    token_file: Path | None = None
+
+
 _Options = TypeVar("_Options")
 
 #: By the field of a class of options: how the command line takes it, in the order of the help.
@@ -152,7 +172,10 @@ _TAKEN: Final = {
         metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or where to listen."
     ),
     "listen": typer.Option("--listen", help="Answer other machines; on loopback without ADDR."),
+    "token_file": typer.Option(metavar="FILE", help="A secret that both sides have."),
     "as_json": typer.Option("--json", help="Print facts and problems as JSON."),
+    "folder": typer.Argument(metavar="[RUN|ROOT]", help="A run folder, or a folder of runs."),
+    "bind": typer.Option(metavar="HOST[:PORT]", help="Listen there; on loopback without it."),
     "coordinator": typer.Argument(metavar="ADDR", help="HOST:PORT of the team's coordinator."),
     "program": typer.Argument(
         metavar="PROGRAM...", help="What the team runs: a script, pretrain or classify; arguments."
@@ -188,10 +211,10 @@ _TAKEN: Final = {
         metavar="MIN:MAX", help="Workers may die, leave and join; the team goes on with MIN."
     ),
     "max_failures": typer.Option(metavar="N", help="Stop when more workers have failed; 10."),
-    "token_file": typer.Option(metavar="FILE", help="Holds a secret that both ends have."),
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
     "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
+    "dashboard": typer.Option("--dashboard", help="Serve a dashboard while the run goes on."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
 }
@@ -381,7 +404,9 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
         return _launch_elastic(options, command, ("torch", "evener.ddp"), str(options.script))
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
-    return launch(command, nproc=_count_ranks(options.nproc), port=options.port, node=node)
+    nproc = _count_ranks(options.nproc)
+    with _with_dashboard(Path("runs"), options, node):
+        return launch(command, nproc=nproc, port=options.port, node=node)
 
 
 # The address comes before our options, so the program's own options have to pass through.
@@ -450,9 +475,10 @@ def coordinator(options: CoordinateOptions, _arguments: Sequence[str]) -> int:
 @_command(DoctorOptions)
 def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
     """Look for what keeps runs from starting or from being fast: here, there and on the way."""
-    from evener.doctor.answering import answer_visitors, open_door, read_token
+    from evener.doctor.answering import answer_visitors, open_door
     from evener.doctor.diagnosis import diagnose
     from evener.doctor.examination import examine_host
+    from evener.team.token_files import read_token
 
     token = read_token(options.token_file)
     if options.listen:
@@ -463,6 +489,54 @@ def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
     diagnosis = diagnose(options.address, token)
     print(diagnosis.json_text() if options.as_json else diagnosis.for_people())
     return 1 if diagnosis.problems else 0
+
+
+@_command(DashboardOptions)
+def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
+    """Show runs in the browser, while they go on and after."""
+    from evener.dashboard.shelf import Shelf
+    from evener.team.token_files import read_token
+
+    try:
+        from evener.dashboard.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"evener dashboard needs {error.name}: pip install 'evener[dashboard]'"
+        ) from error
+    if parent := os.environ.pop(DASHBOARD_OF, None):
+        die_with(int(parent))
+    serve(Shelf.at(options.folder), options.bind, read_token(options.token_file))
+    return 0
+
+
+@contextmanager
+def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> Iterator[None]:
+    """Serve a dashboard of the runs in a folder for as long as the block runs, if it is wanted.
+
+    Of several machines the first one serves it: rank 0 writes the events there.
+    """
+    if not options.dashboard or (node is not None and node.number > 0):
+        yield
+        return
+    if find_spec("starlette") is None or find_spec("uvicorn") is None:
+        raise ConfigError("--dashboard needs more packages: pip install 'evener[dashboard]'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of runs {folder} cannot be made: {error}; choose another with --out"
+        ) from None
+    process = subprocess.Popen(
+        [*_PYTHON, "evener", "dashboard", str(folder)],
+        env={**os.environ, DASHBOARD_OF: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is for the run, which takes a while to end
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:
@@ -517,7 +591,8 @@ def _launch_task(
     node = choose_node(options, timeout_s)
     if node is None:
         parse_emulation(options.emulate_slow, nproc)
-    return _launch_evener(arguments, nproc, options.port, node)
+    with _with_dashboard(options.out, options, node):
+        return _launch_evener(arguments, nproc, options.port, node)
 
 
 def _launch_evener(
@@ -545,6 +620,7 @@ def _refuse_launch_options(options: LaunchOptions, place: DistributedTrainConfig
         **options.given,
         "--port": options.port,
         "--elastic": options.elastic,
+        "--dashboard": options.dashboard or None,
     }
     for option, value in given.items():
         if value is not None:

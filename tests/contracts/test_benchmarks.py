@@ -291,3 +291,18 @@ def test_report_page(tmp_path):
     (row,) = run(tmp_path, "report_page.py", *sizes)["rows"]
     assert (row["windows"], row["ranks"], row["opened_s"]) == (30, 2, [])
     assert 0 < row["events_mb"] < row["page_mb"] < 1
+
+
+def test_dashboard(tmp_path):
+    sizes = ("--windows", "30", "--ranks", "2", "--readers", "2", "--seconds", "0.2")
+    (row,) = run(tmp_path, "dashboard.py", *sizes)["rows"]
+    assert 0 < row["first_s"] <= row["whole_s"]
+    assert row["memory_mb"] > 0
+
+
+def test_event_cost(tmp_path):
+    report = run(tmp_path, "event_cost.py", "--windows", "3", "--ranks", "1,2")
+    assert [row["ranks"] for row in report["rows"]] == [1, 2]
+    for row in report["rows"]:
+        assert row["cpu_us"] > 0
+        assert 0 < row["bytes"] <= 1000

@@ -172,9 +172,9 @@ def test_test_runs_everything_and_sums_up_in_one_line(dev, clone):
     assert done.returncode == 0, done.stderr
     ran = calls(clone)
     assert {"ruff check .", "ruff format --check .", "mypy", "lint-imports --no-logo"} <= set(ran)
-    side_by_side, serial = [line for line in ran if "-m pytest" in line]
+    side_by_side, last = [line for line in ran if "-m pytest" in line]
     assert "--ignore=tests/conformance tests" in side_by_side
-    assert serial.endswith(" tests/conformance")
+    assert last.endswith(" -n 2 --dist worksteal tests/conformance")
     lines = done.stdout.splitlines()
     assert "not run, needs a GPU: c" in lines
     assert lines[-1].startswith("==== static checks passed; 4 passed, 0 failed, 2 skipped in ")
@@ -186,7 +186,7 @@ def test_whatever_fails_makes_the_whole_fail_and_the_rest_run_all_the_same(dev, 
     (clone / f"FAIL.{broken}").touch()
     done = run(clone, ".ci/run")
     assert done.returncode == 1
-    assert len(calls(clone)) == 6
+    assert len(calls(clone)) == 7
     closing = done.stdout.splitlines()[-1]
     if broken == "python":
         assert "2 passed, 2 failed" in closing

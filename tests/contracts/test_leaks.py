@@ -1,10 +1,13 @@
 """A test that leaves something behind fails, one that tidies up does not, and later ones go on."""
 
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from helpers import leaks
 from helpers.limits import PATIENCE_S
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -102,6 +105,14 @@ def test_every_kind_of_leak_fails_the_test_that_made_it_and_no_other(tmp_path):
         assert section, (kind, output)
         assert re.search(report, section[1]), (kind, section[1])
         assert len(section[1].splitlines()) == 2, section[1]  # nothing else is blamed on it
+
+
+def test_a_semaphore_is_known_by_the_processes_that_map_it():
+    """Those of other programs are no leak of ours."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    segment = f"sem.{lock._semlock.name.removeprefix('/')}"
+    assert leaks.is_mapped(os.getpid(), segment)
+    assert not leaks.is_mapped(os.getppid(), segment)
 
 
 def test_what_is_tidied_up_is_no_leak_and_seeds_are_the_same_in_every_test(tmp_path):

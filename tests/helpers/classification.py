@@ -6,6 +6,16 @@ from typing import Any
 from evener.config.classify import ClassifyConfig
 from evener.tasks.classification.samples import Sample
 
+#: What a rank imports before it can train a classifier, or compare it with a linear one.
+NEEDED = (
+    "evener.cli",
+    "evener.tasks.classification.task",
+    "peft",
+    "sklearn.feature_extraction.text",
+    "sklearn.linear_model",
+    "transformers.models.llama.modeling_llama",
+)
+
 LABELS = ["first", "second", "third"]
 
 TINY_LLAMA: dict[str, Any] = {

@@ -19,6 +19,9 @@ WHOLE = [
     "num_bytes",
     "samples",
     "turns",
+    "num_events",
+    "sent_bytes",
+    "since",
 ]
 TEXT = [
     "type",
@@ -46,6 +49,10 @@ NUMBER = [
     "wait_s",
     "sync_s",
     "expected_s",
+    "data_s",
+    "copy_s",
+    "delay_s",
+    "begin_t",
 ]
 OPTIONAL = ["total_windows", "loss", "message", "path"]
 KINDS: dict[str, tuple[type, ...]] = {

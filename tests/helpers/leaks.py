@@ -258,11 +258,21 @@ def leaked_segments(before: Snapshot) -> list[str]:
 def used_elsewhere(segment: str) -> bool:
     """Whether a process that is not ours maps a segment."""
     ours = {process.pid for process in psutil.Process().children(recursive=True)} | {os.getpid()}
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError):
-            if pid not in ours and f"/dev/shm/{segment}" in Path(f"/proc/{pid}/maps").read_text():
-                return True
-    return False
+    return any(is_mapped(pid, segment) for pid in psutil.pids() if pid not in ours)
+
+
+def is_mapped(pid: int, segment: str) -> bool:
+    """Whether a process maps a segment.
+
+    By its inode: a semaphore is made under another name, and that is the one which is listed.
+    """
+    try:
+        number = str(Path(f"/dev/shm/{segment}").stat().st_ino)
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return False
+    mapped = (line.split(maxsplit=5) for line in lines if "/dev/shm/" in line)
+    return any(fields[4] == number for fields in mapped)
 
 
 # ── settings of the process ──────────────────────────────────────────────────────────────────────

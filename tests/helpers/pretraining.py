@@ -9,7 +9,6 @@ import ctypes
 import os
 import random
 import select
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from evener.observe.jsonl import read_events
 from evener.observe.lineage import effective_events
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote
-from helpers.launched import Ended, Running, Sandbox, wait_until_gone
+from helpers.launched import Running, Sandbox
 from helpers.ranks import Rank, RankTeam
 
 #: Hard limit for a whole run; it takes seconds, but others may use the same cores.
@@ -238,17 +237,6 @@ def wait_for_events(
                 assert ready, f"nothing came in {RUN_TIMEOUT_S} s; events so far: {events}"
     finally:
         os.close(process)
-
-
-def kill_all(running: Running, events: Sequence[dict[str, Any]]) -> Ended:
-    """SIGKILL to the launcher and all ranks of the last session, at once; waits for their ends."""
-    latest = max(i for i, event in enumerate(events) if event["type"] == "run_started")
-    ranks = [event["pid"] for event in events[latest:] if event["type"] == "worker_started"]
-    for pid in (running.process.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
-    for pid in ranks:
-        assert wait_until_gone(pid, RUN_TIMEOUT_S), f"rank {pid} still lives"
-    return running.end(RUN_TIMEOUT_S)
 
 
 # ── judging ──────────────────────────────────────────────────────────────────────────────────────

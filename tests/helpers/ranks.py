@@ -383,6 +383,19 @@ class RankTeam:
         return "\n".join(lines)
 
 
+def be_script(_: Rank, script: str, *arguments: str) -> int:
+    """What a rank's process does when evener's launcher has started a script in it.
+
+    Returns:
+        The exit code. A failure is printed, as there is no launcher that listens.
+    """
+    from evener.team.child import run_child
+    from evener.team.script import run_program
+
+    os.environ["EVENER_PARENT_PID"] = str(os.getppid())
+    return run_child(lambda: run_program([script, *arguments]))
+
+
 def launch_variables(rank: Rank) -> dict[str, str]:
     """What evener's launcher would tell this rank."""
     return {

@@ -87,11 +87,11 @@ class ScriptedPolicy(Policy):
     def __init__(
         self, world_size: int, shares: Callable[[int, int], Sequence[float]] | Sequence[float]
     ) -> None:
+        super().__init__([])
         self.world_size = world_size
         self.shares = shares
 
     is_calibrated = True
-    members: tuple[str, ...] = ()
 
     def set_micro_batch_sizes(self, sizes: Sequence[int | None]) -> None:
         pass

@@ -13,17 +13,11 @@ import yaml
 
 from evener.data.cursor import Permutation
 from evener.observe.lineage import check_exactly_once
-from helpers.classification import TINY_LLAMA, samples
+from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
 from helpers.ranks import Rank, RankTeam, run_ranks
 
-NEEDED = (
-    "evener.cli",
-    "evener.tasks.classification.task",
-    "peft",
-    "transformers.models.llama.modeling_llama",
-)
 NAMES = ["first", "second", "third"]
 
 #: 48 samples for training make 7 windows an epoch, the last one of 6 samples.

@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import load_file, save
 
 from evener.observe.lineage import check_exactly_once
-from helpers.classification import TINY_LLAMA, samples
+from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, RunFolder, be_evener
 from helpers.ranks import RankTeam
@@ -98,8 +98,7 @@ def test_classification_resumes_from_the_newest_checkpoint_that_is_sound(tmp_pat
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
 
     def classify(*arguments: str) -> str:
-        needed = ("evener.cli", "evener.tasks.classification.task", "peft")
-        Zygote.get().preload(*needed, "transformers.models.llama.modeling_llama")
+        Zygote.get().preload(*NEEDED)
         command = ["classify", "run.yaml", *arguments]
         with RankTeam(be_evener, 1, str(tmp_path), command) as team:
             (outcome,) = team.wait(RUN_TIMEOUT_S)

@@ -9,7 +9,7 @@ import pytest
 
 from evener.observe.lineage import check_exactly_once
 from helpers import slurm
-from helpers.classification import TINY_LLAMA, samples
+from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.pretraining import (
     LLAMA,
@@ -85,7 +85,7 @@ def test_a_classifier_trains(world_size, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     changes = ["data.path=train.jsonl", f"model={TINY_LLAMA}", "seq_len=24", "max_steps=2"]
     command = ["classify", "examples/classify.yaml", *(w for c in changes for w in ("--set", c))]
-    Zygote.get().preload("evener.cli", "evener.tasks.classification.task", "peft")
+    Zygote.get().preload(*NEEDED)
     with RankTeam(be_evener, world_size, str(tmp_path), command) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
     assert [(o.returned, o.value) for o in outcomes] == [(True, 0)] * world_size, outcomes[

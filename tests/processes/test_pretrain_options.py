@@ -151,7 +151,7 @@ def test_tensorboard_files(lab):
     expected = [(e["window"] + 1, e["loss"]) for e in run.of_type("window")]
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5]
     assert [v for _, v in losses] == pytest.approx([v for _, v in expected], rel=1e-5)
-    assert [scalar.step for scalar in board.Scalars("eval/heldout_loss")] == [2, 4, 5]
+    assert [scalar.step for scalar in board.Scalars("eval/loss")] == [2, 4, 5]
 
 
 def test_max_steps_ends_in_mid_epoch_and_a_resume_reads_the_rest(lab, plain):

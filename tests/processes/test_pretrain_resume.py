@@ -1,5 +1,7 @@
 """Kill a run with SIGKILL, resume it on other numbers of ranks: nothing is lost or seen twice."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,12 @@ from helpers.pretraining import (
     RUN_TIMEOUT_S,
     WINDOWS_PER_EPOCH,
     Lab,
+    RunFolder,
     be_evener,
-    kill_all,
     relative_difference,
     seen_samples,
-    wait_for_events,
 )
 from helpers.ranks import Rank, RankTeam
-
-# A session comes no further than its fifth window, and has written a checkpoint by its third.
-HANGS_LATER = """
-import os, time
-if "RANK" in os.environ and "TEST_HANGS_LATER" in os.environ:
-    from evener.loop.checkpointing import Checkpointer
-    report, seen = Checkpointer.report, set()
-    def report_and_hang(self):
-        seen.add(self._ddp.window)
-        if self._writer is not None and len(seen) == 3:
-            assert self._writer.wait(100.0)
-        if self._writer is not None and len(seen) == 5:
-            time.sleep(3600.0)
-        report(self)
-    Checkpointer.report = report_and_hang
-"""
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +32,50 @@ def lab(tmp_path_factory):
     lab.close()
 
 
+def hang_later(rank: Rank, folder: str, command: list[str]) -> int:
+    """``evener pretrain`` that hangs in its fifth window; by the third it has a checkpoint."""
+    from evener.loop.checkpointing import Checkpointer
+
+    report, seen = Checkpointer.report, set()
+
+    def report_and_hang(self: Checkpointer) -> None:
+        seen.add(self._ddp.window)
+        if self._writer is not None and len(seen) == 3:
+            assert self._writer.wait(RUN_TIMEOUT_S)
+        if self._writer is not None and len(seen) == 5:
+            rank.send("hangs")
+            time.sleep(3600.0)
+        report(self)
+
+    Checkpointer.report = report_and_hang  # type: ignore[method-assign]
+    return be_evener(rank, folder, command)
+
+
+def kill_in_the_middle(lab, run, *arguments, session, nproc):
+    """SIGKILL to all ranks of a session, when it has told what it has done."""
+    Zygote.get().preload(*NEEDED)
+    command = ["pretrain", "run.yaml", *arguments]
+    with RankTeam(hang_later, nproc, str(lab.folder), command) as team:
+        assert team.receive(0, RUN_TIMEOUT_S) == "hangs"
+        wait_until_written(run, lambda events: has_saved(events, session))
+
+
+def wait_until_written(run: RunFolder, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """A thread of the main rank writes events, a moment after training has gone on."""
+    deadline_s = time.monotonic() + RUN_TIMEOUT_S
+    while not condition(run.events):
+        assert time.monotonic() < deadline_s, run.events
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def run(lab):
     """Killed on one rank, resumed and killed on three, resumed on two and finished."""
     run = lab.path_of("run")
-    lab.install(HANGS_LATER)
-    lab.sandbox.environ["TEST_HANGS_LATER"] = "1"
-    first = lab.command("run.yaml", "--nproc", 1)
-    kill_all(first, wait_for_events(first, run, lambda events: has_saved(events, session=1)))
-    second = lab.command("run.yaml", "--resume", "--nproc", 3)
-    kill_all(second, wait_for_events(second, run, lambda events: has_saved(events, session=2)))
-    del lab.sandbox.environ["TEST_HANGS_LATER"]
-    third = lab.command("run.yaml", "--resume", "--nproc", 2).end(RUN_TIMEOUT_S)
-    assert third.code == 0, third.err
-    assert "resumed after step " in third.err
+    kill_in_the_middle(lab, run, session=1, nproc=1)
+    kill_in_the_middle(lab, run, "--resume", session=2, nproc=3)
+    third = lab.run("run.yaml", "--resume", nproc=2)
+    assert "resumed after step " in third.said
     return run
 
 
@@ -152,12 +167,17 @@ def lose_the_folder(rank: Rank, folder: str) -> int:
 
     from evener.loop.checkpointing import Checkpointer
 
-    save = Checkpointer.save
+    save, run = Checkpointer.save, RunFolder(Path(folder) / "runs" / "lost")
 
     def lose_then_save(self: Checkpointer, cursor_state: Any) -> None:
         if self._ddp.window == 4 and self._writer is not None:
             assert self._writer.wait(RUN_TIMEOUT_S)
-            shutil.rmtree(Path(folder) / "runs" / "lost")
+            wait_until_written(
+                run, lambda events: any(e["type"] == "window" and e["window"] == 3 for e in events)
+            )
+            # In one move: what is written meanwhile would keep the folder from being removed.
+            run.path.rename(Path(folder) / "gone")
+            shutil.rmtree(Path(folder) / "gone")
         save(self, cursor_state)
 
     Checkpointer.save = lose_then_save  # type: ignore[method-assign]

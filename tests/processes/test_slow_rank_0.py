@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from evener.observe.lineage import check_exactly_once
-from helpers.classification import TINY_LLAMA, samples
+from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.launched import Sandbox
 from helpers.managed import describe_job
@@ -62,8 +62,8 @@ def test_pretraining(tmp_path: Path) -> None:
         batch_size=2, eval={"every": 15}, checkpoint={"every": 10, "keep_last": 3}, tensorboard=True
     )
     try:
-        ended = lab.command("run.yaml", "--nproc", 2, *SLOW).end(RUN_TIMEOUT_S)
-        assert ended.code == 0, ended.err
+        ended = lab.run("run.yaml", *SLOW, nproc=2)
+        said = "".join(ended.outputs)
         run = lab.path_of()
         check_events(run, NUM_SAMPLES, windows=60, epochs=2)
         check_checkpoints(run, 60, 10, 3)
@@ -73,18 +73,17 @@ def test_pretraining(tmp_path: Path) -> None:
         assert summary["committed_samples"] == 2 * NUM_SAMPLES
         assert sum(row["samples"] for row in summary["ranks"]) == 2 * NUM_SAMPLES
         assert sorted({*tags(run.path / "tensorboard")["train/loss"]}) == list(range(1, 61))
-        assert ended.err.count("rank 0 is parked") == 1
-        assert "the team does" in ended.err
-        assert "step 60" in ended.err, "progress goes on"
-        again = lab.command("run.yaml", "--nproc", 2, "--resume").end(RUN_TIMEOUT_S)
-        assert again.code == 0, again.err
-        assert "has been completed (60 steps): nothing to do" in again.err
+        assert said.count("rank 0 is parked") == 1
+        assert "the team does" in said
+        assert "step 60" in said, "progress goes on"
+        again = lab.run("run.yaml", "--resume", nproc=2)
+        assert "has been completed (60 steps): nothing to do" in again.said
     finally:
         lab.close()
 
 
 def classify(folder: Path, *arguments: object) -> Sequence[Any]:
-    Zygote.get().preload("evener.cli", "evener.tasks.classification.task", "peft")
+    Zygote.get().preload(*NEEDED)
     with RankTeam(be_evener, 2, str(folder), ["classify", *map(str, arguments)]) as team:
         outcomes = team.wait(RUN_TIMEOUT_S)
     assert {o.value for o in outcomes if o.returned} == {0}, "\n".join(o.story() for o in outcomes)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from helpers.classification import NEEDED
+from helpers.forking import Zygote
 from helpers.markdown import Block, blocks
 from helpers.ranks import Rank, run_ranks
 from helpers.recipes import RECIPES, lines_of_team, output_of_ranks
@@ -41,6 +43,7 @@ def examples() -> list[tuple[str, Block]]:
 
 EXAMPLES = examples()
 MANAGED = [(place, block) for place, block in EXAMPLES if "Ddp.builder" in block.text]
+ON_TWO = [(place, block) for place, block in MANAGED if '["cpu", "cpu"]' in block.text]
 OWN_LOOP = [(place, block) for place, block in EXAMPLES if "Ddp.builder" not in block.text]
 
 
@@ -57,15 +60,20 @@ def run_script(rank: Rank, folder: str, text: str) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("example", OWN_LOOP, ids=lambda example: example[0])
 def test_an_example_of_a_loop(example: tuple[str, Block], world_size: int, tmp_path: Path) -> None:
+    if "Trainer" in example[1].text or "Pipeline" in example[1].text:
+        Zygote.get().preload(*NEEDED)
     run_ranks(run_script, world_size, str(tmp_path), example[1].text)
 
 
-@pytest.mark.parametrize("num_workers", WORLD_SIZES)
-@pytest.mark.parametrize("example", MANAGED, ids=lambda example: example[0])
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("example", ON_TWO, ids=lambda example: example[0])
 def test_an_example_of_a_managed_run(
     example: tuple[str, Block], num_workers: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The script starts its workers itself: as many as it has devices."""
+    """The script starts its workers itself: as many as it has devices.
+
+    As they stand, ``tests/contracts/test_documents.py`` runs all of them.
+    """
     text = example[1].text.replace('["cpu", "cpu"]', repr(["cpu"] * num_workers))
     (tmp_path / "script.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -82,7 +90,7 @@ def test_a_recipe(name: str, world_size: int, tmp_path: Path) -> None:
         assert texts[1:] == [""] * (world_size - 1)
 
 
-@pytest.mark.parametrize("num_workers", WORLD_SIZES)
+@pytest.mark.parametrize("num_workers", [1, 3])  # 2: test_managed.py
 def test_the_managed_recipe(num_workers: int, tmp_path: Path, monkeypatch: Any) -> None:
     words = ["--smoke", "--devices", str(num_workers), "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["managed.py", *words])
@@ -93,6 +101,7 @@ def test_every_recipe_and_example_is_run() -> None:
     assert {path.stem for path in RECIPES.glob("*.py")} == {*LAUNCHED, "managed"}
     assert len(OWN_LOOP) >= 7
     assert len(MANAGED) >= 2
+    assert ON_TWO
     for _, block in EXAMPLES:
         ast.parse(block.text)  # each stands alone: none continues the one before
         assert block.note[0] != "continues"

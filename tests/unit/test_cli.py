@@ -248,3 +248,25 @@ def test_help_loads_next_to_nothing():
     )
     assert "pretrain" in done.stdout
     assert done.stderr.strip() == ""
+
+
+def test_a_dashboard_is_served_while_ranks_run(launched, capfd):
+    assert cli.main(["pretrain", "--demo", "--dashboard", "--out", "some/runs"]) == 42
+    assert len(launched) == 1
+    assert Path("some/runs").is_dir()
+    # It may have been ended before it had begun; the test would find what is left of it.
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_rank_of_another_launcher_serves_no_dashboard(monkeypatch, capsys):
+    for name, value in RANK_1_OF_2.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["pretrain", "--demo", "--dashboard"]) == 2
+    assert "--dashboard is True, but" in capsys.readouterr().err
+
+
+def test_a_dashboard_needs_its_extra(launched, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert cli.main(["pretrain", "--demo", "--dashboard"]) == 2
+    assert launched == []
+    assert "pip install 'evener[dashboard]'" in capsys.readouterr().err

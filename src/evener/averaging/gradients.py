@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, Final, final
+from operator import is_
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -36,9 +37,6 @@ from evener.comm.flat_groups import FlatGroup
 from evener.devices import DeviceQueue, float64_device
 from evener.errors import UsageError
 from evener.protocol.machine import check_weight
-
-#: Backends over which ``sharded_update="auto"`` divides the update.
-FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
 
 _LONG, _ROW = 2**20, 2**16
 """From how many elements on a norm is taken row by row, and a row's. On a CPU, one sum of squares
@@ -70,13 +68,13 @@ class Reading:
         """Return the numbers of each part; wait until they are there."""
         if self._arrival is not None:
             self._arrival.wait()
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        if all(part.is_cpu for part in self._parts):
+            return [part.reshape(-1).tolist() for part in self._parts]
+        by_device = defaultdict(list)
         for part in self._parts:
-            by_device.setdefault(part.device, []).append(part.reshape(-1))
-        numbers = {  # one transfer from each device
-            device: iter((torch.cat(own) if len(own) > 1 else own[0]).tolist())
-            for device, own in by_device.items()
-        }
+            by_device[part.device].append(part.reshape(-1))
+        # One transfer from each device.
+        numbers = {device: iter(torch.cat(own).tolist()) for device, own in by_device.items()}
         return [list(islice(numbers[part.device], part.numel())) for part in self._parts]
 
 
@@ -257,6 +255,10 @@ class ShardedUpdate:
         self._comm: Communicator | None = None
         self._places: dict[Tensor, Portion] = {}
         self._num_groups = 0
+        #: By flat group, this rank's part of its gradients.
+        self._parts: dict[FlatGroup, Tensor] = {}
+        #: By optimizer and parameter group: its parameters, and what is shown in their place.
+        self._shown: dict[tuple[int, int], tuple[list[Tensor], list[Portion]]] = {}
         #: By flat number, whether some rank had a gradient of the parameter.
         self._touched: list[bool] = []
         #: By optimizer, the states of this rank's pieces, and those of parameters that are frozen.
@@ -336,6 +338,7 @@ class ShardedUpdate:
             vars(optimizer).pop("load_state_dict", None)
         self._comm, self._num_groups = None, 0
         self._places, self._own, self._rest, self._faces = {}, [], [], []
+        self._parts, self._shown = {}, {}
 
     def state_dicts(self, numbers: Sequence[int], *, keeps: bool) -> list[dict[str, Any]]:
         """Return what ``state_dict()`` of optimizers is with the parts of all ranks.
@@ -379,23 +382,29 @@ class ShardedUpdate:
         assert comm is not None
         for group in groups:
             comm.reduce_scatter_parts(group.grad_values, what=f"gradients of {what}")
-        own = [[group.grad_values.chunk(comm.world_size)[comm.rank]] for group in groups]
-        had = set(self._flat.with_gradients())  # the buffer's flags would have to be waited for
-        flags = [i in had for group in groups for i in group.indices]
+        own = [[self._parts[group]] for group in groups]
+        had = self._flat.have_gradients()  # the buffer's flags would have to be waited for
+        flags = [flag for group in groups for flag in had[group.indices.start : group.indices.stop]]
         norm = norm_of(own)
         norm = norm if math.isfinite(norm) else norm_of(own, torch.float64)
         rows = comm.all_gather_rows([norm, *flags], what=f"gradient norms of {what}")
         norms, *columns = zip(*rows, strict=True)
-        for group in groups:
-            size = len(group.parameters)
-            self._touched[group.indices.start : group.indices.stop] = map(any, columns[:size])
-            columns = columns[size:]
+        self._touch(groups, list(map(any, columns)))
         norm = factor * math.hypot(*norms)
         if math.isfinite(norm) and (factor := clip(factor, norm, max_norm)) != 1.0:
             with torch.no_grad():
                 for tensors in own:
                     torch._foreach_mul_(tensors, factor)
         return norm
+
+    def _touch(self, groups: Iterable[FlatGroup], flags: Sequence[bool]) -> None:
+        """Remember which parameters of some groups have a gradient on some rank."""
+        for group in groups:
+            size, place = len(group.parameters), slice(group.indices.start, group.indices.stop)
+            if self._touched[place] != flags[:size]:
+                self._touched[place] = flags[:size]
+                self._shown.clear()
+            flags = flags[size:]
 
     @contextmanager
     def stepping(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -407,9 +416,9 @@ class ShardedUpdate:
         try:
             for number in numbers:
                 optimizer = self._optimizers[number]
-                for group in optimizer.param_groups:
+                for place, group in enumerate(optimizer.param_groups):
                     before.append((group, group["params"]))
-                    group["params"] = self._shown(group["params"])
+                    group["params"] = self._show((number, place), group["params"])
                 vars(optimizer)["state"] = self._own[number]
             yield
         finally:
@@ -418,15 +427,23 @@ class ShardedUpdate:
             for number in numbers:
                 vars(self._optimizers[number])["state"] = self._faces[number]
 
-    def _shown(self, parameters: Iterable[Tensor]) -> list[Parameter]:
-        """Return this rank's pieces of parameters that some rank had a gradient of, with it."""
+    def _show(self, of: tuple[int, int], parameters: list[Tensor]) -> list[Parameter]:
+        """Return this rank's pieces of parameters that some rank had a gradient of, with it.
+
+        Args:
+            of: Numbers of the optimizer and of its parameter group.
+            parameters: Those of the group.
+        """
+        known, portions = self._shown.get(of, ([], []))
+        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
+            places = [self._places.get(parameter) for parameter in parameters]
+            portions = [p for p in places if p is not None and self._touched[p.number]]
+            self._shown[of] = list(parameters), portions
         pieces = []
-        for parameter in parameters:
-            place = self._places.get(parameter)
-            piece = place.piece if place is not None else None
-            if place is not None and piece is not None and self._touched[place.number]:
-                if piece.grad is not place.grad:  # also a hook may have dropped it
-                    piece.grad = place.grad
+        for portion in portions:
+            if (piece := portion.piece) is not None:
+                if piece.grad is not portion.grad:  # also a hook may have dropped it
+                    piece.grad = portion.grad
                 pieces.append(piece)
         return pieces
 
@@ -447,6 +464,7 @@ class ShardedUpdate:
                 continue
             size = group.data.numel() // comm.world_size
             first, last = size * comm.rank, size * (comm.rank + 1)
+            self._parts[group] = group.grad_values[first:last]
             for i, (a, b) in zip(group.indices, group.spans(), strict=True):
                 start, stop = max(a, first), min(b, last)
                 piece = None
@@ -457,6 +475,7 @@ class ShardedUpdate:
                 place = Portion(i, group, a, start - a, stop - a, piece, grad, order)
                 self._places[self._flat.parameters[i]] = place
         self._num_groups = len(self._flat.groups)
+        self._shown.clear()
         self._touched += [False] * (len(self._flat.parameters) - len(self._touched))
         for number, rest in enumerate(self._rest):
             self._rest[number] = {}

@@ -31,6 +31,12 @@ ELEMENTWISE: Final[Mapping[type[Optimizer], frozenset[str]]] = MappingProxyType(
     }
 )
 
+#: Backends over which ``sharded_update="auto"`` divides the update.
+FAST_BACKENDS: Final = frozenset({"shared", "nccl"})
+LEAST_DIVIDED: Final = 2**19
+"""From how many trainable elements on it does so. To divide the update of fewer takes more of a CPU
+than it saves, and ranks meet twice more in each window; state of so few takes little memory."""
+
 DIVIDED: Final = (
     "the state of this {} is divided among {} ranks (sharded_update), and each holds its part of "
     "it: call optimizer.state_dict() on all ranks, save with ddp.save, or use "

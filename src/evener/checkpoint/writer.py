@@ -42,12 +42,14 @@ class Snapshot:
             ``state_dict`` and a ``config.json`` among the assets loads in ``from_pretrained``.
         documents: JSON by file name, such as ``run.json``. Encoded when submitted.
         assets: Other files by name, such as ``config.json`` or those of a tokenizer.
+        copy_s: Seconds that training stood still for the copy.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     documents: Mapping[str, Any]
     assets: Mapping[str, bytes]
+    copy_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,16 @@ class WrittenCheckpoint:
         path: Its folder.
         num_bytes: Size of its files.
         write_s: Seconds the background thread spent on it.
+        begin_t: When it began with it, in unix seconds.
+        copy_s: Seconds that training stood still for the copy before.
     """
 
     step: int
     path: Path
     num_bytes: int
     write_s: float
+    begin_t: float
+    copy_s: float
 
 
 class UnwrittenError(CheckpointError):
@@ -238,7 +244,7 @@ class CheckpointWriter(Closing):
 
     def _try_write(self, job: _Write) -> CheckpointError | None:
         step = job.snapshot.step
-        start_s = time.perf_counter()
+        start_s, begin_t = time.perf_counter(), time.time()
         was_lost = not self._folder.exists()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +256,9 @@ class CheckpointWriter(Closing):
         write_s = time.perf_counter() - start_s
         with self._changed:
             self.last_path = path
-            self._outcomes.append(WrittenCheckpoint(step, path, num_bytes, write_s))
+            copy_s = job.snapshot.copy_s
+            written = WrittenCheckpoint(step, path, num_bytes, write_s, begin_t, copy_s)
+            self._outcomes.append(written)
         if was_lost:
             return CheckpointError(
                 f"{self._folder} had gone, and earlier checkpoints with it: made it anew for "

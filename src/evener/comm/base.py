@@ -76,6 +76,10 @@ class Communicator(Closing):
         backend: ``"shared"``, ``"gloo"``, ``"nccl"``, ``"threads"`` or ``"none"`` (one rank).
         reason: Why it is that one, for people; set by whoever has chosen.
         timeout_s: Deadline of a call that names none.
+        sent_bytes: Bytes of data that this rank has sent to the others so far, headers not
+            included. Of a sum or a gathering that is what the exchange moves at least, as a ring
+            does: ``(n - 1) / n`` of a tensor to add up its parts among ``n`` ranks, as much again
+            to gather them. A broadcast counts ``n - 1`` copies, all for its source.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Communicator(Closing):
         self.backend = backend
         self.reason = "given by the caller"
         self.timeout_s = check_timeout(timeout_s)
+        self.sent_bytes = 0
         #: Why it ended: without a traceback, which would keep frames alive.
         self._ended: CollectiveError | None = None
         self._closed = False
@@ -171,6 +176,7 @@ class Communicator(Closing):
             if flat.numel():
                 flats.append(flat)
                 calls.append(call)
+                self._count_parts(flat, 2)  # added up, then gathered
         if calls:
             self._all_reduce_each(flats, calls)
 
@@ -193,6 +199,8 @@ class Communicator(Closing):
         size = f"{flat.numel()} bytes from rank {self.numbers[src]}"
         call = self._begin("broadcast", what, timeout_s, size)
         if flat.numel():
+            if src == self.rank:
+                self.sent_bytes += flat.nbytes * (self.world_size - 1)
             self._broadcast(flat, src, call)
 
     def all_gather_parts(self, flat: Tensor, *, what: str, timeout_s: float | None = None) -> None:
@@ -208,6 +216,7 @@ class Communicator(Closing):
         size = f"{whole.numel() // self.world_size} bytes"
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
+            self._count_parts(whole, 1)
             self._all_gather_parts(whole, call)
 
     def reduce_scatter_parts(
@@ -215,7 +224,8 @@ class Communicator(Closing):
     ) -> None:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
-        The other parts hold undefined values afterwards. ``all_gather_parts`` then gives every rank
+        The other parts hold undefined values afterwards, and other ranks may read them until the
+        next collective: nobody may write to them before. ``all_gather_parts`` then gives every rank
         what each owner has made of its part.
 
         Args:
@@ -229,6 +239,7 @@ class Communicator(Closing):
         whole = _real(_flat(flat, what))
         call = self._begin("reduce_scatter_parts", what, timeout_s, _size_of(whole))
         if whole.numel():
+            self._count_parts(whole, 1)
             self._reduce_scatter_parts(whole, call)
 
     def all_gather_rows(
@@ -245,6 +256,7 @@ class Communicator(Closing):
             The rows, indexed by rank.
         """
         call = self._begin("all_gather_rows", what, timeout_s, f"{len(row)} numbers")
+        self.sent_bytes += 8 * len(row) * (self.world_size - 1)
         return self._all_gather_rows(row, call)
 
     def all_gather_bytes(
@@ -419,6 +431,10 @@ class Communicator(Closing):
             self._release()
         return error
 
+    def _count_parts(self, flat: Tensor, times: int) -> None:
+        """Count parts of a tensor, one for each other rank, that are sent so many times."""
+        self.sent_bytes += times * flat.nbytes * (self.world_size - 1) // self.world_size
+
     def _check_parts(self, flat: Tensor, what: str) -> None:
         if flat.numel() % self.world_size:
             raise ConfigError(
@@ -447,6 +463,7 @@ class Communicator(Closing):
 
     def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
         """Sum up ``flat`` (not empty), at least this rank's part of it."""
+        self._count_parts(flat, 1)  # what all ranks get, beyond their own parts
         self._all_reduce_each([flat], [call])
 
     @abstractmethod

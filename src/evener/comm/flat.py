@@ -260,6 +260,10 @@ class FlatBuffers:
         """Return the flat numbers of parameters that have a gradient in this window."""
         return [i for i, held in enumerate(self._held) if held is not None]
 
+    def have_gradients(self) -> list[bool]:
+        """Say of each parameter whether it has a gradient in this window."""
+        return [held is not None for held in self._held]
+
     def first_non_finite(self, part: int | None = None) -> int | None:
         """Flat number of the first parameter whose gradient holds an inf or a NaN, if any."""
         for i in (i for group in self.groups_of(part) for i in group.indices):
@@ -413,7 +417,6 @@ def _move_run(
     _move_fresh(members, held, views, pointers)
 
 
-@torch.no_grad()
 def _move_fresh(
     members: Iterable[tuple[int, Parameter]],
     held: list[Tensor | None],
@@ -431,7 +434,8 @@ def _move_fresh(
         and grad.data_ptr() != pointers[i]  # else it lies there, perhaps with other strides
     ]
     if found:
-        torch._foreach_copy_([views[i] for i, _, _ in found], [grad for _, _, grad in found])
+        with torch.no_grad():  # backward may be recorded (create_graph)
+            torch._foreach_copy_([views[i] for i, _, _ in found], [grad for _, _, grad in found])
         for i, parameter, _ in found:
             held[i] = parameter.grad = views[i]
 

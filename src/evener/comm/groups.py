@@ -51,7 +51,7 @@ from evener.errors import (
 # Gloo aborts the process of whoever receives more bytes than it expected. So whatever fits travels
 # in cells of one size that say what they are, and larger exchanges are announced by such a cell
 # the first time that their size occurs.
-_CELL_BYTES = 1024
+_CELL_BYTES = 1088
 _HEADER = struct.Struct("=qqq88s")  # number of the call, bytes of payload, checksum of label, label
 _PAYLOAD_BYTES = _CELL_BYTES - _HEADER.size
 #: So many of the latest sizes are remembered; one that has been forgotten is announced again.
@@ -251,7 +251,7 @@ class GroupCommunicator(Communicator, NotInherited):
 
     def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
         if self._nccl is None or flat.device.type != "cuda" or flat.nbytes <= _PAYLOAD_BYTES:
-            self._all_reduce_each([flat], [call])  # Gloo's own reduce-scatter is not faster
+            super()._reduce_scatter_parts(flat, call)  # Gloo's own one is not faster
             return
         part = flat.chunk(self.world_size)[self.rank]
         how = options(ReduceScatterOptions, call.timeout_s + _GRACE_S)

@@ -166,8 +166,8 @@ class SharedCommunicator(Communicator, NotInherited):
         with self._under_way(call):
             if self.backend == "nccl" and flat.device.type == "cuda":
                 self._base.reduce_scatter_parts(flat, what=call.what, timeout_s=call.timeout_s)
-            elif self._sum(flat, call, for_owner=True):
-                self._meet(call)
+            else:  # the next call's announcement is the barrier that others' reads end before
+                self._sum(flat, call, for_owner=True)
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         with self._under_way(call):

@@ -26,6 +26,7 @@ class LaunchOptions(NodeOptions):
         elastic: Fewest and most workers of an elastic team, as ``MIN:MAX``.
         max_failures: An elastic team stops when more workers than this have failed.
         token_file: What workers of an elastic team must know; made for the run by default.
+        dashboard: Serve a dashboard for as long as the ranks run.
     """
 
     nproc: int | None = None
@@ -33,6 +34,7 @@ class LaunchOptions(NodeOptions):
     elastic: str | None = None
     max_failures: int | None = None
     token_file: Path | None = None
+    dashboard: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

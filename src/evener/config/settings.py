@@ -119,7 +119,8 @@ class TrainingOptions(LocalOptions):
         sharded_update: In SYNC, ``"on"`` divides the update among ranks: each steps its part of the
             parameters and keeps the optimizer's state of that part alone. ``"off"`` repeats the
             update on every rank; ``"auto"`` divides it where ranks exchange over shared memory or
-            NCCL, and the optimizers are elementwise ones of ``torch.optim``.
+            NCCL, the optimizers are elementwise ones of ``torch.optim``, and half a million
+            numbers or more are trained.
         timeout_s: Longest wait for another rank, in seconds.
     """
 

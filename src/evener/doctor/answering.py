@@ -4,7 +4,6 @@ import socket
 import time
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Final
 
 from evener.comm.addresses import bind, is_loopback, listens_everywhere
@@ -17,7 +16,6 @@ from evener.doctor.conversation import (
 )
 from evener.doctor.host_facts import HostFacts
 from evener.errors import ConfigError, LaunchError
-from evener.files import read_file
 from evener.team.address import parse_address
 from evener.team.meeting import DEFAULT_PORT
 from evener.team.terminal import say
@@ -33,28 +31,6 @@ _LOOPBACK: Final = "127.0.0.1"
 _PAUSE_S: Final = 0.05
 _CALL_S: Final = 3.0
 _MOST_COMPLAINTS: Final = 8  # are printed; what is printed for each would fill a disk
-_SHORTEST_TOKEN: Final = 16
-_LONGEST_TOKEN: Final = 1 << 16
-
-
-def read_token(path: Path | None) -> bytes:
-    """Return the token of a file, without white space around it; empty without a file.
-
-    Raises:
-        ConfigError: It cannot be read, or is too short.
-    """
-    if path is None:
-        return b""
-    try:
-        token = read_file(path, most_bytes=_LONGEST_TOKEN).strip()
-    except OSError as error:
-        raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None
-    if len(token) < _SHORTEST_TOKEN:
-        raise ConfigError(
-            f"the token in {path} has {len(token)} bytes; give {_SHORTEST_TOKEN} or more, such as "
-            f"by `openssl rand -hex 16 > {path}`"
-        )
-    return token
 
 
 def open_door(address: str | None, token: bytes) -> socket.socket:

@@ -22,20 +22,18 @@ from evener.engine.memory import MicroBatchLimits
 from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, Progress, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates, rates_of, set_rates
-from evener.engine.share import Share, needs_plans
+from evener.engine.share import Share, WindowSpans, needs_plans
+from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
 from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
-from evener.planning.report import NOTHING, RankRecord, Report
+from evener.planning.report import NOTHING, TOLD_LATER, RankRecord, Report
 from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
-
-#: What ranks tell of a window only in their report of the next one.
-_TOLD_LATER = ("wait_s", "sync_s", "elapsed_s", "divergence", "stale_steps")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +51,7 @@ class EngineOptions:
     slowdown: Slowdown
     stop_requested: Callable[[], bool] | None
     habits: Habits
+    slowness: Slowness
     is_fp16: bool = False
     kind: tuple[str, str] = ("", "")
 
@@ -76,6 +75,8 @@ class Engine(ABC):
         progress: What the team has applied so far.
         batch_size: Samples of a window of SYNC over all ranks, or of a local step.
         share: The micro-batches between two updates, while they are computed.
+        spans: What this rank's time goes to in a window.
+        slowness: Watches how fast the ranks are.
         limits: The largest micro-batches that fit.
         known_sizes: Sizes of micro-batches that this rank has computed; see ``Share``.
         queue: Of the device that the model lies on, if it has one.
@@ -104,10 +105,10 @@ class Engine(ABC):
         self.known_sizes: set[int] = set()
         self.queue = queue_of(self.device)
         self.share = self._open(0, 1.0)
+        self.spans, self.slowness = WindowSpans(team), options.slowness
         self.in_epoch = self.committing = self.was_parked = False
         self._wants_stop = False
         self._applied: Applied | None = None
-        self._since_s = time.perf_counter()
         self.windows_s: deque[float] = deque(maxlen=64)
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
@@ -264,7 +265,7 @@ class Engine(ABC):
         """
         self.settle()
         self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
-        self._lap_s()
+        self.spans.restart()
         self._begin()
         self.state = self.state.begin()
 
@@ -526,14 +527,16 @@ class Engine(ABC):
         assert applied is not None
         for lease in applied.leases:
             self.cursor.commit(lease)
+        result = self._completed(applied.result, rows)
+        result = self.slowness.judge(result, speaks=self.is_main)
         if self._on_commit:
-            self._tell_committed(self._completed(applied.result, rows))
+            self._tell_committed(result)
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """Return the result with what ranks tell of it a round later: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
-            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in _TOLD_LATER})
+            ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in TOLD_LATER})
         return replace(result, ranks=tuple(ranks))
 
     def _tell_committed(self, result: WindowResult) -> None:
@@ -559,7 +562,7 @@ class Engine(ABC):
 
     def _advance(self, *, made: int, skipped: int, samples: int, weight: float) -> None:
         """Count a window that was applied, of some optimizer steps."""
-        self.windows_s.append(time.perf_counter() - self._since_s)
+        self.windows_s.append(self.spans.elapsed_s)
         before = self.progress
         self.progress = Progress(
             window=before.window + 1,
@@ -568,11 +571,6 @@ class Engine(ABC):
             weight=before.weight + weight,
             skipped=before.skipped + skipped,
         )
-
-    def _lap_s(self) -> float:
-        """Return the seconds since this was called last: when a window was applied, or begun."""
-        before_s, self._since_s = self._since_s, time.perf_counter()
-        return self._since_s - before_s
 
     def _result_of(self, found: Round, plan: WindowPlan | LocalPlan, **rest: Any) -> WindowResult:
         return WindowResult(
@@ -596,5 +594,5 @@ class Engine(ABC):
 
     def _records(self, rows: Mapping[int, Row]) -> tuple[RankRecord, ...]:
         """Return what each rank did, as in ``WindowResult``; times of waiting come later."""
-        later = {name: getattr(NOTHING, name) for name in _TOLD_LATER}
+        later = {name: getattr(NOTHING, name) for name in TOLD_LATER}
         return tuple(report._replace(**later) for report in self._reports(rows))

@@ -26,7 +26,7 @@ from evener.engine.moments import OptimizerState, RecentMoments
 from evener.engine.replica import Replica
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
-from evener.engine.share import Share, needs_plans
+from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.state import TrainingState
 from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
@@ -89,6 +89,8 @@ class LocalEngine(ElasticEngine):
         self._background = background
         way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
         super().__init__(team, training, options, way)
+        if background is not None:
+            self.spans = WindowSpans(team, background)
         self._policy = policy
         self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
         self._steps = LocalSteps(team.rank, training, options)
@@ -261,6 +263,7 @@ class LocalEngine(ElasticEngine):
     def _start(self) -> None:
         """Take the snapshot of a window that is over, and begin its exchange."""
         started_s = time.perf_counter()
+        self.spans.finish_work()
         taken = self._replica.snapshot()
         self.state = self.state.start()
         plan = self.state.flight
@@ -361,6 +364,7 @@ class LocalEngine(ElasticEngine):
     def _land(self) -> None:
         """Apply the result of the exchange in flight; wait for it if it has not ended."""
         started_s = time.perf_counter()
+        self.spans.begin_wait()
         try:
             outcome = self._exchanger.wait()
         except BaseException:
@@ -373,6 +377,7 @@ class LocalEngine(ElasticEngine):
             verdict = land(self.state, found.rows, outcome.next_plan, found.verdict)
             wait_s = found.wait_s if self._background is None else took_s
             found = Round(found.rows, verdict, wait_s)
+        self.spans.begin_sync(found.wait_s)
         self.state = self.state._replace(flight=None)
         self._follow(found)
         plan = self.state.plan
@@ -428,7 +433,7 @@ class LocalEngine(ElasticEngine):
         told = {
             "wait_s": found.wait_s,
             "sync_s": max(0.0, spent_s - found.wait_s),
-            "elapsed_s": self._lap_s(),
+            **self.spans.apply(self.slowness.because),
             "divergence": divergence,
             "stale_steps": stale_steps,
         }

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from evener.data.cursor import Slice
 from evener.planning.report import RankRecord
+from evener.planning.stragglers import Straggler
 from evener.protocol.machine import Ruling
 from evener.protocol.row import Row
 
@@ -73,6 +74,8 @@ class WindowResult:
             is committed, and 0 before.
         ranges: The ranges of the epoch's permutation that it covers, ends exclusive.
         cadence: How it was planned, in CADENCE and ASYNC.
+        stragglers: Ranks that have become slow, or have stopped being slow, with this window; known
+            when it is committed.
     """
 
     window: int
@@ -89,6 +92,7 @@ class WindowResult:
     ranks: tuple[RankRecord, ...]
     ranges: tuple[tuple[int, int], ...] = ()
     cadence: CadenceRecord | None = None
+    stragglers: tuple[Straggler, ...] = ()
 
     @property
     def committed(self) -> tuple[int, int]:

@@ -1,16 +1,20 @@
-"""This rank's part of a window while it is being computed: micro-batches, weight, loss, time."""
+"""This rank's part of a window while it is being computed: micro-batches, weight, loss, time.
+
+``WindowSpans`` says what the time of a whole window went to.
+"""
 
 import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat, final
 
 from torch import Tensor
 
 from evener.devices import DeviceQueue, Milestone
 from evener.engine.emulate import Slowdown
 from evener.engine.memory import explain
+from evener.engine.team import Team
 from evener.errors import UsageError
 
 
@@ -63,6 +67,98 @@ class Stopwatch:
 
     def _now(self) -> Milestone | float:
         return time.perf_counter() if self._queue is None else self._queue.mark()
+
+
+class OwnWork(NamedTuple):
+    """What a rank does by itself in a window, until it meets the others.
+
+    Attributes:
+        began_s: When it asked for the first data; ``None`` before, and where it had no work.
+        data_s: Seconds for which it waited for data.
+    """
+
+    began_s: float | None = None
+    data_s: float = 0.0
+
+
+@final
+class WindowSpans:
+    """Notes when the spans of a window begin on this rank, and what else the window took.
+
+    All times are on the clock of ``time.perf_counter``. Of a span in several pieces, such as a wait
+    for data before each micro-batch, the first piece counts as its begin.
+
+    Args:
+        *teams: Those through which this rank sends.
+    """
+
+    def __init__(self, *teams: Team) -> None:
+        self._teams = teams
+        self._applied_s = time.perf_counter()
+        self._sent_bytes = 0
+        self._work = OwnWork()
+        #: Work that is over while its window is not: in ASYNC that of the next one has begun.
+        self._finished: OwnWork | None = None
+        self._wait_s = self._sync_s = self._applied_s
+
+    def restart(self) -> None:
+        """Begin with a window now: the first one of an epoch."""
+        self._applied_s, self._work, self._finished = time.perf_counter(), OwnWork(), None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since a window was applied, or the epoch was begun."""
+        return time.perf_counter() - self._applied_s
+
+    def receive(self, asked_s: float) -> None:
+        """Note that data is here for which this rank has waited since ``asked_s``."""
+        began_s, data_s = self._work
+        waited_s = time.perf_counter() - asked_s
+        self._work = OwnWork(asked_s if began_s is None else began_s, data_s + waited_s)
+
+    def work_at_once(self) -> float:
+        """Begin with the work when the window before was applied; return when that was."""
+        self._work = OwnWork(self._applied_s)
+        return self._applied_s
+
+    def finish_work(self) -> None:
+        """Count what follows for the next window, but for waiting and averaging."""
+        self._finished, self._work = self._work, OwnWork()
+
+    def begin_wait(self) -> None:
+        """Begin to wait for the other ranks; where that happens again, the last time counts."""
+        self._wait_s = self._sync_s = time.perf_counter()
+
+    def begin_sync(self, waited_s: float = 0.0) -> None:
+        """Begin to average, now or so many seconds after the wait began."""
+        self._sync_s = self._wait_s + waited_s if waited_s else time.perf_counter()
+
+    def apply(self, slow_because: int) -> dict[str, Any]:
+        """End the window, which has been applied.
+
+        Args:
+            slow_because: Why this rank is slow, if it is.
+
+        Returns:
+            Fields of this rank's report that tell of it.
+        """
+        now_s, before_s = time.perf_counter(), self._applied_s
+        if self._finished is None:
+            self.finish_work()
+        work, self._finished, self._applied_s = self._finished or OwnWork(), None, now_s
+        sent_bytes = 0
+        for team in self._teams:
+            sent_bytes += team.sent_before + sum(c.sent_bytes for c in {team.comm, team.whole})
+        sent_before, self._sent_bytes = self._sent_bytes, sent_bytes
+        return {
+            "elapsed_s": now_s - before_s,
+            "data_s": work.data_s,
+            "sent_bytes": sent_bytes - sent_before,
+            "work_ago_s": 0.0 if work.began_s is None else now_s - work.began_s,
+            "wait_ago_s": now_s - self._wait_s,
+            "sync_ago_s": max(0.0, now_s - self._sync_s),
+            "slow_because": slow_because,
+        }
 
 
 class Share:
@@ -175,6 +271,10 @@ class Share:
         self.in_micro_batch, self.open_samples = True, samples
         self._first_lap = len(self._laps)
         self._open_weights = {}
+
+    def count_since(self, began_s: float) -> None:
+        """Count what the user's own loop has done since then: fetching data, the forward pass."""
+        self._laps.append(Lap(began_s, time.perf_counter()))
 
     def backward(
         self,

@@ -75,7 +75,7 @@ class SyncEngine(DraftingEngine):
     def begin_stream(self, epoch: int) -> None:
         """Start an epoch of windows without plans; all ranks call it together."""
         self.settle()
-        self._lap_s()
+        self.spans.restart()
         self._begin()
         self.state = self.state.begin()
         self._stream = (epoch, 0)
@@ -210,6 +210,8 @@ class SyncEngine(DraftingEngine):
         return self._result
 
     def _say(self, purpose: Purpose, part: int | None, drop: Drop) -> None:
+        report = self._report(part)
+        self.spans.begin_wait()
         self._meet(
             purpose,
             part=ALL if part is None else part,
@@ -218,7 +220,7 @@ class SyncEngine(DraftingEngine):
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
-            report=self._report(part),
+            report=report,
             body=self._draft or (),
         )
 
@@ -290,6 +292,7 @@ class SyncEngine(DraftingEngine):
 
     def _finish(self, found: Round) -> None:
         """Apply a window, which is committed when the next round shows that all have."""
+        self.spans.begin_sync()
         plan, leases = self.state.plan, []
         reports = self._reports(found.rows)
         if isinstance(plan, WindowPlan):
@@ -310,7 +313,7 @@ class SyncEngine(DraftingEngine):
         self._result = replace(result, progress=self.progress)
         if self._late is not None:
             self._result = self._late.show(result, self.progress)
-        told = {"wait_s": found.wait_s, "sync_s": sync_s, "elapsed_s": self._lap_s()}
+        told = {"wait_s": found.wait_s, "sync_s": sync_s, **self.spans.apply(self.slowness.because)}
         self._applied = Applied(self._result, leases, told)
         self._undecided, self._late = self._late, None
         if (torn := self._torn) is not None:  # the window counts as applied by now
@@ -480,7 +483,7 @@ class SyncEngine(DraftingEngine):
         if self.state.plans and self._draft is None:
             self._learn()
             self._make_draft()
-            if self.rank == self.state.planner:
+            if self.world_size > 1 and self.rank == self.state.planner:
                 self._wish = self._wanted_change()
 
     def _learn(self) -> None:

@@ -42,6 +42,7 @@ class Team:
         comm: Joins them.
         whole: Joins all ranks, but for absent ones.
         membership: As given.
+        sent_before: Bytes that this rank has sent through communicators that were let go.
     """
 
     def __init__(self, comm: Communicator, membership: Membership | None = None) -> None:
@@ -52,6 +53,7 @@ class Team:
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self._watch: WaitListener | None = None
+        self.sent_before = 0
         self._on_handover: list[Callable[[], None]] = []
         self._called_s = 0.0  # on the monotonic clock
 
@@ -152,8 +154,7 @@ class Team:
         old = self.comm
         self.comm = old.split([self.members.index(m) for m in members], name="active") or self.whole
         self.members = members
-        if old is not self.whole:
-            old.close()
+        self._let_go(old)
 
     @property
     def call_is_due(self) -> bool:
@@ -169,10 +170,14 @@ class Team:
 
     def rejoin(self) -> None:
         """All ranks are present again."""
-        if self.comm is not self.whole:
-            self.comm.close()
+        self._let_go(self.comm)
         self.comm = self.whole
         self.members = tuple(range(self.world_size))
+
+    def _let_go(self, comm: Communicator) -> None:
+        if comm is not self.whole:
+            self.sent_before += comm.sent_bytes
+            comm.close()
 
     def form(self, formed: Formed) -> None:
         """Be the members of another generation of an elastic team."""

@@ -14,13 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import FAST_BACKENDS, ShardedUpdate
-from evener.averaging.optimizer_state import why_replicated
+from evener.averaging.gradients import ShardedUpdate
+from evener.averaging.optimizer_state import FAST_BACKENDS, LEAST_DIVIDED, why_replicated
 from evener.averaging.replicas import ReplicaAverager
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
-from evener.devices import move
+from evener.devices import kind_of, move
 from evener.engine.changing import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
@@ -29,6 +29,7 @@ from evener.engine.local import LocalEngine
 from evener.engine.loss_scale import LossScale
 from evener.engine.results import WindowResult
 from evener.engine.schedule import Schedule
+from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
@@ -41,6 +42,7 @@ from evener.loop.models import (
     parts_of,
 )
 from evener.loop.precision import HALF, AutocastForward, choose_precision
+from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.cadence import CadencePolicy
 from evener.planning.fixed import FixedShares
 from evener.planning.guard import make_guard
@@ -256,8 +258,12 @@ class Assembly:
             return False  # an elastic team cannot divide what a lost rank would take with it
         if given == "auto" and self.comm.backend not in FAST_BACKENDS:
             return False
+        own = why_replicated(self.optimizers)
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        if given == "auto" and trained < LEAST_DIVIDED:
+            own = own or "the model is small"
         # A rank's optimizer may be of another class of the same name.
-        reasons = self.team.introduce(why_replicated(self.optimizers))
+        reasons = self.team.introduce(own)
         reason = next(filter(None, reasons), "")
         if reason and given == "on":
             raise ConfigError(
@@ -370,6 +376,23 @@ class Assembly:
             ),
             stop_requested=config.stop_when,
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
+            slowness=Slowness(
+                own.rank,
+                kinds=[
+                    f"{m.device_name}, {m.threads} threads, {m.precision}, {m.emulated:g}"
+                    if m in members
+                    else f"number {m.rank}, which nobody had at the start"
+                    for m in self.members
+                ],
+                names=[
+                    f"rank {m.rank} ({m.host}, {m.device}, {m.device_name})"
+                    if m in members
+                    else f"rank {m.rank}"
+                    for m in self.members
+                ],
+                diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
+                warn=warn,
+            ),
             is_fp16=own.precision == "fp16",
             kind=(own.device.partition(":")[0], own.device_name),
         )

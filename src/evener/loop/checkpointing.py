@@ -115,6 +115,8 @@ class Checkpointer:
                 f"{window}; free disk space there",
             )
         self._unwritten, self._last_step, self._pause_s = None, window, FIRST_PAUSE_S
+        # A run that is killed now resumes from this step, whose windows must be in its events.
+        self._ddp.events.flush()
         writer.submit(
             capture(
                 self._ddp.assembly,

@@ -266,6 +266,7 @@ class Loop(DataSide):
         )
         share = engine.open_share(1)
         share.start_micro_batch(1)
+        share.count_since(engine.spans.work_at_once())
         return share
 
     def weighted_mean(self, value: float | Tensor, weight: float = 1.0) -> float:

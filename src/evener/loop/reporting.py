@@ -3,11 +3,9 @@
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from statistics import median
 from typing import Any, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
@@ -17,6 +15,7 @@ from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, RankRow, Sink, make_event
 from evener.planning.report import RankRecord
+from evener.planning.stragglers import Straggler
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
@@ -65,7 +64,6 @@ class EventStream:
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
-        self._watch = StragglerWatch(assembly.team.world_size)
         self._shares: list[int] = []
         self.parked: tuple[int, ...] = ()
         self._facts: dict[str, Any] = {
@@ -178,7 +176,9 @@ class EventStream:
         planned = shares if cadence is None else [cadence.anchor]
         if planned != self._shares:
             self._shares = planned
-            self.tell("plan", start=result.start, size=result.size, shares=shares, **place)
+            policy = self._engine.policy
+            piece = {"start": result.start, "size": result.size, "shares": shares}
+            self.tell("plan", **place, **piece, reason=policy.why(result.window))
         self.parked = tuple(sorted(team.parked))
         rows: list[Any] = [self._row(rank, record) for rank, record in enumerate(result.ranks)]
         further: dict[str, Any] = {}
@@ -204,9 +204,27 @@ class EventStream:
             parked=list(self.parked),
             **further,
         )
-        for rank, compute_s, expected_s in self._watch.observe(result.ranks):
-            member, times = self._names[rank], {"compute_s": compute_s, "expected_s": expected_s}
-            self.tell("straggler", rank=rank, member=member, window=result.window, **times)
+        for one in result.stragglers:
+            self._straggler(one)
+
+    def _straggler(self, one: Straggler) -> None:
+        member = self._members[one.rank]
+        who: dict[str, Any] = {"rank": one.rank, "member": member.member, "window": one.window}
+        who |= {"since": one.since, "delay_s": _rounded(one.delay_s)}
+        if one.is_over:
+            self.tell("straggler_over", **who)
+            return
+        self.tell(
+            "straggler",
+            **who,
+            host=member.host,
+            device=f"{member.device} ({member.device_name})",
+            factor=round(one.factor, 3),
+            against=one.against,
+            cause=one.cause.words,
+            compute_s=_rounded(one.compute_s),
+            expected_s=_rounded(one.expected_s),
+        )
 
     def _row(self, rank: int, record: RankRecord) -> RankRow:
         return RankRow(
@@ -215,10 +233,21 @@ class EventStream:
             samples=record.samples,
             weight=record.weight,
             loss=record.loss_sum / record.weight if record.weight else None,
-            compute_s=record.compute_s,
-            wait_s=record.wait_s,
-            sync_s=record.sync_s,
-            elapsed_s=record.elapsed_s,
+            compute_s=_rounded(record.compute_s),
+            wait_s=_rounded(record.wait_s),
+            sync_s=_rounded(record.sync_s),
+            elapsed_s=_rounded(record.elapsed_s),
+            data_s=_rounded(record.data_s),
+            sent_bytes=record.sent_bytes,
+            begins_s=[
+                round(seconds, 5)
+                for seconds in (
+                    record.work_ago_s,
+                    max(0.0, record.work_ago_s - record.data_s),
+                    record.wait_ago_s,
+                    record.sync_ago_s,
+                )
+            ],
         )
 
     def change(self, change: Change) -> None:
@@ -255,8 +284,21 @@ class EventStream:
 
     def checkpoint(self, written: WrittenCheckpoint) -> None:
         """Record a checkpoint that has reached the disk."""
-        size = {"num_bytes": written.num_bytes, "write_s": written.write_s}
-        self.tell("checkpoint", window=written.step, path=str(written.path), **size)
+        self.tell(
+            "checkpoint",
+            window=written.step,
+            path=str(written.path),
+            num_bytes=written.num_bytes,
+            rank=self._engine.rank,
+            begin_t=written.begin_t,
+            copy_s=_rounded(written.copy_s),
+            write_s=_rounded(written.write_s),
+        )
+
+    def flush(self) -> None:
+        """Let sinks write out what they hold back."""
+        if self._sinks is not None:
+            self._sinks.flush()
 
     def finish(self, window: int, reason: str, message: str | None = None) -> None:
         """Tell the end of a run that has started, once; what ends later adds nothing."""
@@ -331,35 +373,6 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
     return fanout
 
 
-class StragglerWatch:
-    """Notices a rank that has become slower than it was, by its own seconds per sample.
-
-    A rank that is slow all the time is no straggler: the plan gives it less.
-    """
-
-    FACTOR = 1.5
-    IN_A_ROW = 3
-    MEMORY = 15
-
-    def __init__(self, world_size: int) -> None:
-        self._seconds: list[deque[float]] = [deque(maxlen=self.MEMORY) for _ in range(world_size)]
-        self._strikes = [0] * world_size
-
-    def observe(self, ranks: Sequence[RankRecord]) -> list[tuple[int, float, float]]:
-        """Take a window.
-
-        Returns:
-            ``(rank, compute_s, expected_s)`` of ranks that have just become stragglers.
-        """
-        found = []
-        for rank, record in enumerate(ranks):
-            if (per_sample_s := record.per_sample_s) is None:
-                continue
-            known = self._seconds[rank]
-            usual_s = median(known) if len(known) >= self.IN_A_ROW else per_sample_s
-            slow = per_sample_s > self.FACTOR * usual_s
-            self._strikes[rank] = self._strikes[rank] + 1 if slow else 0
-            if self._strikes[rank] == self.IN_A_ROW:
-                found.append((rank, record.compute_s, usual_s * record.samples))
-            known.append(per_sample_s)
-        return found
+def _rounded(seconds: float) -> float:
+    """Return seconds in whole microseconds: further digits are noise, and make long lines."""
+    return round(seconds, 6)

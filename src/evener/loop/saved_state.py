@@ -7,6 +7,7 @@ way a refused state has changed nothing.
 """
 
 import copy
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def capture(
         documents: Further JSON documents, by file name.
         into: An earlier snapshot that nobody reads any more; its memory is used again.
     """
-    engine = assembly.engine
+    engine, started_s = assembly.engine, time.perf_counter()
     training, groups = assembly.state.collect(engine.optimizer_states())
     groups = {"model": assembly.model.state_dict(), **groups}
     old = into.tensors if into is not None else {}
@@ -89,11 +90,13 @@ def capture(
     state = {**engine.state_dict(assembly.names), **training, "cursor": dict(first)}
     if further:
         state["further_cursors"] = [dict(one) for one in further]
+    copies = {stem: copy_to_cpu(those, into=old.get(stem)) for stem, those in groups.items()}
     return Snapshot(
         step=engine.window,
-        tensors={stem: copy_to_cpu(those, into=old.get(stem)) for stem, those in groups.items()},
+        tensors=copies,
         documents={STATE: state, **(documents or {})},
         assets=dict(assets or {}),
+        copy_s=time.perf_counter() - started_s,
     )
 
 

@@ -24,7 +24,8 @@ FIELDS: Final = {
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
-    # A window is planned: ``shares`` are whole samples per rank and sum to ``size``.
+    # A window was planned otherwise than the one before: ``shares`` are whole samples per rank and
+    # sum to ``size``. The further field ``reason`` says why, for people, where that is known.
     "plan": "window generation epoch start size shares",
     # It is known that every rank applied a window. ``window`` is its number over the whole run,
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
@@ -32,7 +33,9 @@ FIELDS: Final = {
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
-    # A checkpoint of the state after ``window`` windows is whole on disk.
+    # A checkpoint of the state after ``window`` windows is whole on disk. Further fields: a thread
+    # began to write it at ``begin_t`` (unix seconds) on rank ``rank``, where training had stood
+    # still for ``copy_s`` before.
     "checkpoint": "window path num_bytes write_s",
     # The state after ``window`` windows was not written: the attempt failed, or was left out.
     "checkpoint_missed": "window reason",
@@ -47,8 +50,15 @@ FIELDS: Final = {
     "run_resumed": "window path new_data",
     # The team formed anew and continues with ``window``; earlier events from there on are void.
     "reformed": "window generation members",
-    # A rank needed ``compute_s`` for a share for which ``expected_s`` were planned.
+    # A rank has become slow: it needed ``compute_s`` where ``expected_s`` were to be expected.
+    # Further fields: ``factor`` times as slow as ``against``, from the window ``since`` on, on
+    # ``host`` and ``device``, with the likely ``cause`` for people; ``delay_s`` is by how much
+    # windows would have ended sooner so far.
     "straggler": "rank member window compute_s expected_s",
+    # It is as fast as before, as of ``window``.
+    "straggler_over": "rank member window since delay_s",
+    # So many events were not written here, as the disk was too slow for them.
+    "events_dropped": "num_events",
     # The run ends after ``window`` windows: ``completed``, ``stopped`` or ``failed``.
     "run_finished": "window reason message",
 }
@@ -69,6 +79,10 @@ class Sink(Closing):
     @abstractmethod
     def emit(self, event: Event) -> None:
         """Take one event; events come in the order of their ``t``."""
+
+    def flush(self) -> None:
+        """Write out what is held back, if that takes no longer than a second."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -163,6 +177,12 @@ class Fanout(Sink):
                 with self._guarding(sink):
                     sink.emit(start)
 
+    def flush(self) -> None:
+        """Let every sink write out what it holds back."""
+        for sink in self._sinks.copy():
+            with self._guarding(sink):
+                sink.flush()
+
     def close(self) -> None:
         """Close every sink."""
         while self._sinks:
@@ -182,6 +202,10 @@ class Fanout(Sink):
             )
 
 
+#: The spans of a rank in a window, in the order in which they begin.
+SPANS: Final = ("data", "compute", "wait", "sync")
+
+
 class RankRow(TypedDict):
     """One rank's part of a committed window, as it stands in a ``window`` event.
 
@@ -197,6 +221,11 @@ class RankRow(TypedDict):
         elapsed_s: Seconds on its clock from applying the window before, or from the beginning of
             the epoch, to applying this one. The part that is in none of the three times above is
             bookkeeping: fetching data, planning, events, and whatever the loop does besides.
+        data_s: Seconds for which it waited for data.
+        sent_bytes: Bytes that it sent to other ranks from applying the window before on.
+        begins_s: Begin of its spans in ``SPANS``, in seconds before the ``t`` of the event. The
+            length of each is in the field of its name. A span of several pieces, such as waiting
+            for data before each micro-batch, has the begin of the first and the length of all.
     """
 
     rank: int
@@ -207,7 +236,10 @@ class RankRow(TypedDict):
     compute_s: float
     wait_s: float
     sync_s: float
-    elapsed_s: NotRequired[float]  # runs of earlier versions have none
+    elapsed_s: NotRequired[float]  # runs of earlier versions have none, nor what follows
+    data_s: NotRequired[float]
+    sent_bytes: NotRequired[int]
+    begins_s: NotRequired[list[float]]
 
 
 @dataclass(slots=True)

@@ -1,9 +1,17 @@
-"""Events in a file, one JSON object a line, appended over all sessions of a run."""
+"""Events in files, one JSON object a line, appended over all sessions of a run.
 
+The first file is ``events.jsonl``. When it is full the next events go to ``events.1.jsonl``, then
+to ``events.2.jsonl`` and so on; no file is ever renamed, so readers simply go on with the next one.
+"""
+
+import atexit
 import json
 import math
 import os
+import queue
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,18 +19,34 @@ from typing import Any, BinaryIO, Final
 
 from evener.errors import EvenerError
 from evener.files import open_for_reading, open_regular
-from evener.observe.events import Event, Sink, check_fields
+from evener.observe.events import Event, Sink, check_fields, make_event
 from evener.parsing import parse_json
 
 MOST_LINE_BYTES: Final = 16 * 1024 * 1024
-"""A longer line is not an event; that of a window of 1,000 ranks has 200 kB."""
+"""A longer line is not an event; that of a window of 1,000 ranks has 250 kB."""
 
+MOST_BYTES: Final = 2**30
+"""The files of a run together, unless told otherwise: a million windows of four ranks."""
+
+NUM_PARTS: Final = 8
+"""Into so many files that space is divided. The first one is kept, as it tells how the run began;
+of the others the oldest is removed when there would be more."""
+
+MOST_WAITING: Final = 4096
+"""Events that may wait for the disk; further ones are left out until it has caught up."""
+
+_FLUSH_S: Final = 1.0
+_CLOSE_S: Final = 30.0
 
 _ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)
 
 
 class JsonlSink(Sink):
-    """Appends events to a file; each is with the kernel when ``emit`` returns.
+    """Appends events to a file, in a thread: who emits never waits for the disk.
+
+    An event is with the kernel a moment after ``emit``, or when ``flush`` or ``close`` returns. If
+    the disk hangs for so long that 4,096 events wait, further ones are left out; an event
+    ``events_dropped`` says how many.
 
     A file that is removed meanwhile is begun anew. A line that was torn by a killed process or a
     full disk is ended before the next one begins. Numbers that are not finite become ``null``, for
@@ -31,67 +55,124 @@ class JsonlSink(Sink):
 
     continues = True
 
-    def __init__(self, path: Path, *, on_warning: Callable[[str], None] | None = None) -> None:
-        """Open the file for appending; make its folder if needed.
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_warning: Callable[[str], None] | None = None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """Open the newest file for appending; make its folder if needed.
 
         Args:
-            path: The file, such as ``runs/first/events.jsonl``.
-            on_warning: Called once, when an event cannot be written.
+            path: The first file, such as ``runs/first/events.jsonl``.
+            on_warning: Called once, when an event cannot be written or has to be removed.
+            most_bytes: Size of all files together, roughly.
 
         Raises:
             EvenerError: The file cannot be opened.
         """
-        self._path = path
+        self._first = path
         self._on_warning = on_warning
-        self._lock = threading.Lock()
+        self._part_bytes = max(1, most_bytes // NUM_PARTS)
         try:
-            self._file: int | None = _open(path)
+            self._path = path
+            if path.parent.is_dir():
+                *_, self._path = parts_of(path)
+            self._file = _open(self._path)
         except OSError as error:
             raise EvenerError(
                 f"event file {path} cannot be opened: {error}; choose a folder that is writable"
             ) from error
         self._torn = _ends_torn(self._file)
+        self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._dropped = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._write_all, name="evener-events", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def emit(self, event: Event) -> None:
         """Append one event; a full disk is reported once and does not raise."""
-        line = to_line(event)
-        with self._lock:
-            if self._file is None:
-                self._warn("it is closed")
-                return
-            try:
-                if os.fstat(self._file).st_nlink == 0:
-                    self._begin_anew()
-                data = b"\n" + line if self._torn else line
-                written = os.write(self._file, data)
-            except OSError as error:
-                self._warn(str(error))
-                return
-            # One newline in front at most, so that any cut leaves a torn line.
-            self._torn = written < len(data)
-            if self._torn:
-                self._warn("the disk is full")
+        if self._closed:
+            self._warn("it is closed")
+        elif self._waiting.qsize() >= MOST_WAITING:
+            self._dropped += 1
+        else:
+            self._waiting.put(event)
+
+    def flush(self) -> None:
+        """Wait until what was emitted is with the kernel, for a second at most."""
+        if self._thread.is_alive():
+            done = threading.Event()
+            self._waiting.put(done)
+            done.wait(_FLUSH_S)
 
     def close(self) -> None:
-        """Force the file onto the disk and close it; may be called again."""
-        with self._lock:
-            file, self._file = self._file, None
-            if file is None:
-                return
-            try:
-                os.fsync(file)
-            except OSError as error:
-                self._warn(str(error))
-            finally:
-                os.close(file)
+        """Force the file onto the disk and close it, within 30 s; may be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._waiting.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._warn(f"the disk did not take them within {_CLOSE_S:g} s")
+
+    # ── in the thread ────────────────────────────────────────────────────────────────────────────
+
+    def _write_all(self) -> None:
+        while (found := self._waiting.get()) is not None:
+            if isinstance(found, threading.Event):
+                found.set()
+                continue
+            self._write(found)
+            if self._dropped:
+                num_events, self._dropped = self._dropped, 0
+                self._write(make_event("events_dropped", t=time.time(), num_events=num_events))
+                self._warn(f"the disk was too slow for {num_events:,} of them")
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._warn(str(error))
+        finally:
+            os.close(self._file)
+
+    def _write(self, event: Event) -> None:
+        line = to_line(event)
+        try:
+            state = os.fstat(self._file)
+            if state.st_nlink == 0:
+                self._begin_anew()
+            elif state.st_size and state.st_size + len(line) > self._part_bytes:
+                self._begin_part()
+            data = b"\n" + line if self._torn else line
+            written = os.write(self._file, data)
+        except OSError as error:
+            self._warn(str(error))
+            return
+        # One newline in front at most, so that any cut leaves a torn line.
+        self._torn = written < len(data)
+        if self._torn:
+            self._warn("the disk is full")
 
     def _begin_anew(self) -> None:
         """Go on in a new file: the old one was removed, and with it what was in it."""
-        assert self._file is not None
-        fresh = _open(self._path)
-        os.close(self._file)
-        self._file, self._torn = fresh, _ends_torn(fresh)
+        self._open_part(self._path)
         self._warn("the file was removed, and is begun anew")
+
+    def _begin_part(self) -> None:
+        """Go on in the next file, as this one is full; remove what is too old."""
+        *_, newest = parts_of(self._first)
+        self._open_part(_part(self._first, _number(self._first, newest) + 1))
+        for old in parts_of(self._first)[1 : -NUM_PARTS + 1]:
+            old.unlink(missing_ok=True)
+            self._warn(f"{old.name} is removed, as event files have reached their limit")
+
+    def _open_part(self, path: Path) -> None:
+        fresh = _open(path)
+        os.close(self._file)
+        self._file, self._path, self._torn = fresh, path, _ends_torn(fresh)
 
     def _warn(self, cause: str) -> None:
         on_warning, self._on_warning = self._on_warning, None
@@ -117,9 +198,10 @@ def read_events(
     """Read the events of a run, in the order they were written.
 
     Args:
-        path: The file.
-        on_skip: Called with line number and reason for lines that are not events, such as one torn
-            by a kill. A last line that is just being written is left out without a word.
+        path: The first file; the parts that follow it are read, too.
+        on_skip: Called with line number (counted over all parts) and reason for lines that are not
+            events, such as one torn by a kill. A last line that is just being written is left out
+            without a word.
 
     Raises:
         EvenerError: The file cannot be read.
@@ -136,27 +218,76 @@ def each_event(
         EvenerError: The file cannot be read.
     """
     try:
-        with open_for_reading(path) as stream:
-            for number, line in enumerate(_lines(stream), start=1):
-                if not line.strip():
-                    continue
-                try:
-                    event = parse_json(line)
-                    check_fields(event)
-                except ValueError as error:
-                    if on_skip is not None and line.endswith(b"\n"):
-                        on_skip(number, str(error))
-                else:
-                    yield event
+        for number, line in enumerate(_lines(path), start=1):
+            if not line.strip():
+                continue
+            try:
+                event = parse_json(line)
+                check_fields(event)
+            except ValueError as error:
+                if on_skip is not None and line.endswith(b"\n"):
+                    on_skip(number, str(error))
+            else:
+                yield event
     except OSError as error:
         raise EvenerError(
             f"event file {path} cannot be read: {error}; give the file or folder of a run"
         ) from error
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long, no more than is allowed."""
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a run in the order in which they were written; the first is ``path``."""
+    numbers = sorted(filter(None, (_number(path, other) for other in path.parent.iterdir())))
+    return [path, *(_part(path, number) for number in numbers)]
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def _number(path: Path, part: Path) -> int:
+    """Return which part a file is; 0 for the first one, and for what is none."""
+    form = rf"{re.escape(path.stem)}\.([1-9][0-9]{{0,8}}){re.escape(path.suffix)}"
+    match = re.fullmatch(form, part.name)
+    return int(match[1]) if match else 0
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of all parts, also of those that are begun meanwhile."""
+    part: Path | None = path
+    while part is not None:
+        following = part_after(path, part)
+        try:
+            with open_for_reading(part) as stream:
+                yield from _whole_lines(stream)
+                if following is None:
+                    following = part_after(path, part)
+                    # A part is whole before the next one is begun; if that has happened just now,
+                    # there may be more.
+                    yield from _whole_lines(stream) if following else stream
+        except FileNotFoundError:
+            if part == path:
+                raise
+            # It was too old, and removed before it could be read.
+            following = part_after(path, part)
+        part = following
+
+
+def part_after(path: Path, part: Path) -> Path | None:
+    """Return the file that follows a part; ``None`` for the newest. ``path`` is the first one."""
+    number = _number(path, part)
+    return next((other for other in parts_of(path)[1:] if _number(path, other) > number), None)
+
+
+def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield lines up to one that has no end yet; of one that is too long, no more than is allowed.
+
+    That line is left in the stream.
+    """
     while line := stream.readline(MOST_LINE_BYTES):
+        if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
+            stream.seek(-len(line), os.SEEK_CUR)
+            return
         yield line
         while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
             line = stream.readline(MOST_LINE_BYTES)

@@ -30,7 +30,7 @@ class ProgressSink(Sink):
         """Write to ``stream``, which stays open; usually standard error."""
         self._stream = stream
         self._live = stream.isatty()
-        self._state = _Figures(unicode=(stream.encoding or "").lower().startswith("utf"))
+        self._state = ProgressFigures(unicode=(stream.encoding or "").lower().startswith("utf"))
         self._num_lines = 0
         self._last_shown_t = float("-inf")
         self._shown = False  # whether the live line is on the screen now
@@ -65,7 +65,8 @@ class ProgressSink(Sink):
                 self._state.restart()
             elif kind == "run_finished":
                 self._end_live()
-            text = describe(event)
+            # Of a straggler the engine tells the user itself, also where there is no such line.
+            text = None if kind in {"straggler", "straggler_over"} else describe(event)
             if text is not None:
                 self._print_above(text)
             if kind == "eval" and not self._live and self._state.windows:
@@ -126,15 +127,20 @@ class _Window(NamedTuple):
     done: Totals
 
 
-class _Figures:
-    """The figures of the line, kept up window by window."""
+class ProgressFigures:
+    """The figures of the line, kept up window by window.
+
+    Attributes:
+        windows: Windows that were seen.
+    """
 
     def __init__(self, *, unicode: bool) -> None:
+        """Begin without any; ``unicode`` says whether the bar may have signs beyond ASCII."""
         self._bar = "━─" if unicode else "=-"
         self._total: int | None = None
         self._unit = "samples"
         self._step = 0
-        self.windows = 0  # that were seen here
+        self.windows = 0
         self._loss: float | None = None
         self._recent: deque[_Window] = deque(maxlen=_SPEED_WINDOWS)
 
@@ -143,6 +149,7 @@ class _Figures:
         self._total, self._unit = total, unit
 
     def add(self, event: Event) -> None:
+        """Take in a ``window`` event."""
         rows = event["ranks"]
         # A window of local steps says how many optimizer steps there have been.
         self._step = event.get("turns", event["window"] + 1)
@@ -159,6 +166,7 @@ class _Figures:
         self._recent.clear()
 
     def line(self, *, bar: bool = False, brief: bool = False) -> str:
+        """Return the line, with a bar, or with as little as a narrow terminal has room for."""
         total, unit = self._total, self._unit
         parts = [f"step {self._step:,}" + (f"/{total:,}" if total is not None else "")]
         if bar and total:
@@ -221,10 +229,18 @@ def describe(event: Event) -> str | None:
             f"written in {human_duration(event['write_s'])})"
         )
     if kind == "straggler":
+        since = f", since step {event['since'] + 1:,}" if "since" in event else ""
+        cause = f": {event['cause']}" if event.get("cause") else ""
         return (
             f"straggler: rank {event['rank']} ({event['member']}) took "
             f"{human_duration(event['compute_s'])} for step {event['window'] + 1:,} "
-            f"instead of {human_duration(event['expected_s'])}"
+            f"instead of {human_duration(event['expected_s'])}{since}{cause}"
+        )
+    if kind == "straggler_over":
+        return (
+            f"rank {event['rank']} ({event['member']}) is as fast as before step "
+            f"{event['since'] + 1:,} again; steps would have ended "
+            f"{human_duration(event['delay_s'])} sooner"
         )
     if kind == "worker_lost":
         return f"lost rank {event['rank']} ({event['member']}): {event['reason']}"

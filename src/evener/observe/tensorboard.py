@@ -1,6 +1,7 @@
 """Event files that TensorBoard shows; needs the extra ``evener[tensorboard]``."""
 
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ from evener.observe.events import Event, Sink, Totals, mean_loss
 
 
 class TensorBoardSink(Sink):
-    """Writes scalars by window: loss, speed, and per rank its share, wait and compute time."""
+    """Writes scalars by window, under the names that other trainers use.
+
+    ``train/loss``, ``train/learning_rate``, ``train/grad_norm``, ``train/epoch``,
+    ``train/samples_per_second`` (and ``train/tokens_per_second``), ``eval/loss``; and for each
+    rank ``share/rank_0``, ``wait/rank_0``, ``compute_s/rank_0``, ``data_s/rank_0`` and
+    ``sent_mb/rank_0``.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open an event file in ``folder``, which is made if needed.
@@ -53,21 +60,32 @@ class TensorBoardSink(Sink):
         elif kind == "window":
             self._write_window(event)
         elif kind == "eval" and event["loss"] is not None:
-            self._scalar(f"eval/{event['name']}_loss", event["loss"], event["window"], event["t"])
+            name = "loss" if event["name"] == "heldout" else f"{event['name']}_loss"
+            self._scalar(f"eval/{name}", event["loss"], event["window"], event["t"])
 
     def _write_window(self, event: Event) -> None:
         t, rows, step = event["t"], event["ranks"], event["window"] + 1
         done = Totals().add(rows)
         if (loss := mean_loss(event)) is not None:
             self._scalar("train/loss", loss, step, t)
+        self._scalar("train/epoch", event["epoch"], step, t)
+        for key, name in (("lr", "learning_rate"), ("grad_norm", "grad_norm")):
+            value = event.get(key)
+            if value is not None and math.isfinite(value):
+                self._scalar(f"train/{name}", value, step, t)
         if self._last_t is not None and t > self._last_t:
-            self._scalar(f"train/{self._unit}_per_s", done.weight / (t - self._last_t), step, t)
+            speeds = {"samples": done.samples, self._unit: done.weight}
+            for unit, amount in speeds.items():
+                self._scalar(f"train/{unit}_per_second", amount / (t - self._last_t), step, t)
         self._last_t = t
         for row in rows:
             name = f"rank_{row['rank']}"
             self._scalar(f"share/{name}", row["samples"] / (done.samples or 1), step, t)
             self._scalar(f"compute_s/{name}", row["compute_s"], step, t)
             self._scalar(f"wait/{name}", Totals().add([row]).wait_fraction, step, t)
+            if "data_s" in row:
+                self._scalar(f"data_s/{name}", row["data_s"], step, t)
+                self._scalar(f"sent_mb/{name}", row["sent_bytes"] / 1e6, step, t)
 
     def _scalar(self, tag: str, value: float, step: int, t: float) -> None:
         self._writer.add_scalar(tag, value, step, walltime=t)

@@ -62,6 +62,7 @@ class CadencePolicy(Planner):
         self._verdict = Verdict.STABLE
         self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
+        self._last_anchor = 0
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return samples per second of each rank alone, as timed; see ``Planner``."""
@@ -122,6 +123,8 @@ class CadencePolicy(Planner):
                 most = counts
             # Enough for this window, and in ASYNC for the beginning of the next.
             queues = tuple(2 * m for m in most)
+        self._give_reason(window, self._reason(is_tail=is_tail))
+        self._last_anchor = self.elche.anchor
         return LocalPlan(
             window=window,
             epoch=epoch,
@@ -195,6 +198,19 @@ class CadencePolicy(Planner):
             return 1.0
         brought = 1.0 - max(speeds) / math.fsum(speeds)
         return max(1.0, self.elche.overhead_target / (_OF_WHAT_OTHERS_BRING * brought))
+
+    def _reason(self, *, is_tail: bool) -> str:
+        """Return why the next plan has another anchor than the last one, or is short."""
+        elche, before = self.elche, self._last_anchor
+        if not elche.is_calibrated:
+            return "the ranks' speeds are not known yet"
+        if elche.anchor < before and self._verdict is Verdict.NUDGE_DOWN:
+            return "the ranks drifted apart, so they average more often"
+        if elche.anchor > before:
+            return f"averaging took more than {elche.overhead_target:.0%} of the time"
+        if elche.anchor < before:
+            return f"averaging took less than half of {elche.overhead_target:.0%} of the time"
+        return "it is the last window of the epoch" if is_tail else ""
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 

@@ -53,6 +53,7 @@ class FixedShares(Policy):
         shares = apportion(size, self._ratios)
         if self._avoid_ones:
             shares = without_ones(shares, self._micro_batch_sizes, self._idle)
+        self._give_reason(window, "partition_ratios set the shares")
         return WindowPlan(window, epoch, start, size, shares)
 
     def state_dict(self) -> dict[str, Any]:

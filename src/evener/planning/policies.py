@@ -26,6 +26,9 @@ class ApplyPolicy(StrEnum):
     """As CADENCE, with the average formed in the background, at most one window late."""
 
 
+#: Plans whose reasons are kept: they are asked for when their windows are committed.
+_MOST_REASONS: Final = 8
+
 #: Windows that a parked rank stays away at least, before it is tried again.
 LEAST_APART: Final = 500
 
@@ -54,6 +57,25 @@ class Planner(ABC):
 
     def __init__(self, members: Sequence[str]) -> None:
         self.members = tuple(members)
+        self._reasons: dict[int, str] = {}
+
+    def why(self, window: int) -> str:
+        """Return why a window was planned otherwise than the one before, for people.
+
+        Args:
+            window: One of the last that this planner has planned.
+
+        Returns:
+            A clause; empty where nothing changed, or another rank has planned the window.
+        """
+        return self._reasons.get(window, "")
+
+    def _give_reason(self, window: int, reason: str) -> None:
+        """Keep why a window is planned as it is; see ``why``."""
+        self._reasons.pop(window, None)  # it may be planned anew
+        self._reasons[window] = reason
+        if len(self._reasons) > _MOST_REASONS:
+            del self._reasons[next(iter(self._reasons))]
 
     @property
     def is_calibrated(self) -> bool:

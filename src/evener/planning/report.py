@@ -6,12 +6,27 @@ from typing import Final, NamedTuple
 LOSS: Final = -1
 PARAMETERS: Final = -2
 
+#: What ranks tell of a window only in their report of the next one.
+TOLD_LATER: Final = (
+    "wait_s",
+    "sync_s",
+    "elapsed_s",
+    "divergence",
+    "stale_steps",
+    "data_s",
+    "sent_bytes",
+    "work_ago_s",
+    "wait_ago_s",
+    "sync_ago_s",
+    "slow_because",
+)
+
 
 class Report(NamedTuple):
     """One rank's part of a window, whatever the policy; all zeros where it had none.
 
-    In a ``WindowResult``, where it is called ``RankRecord``, the last five are about that window.
-    They are 0 until it has been committed.
+    In a ``WindowResult``, where it is called ``RankRecord``, the last eleven (``TOLD_LATER``) are
+    about that window. They are 0 until it has been committed.
 
     Attributes:
         weight: Sum of the weights of its micro-batches; steps left out count nothing.
@@ -44,6 +59,13 @@ class Report(NamedTuple):
             of the epoch, to applying it; evaluating and saving in between are included.
         divergence: How far it was from the average of the window before, relative to that.
         stale_steps: Local steps that it had made when that average landed.
+        data_s: Seconds for which it waited for data in that window.
+        sent_bytes: Bytes that it sent to other ranks between applying the window before that one
+            and applying it; see ``Communicator.sent_bytes``.
+        work_ago_s: Seconds from asking for the first data of that window to applying it.
+        wait_ago_s: Seconds from beginning to wait for others to applying it.
+        sync_ago_s: Seconds from beginning to average to applying it.
+        slow_because: Why it was slow, where it was: a ``SlowCause``.
     """
 
     weight: float = 0.0
@@ -72,6 +94,12 @@ class Report(NamedTuple):
     elapsed_s: float = 0.0
     divergence: float = 0.0
     stale_steps: int = 0
+    data_s: float = 0.0
+    sent_bytes: int = 0
+    work_ago_s: float = 0.0
+    wait_ago_s: float = 0.0
+    sync_ago_s: float = 0.0
+    slow_because: int = 0
 
     @property
     def per_sample_s(self) -> float | None:

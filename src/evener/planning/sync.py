@@ -102,8 +102,12 @@ class SyncPolicy(Policy):
         # Shares in use, by size of the window: the short last one of an epoch has its own.
         # With it, for how many windows these have been kept.
         self._in_use: dict[int, tuple[tuple[int, ...], int]] = {}
+        # What the shares in use were forgotten for, and what was special about the last plan.
+        self._occasion = self._exception = ""
+        self._last_size = 0
         self.set_micro_batch_sizes(micro_batch_sizes)
         self.set_parked(frozenset())
+        self._occasion = "the first shares by speed"
 
     @property
     def is_calibrated(self) -> bool:
@@ -124,6 +128,7 @@ class SyncPolicy(Policy):
         self.micro_batch_sizes = tuple(sizes)
         self._in_use = {}
         self._best = {}
+        self._occasion = "the limits of micro-batches have changed"
 
     @property
     def exchange_s(self) -> float:
@@ -210,15 +215,27 @@ class SyncPolicy(Policy):
         """Plan a window with the earliest predicted finish; see ``Policy``."""
         costs = self.costs if len(self.members) > 1 else None
         least = 0
+        reason, exception = "", self._exception
+        self._exception = ""
         if costs is None:
             present = [float(rank not in self._parked) for rank in range(len(self.members))]
             shares = apportion(size, present)
+            reason = "the shares are equal until speeds are known"
         else:
-            shares = self._steady_shares(size, costs)
+            shares, reason = self._steady_shares(size, costs)
             if work_for_all:
+                steady = shares
                 shares, least = self._with_work_for_all(shares, costs, work_for_all)
+                if shares != steady:
+                    reason = self._exception = "every rank gets work in the first window"
         if self._avoid_ones:
             shares = without_ones(shares, self.micro_batch_sizes, self._parked, least)
+        if not reason and size != self._last_size:
+            reason = f"the window has {size} samples instead of {self._last_size}"
+        elif not reason and exception:
+            reason = f"the exception is over: {exception}"
+        self._last_size = size
+        self._give_reason(window, reason)
         return WindowPlan(window=window, epoch=epoch, start=start, size=size, shares=shares)
 
     def set_parked(self, ranks: frozenset[int]) -> None:
@@ -230,6 +247,9 @@ class SyncPolicy(Policy):
         self._forget_decisions()
         self._forget_forecasts()
         self._in_use = {}
+        self._occasion = "all ranks are present"
+        if ranks:
+            self._occasion = f"without rank {', '.join(map(str, sorted(ranks)))}, which is parked"
 
     def ranks_to_park(self, batch_size: int) -> frozenset[int]:
         """Return the ranks without which a window would be no longer; see ``Policy``.
@@ -246,11 +266,12 @@ class SyncPolicy(Policy):
         that is hardly measured counts while it has no work: it brings nothing then, and each
         exchange costs.
         """
-        present, costs = self._present, self.costs
-        undecided = any(
+        present = self._present
+        undecided = len(present) == 1 or any(
             not self._speeds[r].is_settled and self._idle_windows[r] == 0 for r in present
         )
-        if len(present) == 1 or undecided or costs is None:
+        costs = None if undecided else self.costs
+        if costs is None:
             self._forget_decisions()
             return frozenset()
         fastest = self._better_alone(batch_size, costs)
@@ -390,21 +411,27 @@ class SyncPolicy(Policy):
             shares[rank] = share
         return tuple(shares)
 
-    def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[int, ...]:
-        """Return the best shares, or those in use where the best are hardly better."""
+    def _steady_shares(self, size: int, costs: Sequence[CostModel]) -> tuple[tuple[int, ...], str]:
+        """Return the best shares, or those in use where the best are hardly better; and why."""
         best, best_s = self._best_shares(size, costs)
         retried = self._rank_to_retry(best, best_s, costs)
         if retried is not None:
-            self._idle_windows[retried] = 0
-            return self._fastest(size, costs, {retried: 1})
+            windows, self._idle_windows[retried] = self._idle_windows[retried], 0
+            self._exception = f"rank {retried} is tried after {windows} windows without work"
+            return self._fastest(size, costs, {retried: 1}), self._exception
+        reason = self._occasion if size not in self._in_use else ""
+        self._occasion = ""
         held, windows = self._in_use.pop(size, (best, 0))
+        held_s = finish_s(held, costs, self.micro_batch_sizes)
         band = _DEAD_BAND if windows < _STEADY_WINDOWS else _DEAD_BAND / 2
-        if best_s < (1.0 - band) * finish_s(held, costs, self.micro_batch_sizes):
+        if best_s < (1.0 - band) * held_s:
             held, windows = best, 0
+            sooner = f"the window is predicted to end {1.0 - best_s / held_s:.1%} sooner"
+            reason = f"{sooner}, by the speeds that are known now"
         self._in_use[size] = held, windows + 1
         if len(self._in_use) > _NUM_SIZES:
             del self._in_use[next(iter(self._in_use))]  # the one that was not used for longest
-        return held
+        return held, reason
 
     def _with_work_for_all(
         self, shares: tuple[int, ...], costs: Sequence[CostModel], affordable: float

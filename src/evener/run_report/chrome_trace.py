@@ -10,24 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from evener.run_report.history import Lane, RunHistory
+from evener.observe.events import SPANS
+from evener.run_report.history import BEGIN_COLUMNS, Lane, RunHistory
 
 _TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
 _WINDOWS, _EVALUATIONS, _CHECKPOINTS = 1, 2, 3  # tracks of a process
-_PARTS: Final = ("compute", "wait", "sync")
-
 Trace = Iterator[dict[str, Any]]
 
 
 def trace_events(name: str, history: RunHistory) -> Trace:
     """Yield the events of a trace.
 
-    Each rank is a process of its own with one track: a slice for each window, and in it compute,
-    wait and exchange. Durations are those of the run's events. Windows end when they were applied,
-    and the three parts follow one another up to there: their order is known, their exact begin is
-    not. Parts that are longer than the window, as exchanges in the background are, are drawn
-    shorter; ``args`` holds what was measured. The process "team" has evaluations, checkpoints,
-    membership changes, and counters for loss and speed.
+    Each rank is a process of its own with one track: a slice for each window, and in it waiting for
+    data, compute, wait and exchange. A span of several pieces is drawn as one. What does not fit
+    into its window, as exchanges in the background do not, is drawn shorter; ``args`` holds what
+    was measured. Events of earlier versions do not say when spans began: there they follow one
+    another up to the end of the window. The process "team" has evaluations, checkpoints, membership
+    changes, changed plans, and counters for loss, speed and bytes.
 
     Args:
         name: What the run is called.
@@ -81,15 +80,20 @@ def _team(history: RunHistory) -> Trace:
         _CHECKPOINTS,
         [
             (
-                f"checkpoint after window {one.window}",
-                max(0.0, one.t_s - one.write_s),
-                one.t_s,
-                {"path": one.path, "num_bytes": one.num_bytes, "write_s": one.write_s},
+                f"{what} after window {one.window}",
+                max(0.0, one.t_s - before_s),
+                max(0.0, one.t_s - before_s + length_s),
+                {"path": one.path, "num_bytes": one.num_bytes, "rank": one.rank},
             )
             for one in history.checkpoints
+            for what, before_s, length_s in (
+                ("copy for a checkpoint", one.write_s + one.copy_s, one.copy_s),
+                ("checkpoint", one.write_s, one.write_s),
+            )
+            if length_s > 0
         ],
     )
-    for one in history.incidents:
+    for one in [*history.incidents, *history.reasons]:
         yield {
             "ph": "i",
             "s": "g",
@@ -103,7 +107,11 @@ def _team(history: RunHistory) -> Trace:
         length_s = columns["end_s"][i] - columns["begin_s"][i]
         weight = sum(lane.columns["weight"][i] for lane in history.lanes.values())
         speed = weight / length_s if length_s > 0 else math.nan
-        for counter, value in (("loss", columns["loss"][i]), ("units per second", speed)):
+        sent = sum(lane.columns["sent_bytes"][i] for lane in history.lanes.values())
+        counters = {"loss": columns["loss"][i], "units per second": speed}
+        if sent:
+            counters["bytes sent"] = sent
+        for counter, value in counters.items():
             if math.isfinite(value):
                 yield {
                     "ph": "C",
@@ -126,31 +134,45 @@ def _tracked(track: int, spans: Sequence[tuple[str, float, float, dict[str, Any]
 def _lane(pid: int, lane: Lane, history: RunHistory) -> Trace:
     columns, own = history.columns, lane.columns
     for i in range(len(history)):
-        spent_s = [own[f"{part}_s"][i] for part in _PARTS]
+        spent_s = [own[f"{span}_s"][i] for span in SPANS]
         if not any(spent_s) and not own["samples"][i]:
             continue  # it was not there, or parked
         begin_us, end_us = _us(columns["begin_s"][i]), _us(columns["end_s"][i])
         args = {
             "samples": own["samples"][i],
             "weight": own["weight"][i],
-            **{f"{part}_s": value for part, value in zip(_PARTS, spent_s, strict=True)},
+            "sent_bytes": own["sent_bytes"][i],
+            **{f"{span}_s": value for span, value in zip(SPANS, spent_s, strict=True)},
         }
+        ago_s = [own[name][i] for name in BEGIN_COLUMNS]
         yield _slice(pid, _WINDOWS, f"window {columns['window'][i]:.0f}", begin_us, end_us, args)
-        for part, (start_us, stop_us) in zip(
-            _PARTS, laid_out(begin_us, end_us, spent_s), strict=True
+        for span, (start_us, stop_us) in zip(
+            SPANS, laid_out(begin_us, end_us, spent_s, ago_s), strict=True
         ):
             if stop_us > start_us:
-                yield _slice(pid, _WINDOWS, part, start_us, stop_us, {})
+                yield _slice(pid, _WINDOWS, span, start_us, stop_us, {})
 
 
-def laid_out(begin_us: int, end_us: int, spent_s: Sequence[float]) -> list[tuple[int, int]]:
-    """Return begin and end of the parts of a window, one after another, up to its end.
+def laid_out(
+    begin_us: int, end_us: int, spent_s: Sequence[float], ago_s: Sequence[float] = ()
+) -> list[tuple[int, int]]:
+    """Return begin and end of the parts of a window, in their order and without overlap.
 
     Args:
         begin_us: Microsecond at which the window could begin.
         end_us: Microsecond at which it was applied.
         spent_s: Seconds of the parts, in their order.
+        ago_s: When each began, in seconds before the end. Where that is not known, parts follow one
+            another up to the end.
     """
+    if ago_s and all(map(math.isfinite, ago_s)):
+        begins = [max(begin_us, min(end_us, end_us - _us(max(0.0, ago)))) for ago in ago_s]
+        parts, limit_us = [], end_us
+        for begin, seconds in zip(reversed(begins), reversed(spent_s), strict=True):
+            start_us = min(begin, limit_us)
+            parts.append((start_us, min(limit_us, start_us + _us(min(seconds, 1e9)))))
+            limit_us = start_us
+        return parts[::-1]
     total_s = sum(spent_s)
     room_us = end_us - begin_us
     scale = min(1e6, room_us / total_s) if total_s > 0 else 0.0

@@ -5,9 +5,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from evener.observe.events import SPANS
 from evener.observe.numbers import human_duration
 from evener.observe.tally import WARM_UP_WINDOWS
-from evener.run_report.history import LANE_COLUMNS, Lane, RunHistory
+from evener.run_report.history import LANE_COLUMNS, Lane, RunHistory, SavedCheckpoint
 from evener.run_report.sampling import (
     Floats,
     band,
@@ -37,7 +38,14 @@ MOST_LISTED: Final = 500
 # Sums of absurd values become infinite, and null in the document.
 @np.errstate(over="ignore", invalid="ignore")
 def figures(
-    name: str, history: RunHistory, facts: SummaryFacts, notes: Sequence[str], *, runs: int = 1
+    name: str,
+    history: RunHistory,
+    facts: SummaryFacts,
+    notes: Sequence[str],
+    *,
+    runs: int = 1,
+    most_numbers: int = MOST_NUMBERS,
+    has_timeline: bool = True,
 ) -> dict[str, Any]:
     """Return the document of a run.
 
@@ -47,6 +55,8 @@ def figures(
         facts: What its summary says.
         notes: What was left out while reading.
         runs: Runs in the same report, which share the room.
+        most_numbers: The most numbers in all curves of that report.
+        has_timeline: Whether the timeline is wanted, by far the largest part.
     """
     lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
     table = {
@@ -65,7 +75,27 @@ def figures(
         "team": _team(history, table, facts, solo),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, history),
-        "series": _series(history, table, runs),
+        "series": _series(history, table, most_numbers // runs),
+        **_lists(history, table),
+        "num_evals": len(history.evals),
+        "num_events": len(history.incidents),
+        "num_checkpoints": len(history.checkpoints),
+        "timeline": timeline(history, [lane.member for lane in lanes], MOST_TIMELINE_BYTES // runs)
+        if has_timeline
+        else None,
+        "confusion": None
+        if facts.confusion is None
+        else {
+            "labels": list(facts.confusion.labels),
+            "counts": [list(row) for row in facts.confusion.counts],
+        },
+        "machine": facts.machine,
+        "versions": facts.versions,
+    }
+
+
+def _lists(history: RunHistory, table: dict[str, Floats]) -> dict[str, Any]:
+    return {
         "evals": [
             {
                 "name": one.name,
@@ -80,28 +110,23 @@ def figures(
             {"t_s": number(one.t_s), "window": one.window, "type": one.kind, "text": one.text}
             for one in _shortened(history.incidents)
         ],
-        "checkpoints": [
-            {
-                "window": one.window,
-                "path": one.path,
-                "num_bytes": number(one.num_bytes),
-                "write_s": number(one.write_s),
-                "t_s": number(one.t_s),
-            }
-            for one in _shortened(history.checkpoints)
+        "checkpoints": [_checkpoint(one) for one in _shortened(history.checkpoints)],
+        "reasons": [
+            {"t_s": number(one.t_s), "window": one.window, "text": one.text}
+            for one in history.reasons
         ],
-        "num_evals": len(history.evals),
-        "num_events": len(history.incidents),
-        "num_checkpoints": len(history.checkpoints),
-        "timeline": timeline(history, [lane.member for lane in lanes], MOST_TIMELINE_BYTES // runs),
-        "confusion": None
-        if facts.confusion is None
-        else {
-            "labels": list(facts.confusion.labels),
-            "counts": [list(row) for row in facts.confusion.counts],
-        },
-        "machine": facts.machine,
-        "versions": facts.versions,
+    }
+
+
+def _checkpoint(one: SavedCheckpoint) -> dict[str, Any]:
+    return {
+        "window": one.window,
+        "path": one.path,
+        "num_bytes": number(one.num_bytes),
+        "rank": one.rank if one.rank >= 0 else None,
+        "copy_s": number(one.copy_s),
+        "write_s": number(one.write_s),
+        "t_s": number(one.t_s),
     }
 
 
@@ -146,7 +171,8 @@ def _team(
     speed, ideal = facts.speed, float(np.nansum(solo[0]))
     if speed is None:
         speed = _speed(history, table)
-    spent = {key: float(table[key].sum()) for key in ("compute_s", "wait_s", "sync_s")}
+    spent = {f"{span}_s": float(table[f"{span}_s"].sum()) for span in SPANS}
+    sent = float(table["sent_bytes"].sum())
     total_s = sum(spent.values())
     losses = np.asarray(history.columns["loss"])
     known = losses[np.isfinite(losses)]
@@ -171,6 +197,7 @@ def _team(
             f"{key.removesuffix('_s')}_fraction": number(value / total_s) if total_s > 0 else None
             for key, value in spent.items()
         },
+        "sent_bytes": number(sent) if sent else None,
     }
 
 
@@ -210,6 +237,7 @@ def _ranks(
                 "emulated": slowed.get(str(lane.rank)),
                 "parked": lane.rank in history.parked,
                 **{key: number(value) for key, value in own.items()},
+                "sent_bytes": number(own["sent_bytes"]) if own["sent_bytes"] else None,
                 "share": number(own["weight"] / weight) if weight > 0 else None,
                 "wait_fraction": number(own["wait_s"] / spent_s) if spent_s > 0 else None,
                 "alone": number(float(solo[0][i])),
@@ -225,11 +253,13 @@ def _straggler(
     ranks: Sequence[dict[str, Any]], waits: Waits, history: RunHistory
 ) -> dict[str, Any]:
     """Return the rank that the others waited for most, and a sentence about it."""
+    named = [one.text for one in history.incidents if one.kind.startswith("straggler")]
+    told = f" Named during the run: {'; '.join(named[:3])}." if named else ""
     if waits.straggler is None:
         text = "No rank keeps the others waiting for a noteworthy part of the time."
         if waits.shared_windows == 0:
             text = "There is no window in which two ranks worked together."
-        return {"rank": None, "text": text}
+        return {"rank": None, "text": text + told}
     row = ranks[waits.straggler]
     waited_s, delay_s = waits.waited_s[waits.straggler], waits.delay_s[waits.straggler]
     part = float(waited_s / waits.team_s)
@@ -248,14 +278,14 @@ def _straggler(
         "waited_for_s": number(float(waited_s)),
         "of_team_time": number(part),
         "delay_s": number(float(delay_s)),
-        "text": text,
+        "text": text + told,
     }
 
 
-def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[str, Any]:
+def _series(history: RunHistory, table: dict[str, Floats], most_numbers: int) -> dict[str, Any]:
     count, lanes = len(history), len(table["weight"])
     each = 3 * (4 + 2 * lanes)
-    most = max(20, min(MOST_POINTS, MOST_NUMBERS // runs // each))
+    most = max(20, min(MOST_POINTS, most_numbers // each))
     starts = bucket_starts(count, most)
     ends = bucket_ends(starts, count)
     columns = {key: np.asarray(column) for key, column in history.columns.items()}
@@ -263,6 +293,7 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
     loss, anchor = columns["loss"], columns["anchor"]
     counted = np.where(weight > 0, weight, 0.0)
     spent_s = table["compute_s"] + table["wait_s"] + table["sync_s"]
+    sent = table["sent_bytes"].sum(axis=0)
     return {
         "windows_per_point": number(count / len(starts)) if count else 0,
         "end_s": numbers(columns["end_s"][ends]),
@@ -271,6 +302,7 @@ def _series(history: RunHistory, table: dict[str, Floats], runs: int) -> dict[st
         "loss": band(loss * counted, counted, starts),
         "speed": band(weight, _lengths(history), starts),
         "anchor": band(anchor, np.ones(count), starts) if np.isfinite(anchor).any() else None,
+        "sent_bytes": band(sent, np.ones(count), starts) if sent.any() else None,
         "shares": [band(row, weight, starts) for row in table["weight"]],
         "waits": [
             band(row, whole, starts) for row, whole in zip(table["wait_s"], spent_s, strict=True)

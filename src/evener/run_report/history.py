@@ -2,23 +2,39 @@
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Final, NamedTuple
 
-from evener.observe.events import Event, mean_loss
+from evener.observe.events import SPANS, Event, mean_loss
 from evener.observe.progress_line import describe
 from evener.parsing import Fields, short
 
-LANE_COLUMNS: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
-"""What a lane knows of each window; 0 where the member took no part."""
+_CHECKED: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
+
+LANE_COLUMNS: Final = (*_CHECKED, "data_s", "sent_bytes")
+"""What a lane knows of each window; 0 where the member took no part, or nothing is said."""
+
+BEGIN_COLUMNS: Final = tuple(f"{span}_begin_s" for span in SPANS)
+"""And when its spans began, in seconds before the window's end; NaN where nothing is said."""
 
 WINDOW_COLUMNS: Final = ("window", "begin_s", "end_s", "loss", "anchor")
 """What is known of a window of the team; NaN where nothing is."""
 
 MOST_LANES: Final = 1024
 """Rows of further members are counted and left out: a damaged file could name millions."""
+
+MOST_REASONS: Final = 250
+"""Of the changed plans, so many first ones are kept, and so many last ones."""
+
+_INCIDENTS: Final = frozenset(
+    {"worker_lost", "worker_joined", "healed", "straggler", "straggler_over"}
+    | {"checkpoint_missed", "events_dropped"}
+)
+
+_MOST_TEXT: Final = 300
 
 _MOST_T: Final = 1e11
 """Unix seconds of the year 5138; later ones are damage, and would stretch every axis."""
@@ -35,19 +51,28 @@ class Lane:
         rank: Its newest rank.
         device: Its device, for people; empty where unknown.
         host: Its host; empty where unknown.
-        columns: By name of ``LANE_COLUMNS`` a number for each window.
+        columns: By name of ``LANE_COLUMNS`` and ``BEGIN_COLUMNS`` a number for each window.
     """
 
     def __init__(self, member: str, windows: int) -> None:
         self.member = member
         self.rank = 0
         self.device = self.host = ""
-        self.columns = {name: array("d", bytes(8 * windows)) for name in LANE_COLUMNS}
+        names = (*LANE_COLUMNS, *BEGIN_COLUMNS)
+        self.columns = {name: array("d", bytes(8 * windows)) for name in names}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a window; the row is empty where the member took no part in it."""
-        for name in LANE_COLUMNS:
+        for name in _CHECKED:
             self.columns[name].append(row[name] if row else 0.0)
+        for name in ("data_s", "sent_bytes"):
+            known = _optional(row, name)
+            self.columns[name].append(known if known > 0 else 0.0)
+        begins = row.get("begins_s")
+        if not isinstance(begins, list) or len(begins) != len(SPANS):
+            begins = [None] * len(SPANS)
+        for name, begin in zip(BEGIN_COLUMNS, begins, strict=True):
+            self.columns[name].append(_number(begin))
         self.rank = row.get("rank", self.rank)
 
     def keep(self, kept: list[bool]) -> None:
@@ -83,11 +108,23 @@ class HeldOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that has reached the disk; ``t_s`` is its end, in seconds of training."""
+    """A checkpoint that has reached the disk.
+
+    Attributes:
+        window: Windows before it.
+        path: Its folder.
+        num_bytes: Its size.
+        rank: The rank that wrote it; -1 where that is not known.
+        copy_s: Seconds that training stood still on that rank, right before it was written.
+        write_s: Seconds that a thread wrote it.
+        t_s: When it was written, in seconds of training.
+    """
 
     window: int
     path: str
     num_bytes: float
+    rank: int
+    copy_s: float
     write_s: float
     t_s: float
 
@@ -105,6 +142,7 @@ class RunHistory:
         elapsed_s: Training time of the newest event.
         sessions: Starts and resumes.
         plans: Plans that differed from the one before.
+        reasons: Why plans changed: the first and the last ``MOST_REASONS``.
         void_windows: Windows that were dropped.
         columns: By name of ``WINDOW_COLUMNS`` a number for each window.
         lanes: By member.
@@ -124,6 +162,8 @@ class RunHistory:
         self.parked: list[int] = []
         self.incidents: list[Incident] = []
         self.evals: list[HeldOut] = []
+        self._first_reasons: list[Incident] = []
+        self._last_reasons: deque[Incident] = deque(maxlen=MOST_REASONS)
         self.checkpoints: list[SavedCheckpoint] = []
         self._origin_t: float | None = None
         self._free_s = 0.0  # when the team could begin with the next window
@@ -154,7 +194,7 @@ class RunHistory:
         if kind == "window":
             self._window(event)
         elif kind == "plan":
-            self.plans += 1
+            self._plan(event)
         elif kind == "worker_started":
             self._worker(fields)
         elif kind == "eval":
@@ -168,7 +208,7 @@ class RunHistory:
             self._incident(event)
             message = event.get("message")
             self.ending = {"reason": event["reason"], "message": message and str(message)}
-        elif kind in ("worker_lost", "worker_joined", "healed", "straggler", "checkpoint_missed"):
+        elif kind in _INCIDENTS:
             self._incident(event)
 
     def _begin_session(self, t: float, facts: dict[str, Any] | None) -> None:
@@ -199,7 +239,7 @@ class RunHistory:
         members = set()
         for row in event["ranks"]:
             members.add(row["member"])
-            for name in LANE_COLUMNS:
+            for name in _CHECKED:
                 if row[name] < 0:
                     raise ValueError(f"{name} of rank {row['rank']} is {short(row[name])}, below 0")
         if len(members) < len(event["ranks"]):
@@ -244,6 +284,22 @@ class RunHistory:
             lane.keep(kept)
         self._free_s = self.elapsed_s
 
+    @property
+    def reasons(self) -> list[Incident]:
+        """See the class."""
+        return [*self._first_reasons, *self._last_reasons]
+
+    def _plan(self, event: Event) -> None:
+        self.plans += 1
+        shares, reason = event.get("shares"), str(event.get("reason") or "")
+        window = event.get("window")
+        if isinstance(shares, list) and type(window) is int:
+            text = f"{' / '.join(map(str, shares[:8]))}{' / …' if len(shares) > 8 else ''}"
+            text = f"{text[:_MOST_TEXT]}: {reason[:_MOST_TEXT]}" if reason else text[:_MOST_TEXT]
+            found = Incident(self.elapsed_s, window, "plan", text)
+            few = len(self._first_reasons) < MOST_REASONS
+            (self._first_reasons if few else self._last_reasons).append(found)
+
     def _eval(self, event: Event) -> None:
         loss = math.nan if event["loss"] is None else event["loss"]
         # It follows the window before it at once; its event may come late.
@@ -254,13 +310,21 @@ class RunHistory:
         self.evals.append(found)
 
     def _checkpoint(self, fields: Fields) -> None:
+        window, path = fields.whole("window"), fields.text("path")
+        num_bytes = fields.number("num_bytes", least=0.0)
+        write_s, rank = fields.number("write_s", least=0.0), fields.values.get("rank")
+        began_s = _optional(fields.values, "begin_t") - (self._origin_t or 0.0)
+        copy_s = _optional(fields.values, "copy_s")
+        ended_s = began_s + write_s if math.isfinite(began_s) else self.elapsed_s
         self.checkpoints.append(
             SavedCheckpoint(
-                window=fields.whole("window"),
-                path=fields.text("path"),
-                num_bytes=fields.number("num_bytes", least=0.0),
-                write_s=fields.number("write_s", least=0.0),
-                t_s=self.elapsed_s,
+                window=window,
+                path=path,
+                num_bytes=num_bytes,
+                rank=rank if type(rank) is int else -1,
+                copy_s=copy_s if copy_s > 0 else 0.0,
+                write_s=write_s,
+                t_s=min(max(0.0, ended_s), self.elapsed_s),
             )
         )
 
@@ -299,13 +363,18 @@ def _sentence(event: Event) -> str:
         return f"rank {event['rank']} ({event['member']}) took the state of {event['donor']}"
     if kind == "checkpoint_missed":
         return f"no checkpoint after step {event['window']:,}: {event['reason']}"
+    if kind == "events_dropped":
+        return f"{event['num_events']:,} events are missing, as the disk was too slow for them"
     message = f": {event['message']}" if event.get("message") else ""
     return f"{event['reason']} after step {event['window']:,}{message}"
 
 
 def _optional(fields: Mapping[str, Any], name: str) -> float:
     """Return the number of a field, or NaN where there is no such field, or no number in it."""
-    value: Any = fields.get(name)
+    return _number(fields.get(name))
+
+
+def _number(value: Any) -> float:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if good and abs(value) <= 1e308 else math.nan
 

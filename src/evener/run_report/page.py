@@ -33,7 +33,7 @@ def page(document: Document) -> str:
         document: ``runs``, each as ``figures`` returns it, and ``version``.
     """
     runs = document["runs"]
-    script = _asset("uPlot.iife.min.js") + _asset("page.js")
+    script = _asset("uPlot.iife.min.js") + _asset("charts.js") + _asset("page.js")
     style = _asset("uPlot.min.css") + _asset("page.css")
     policy = "; ".join(
         [
@@ -154,6 +154,8 @@ _OVERVIEW: Final = (
     ("time computing", "team", "compute_fraction", _percent),
     ("time waiting for others", "team", "wait_fraction", _percent),
     ("time exchanging", "team", "sync_fraction", _percent),
+    ("time waiting for data", "team", "data_fraction", _percent),
+    ("bytes sent", "team", "sent_bytes", human_bytes),
 )
 
 _SOURCES: Final = {
@@ -215,6 +217,7 @@ def _run(number: int, run: Document, *, alone: bool) -> str:
         ("shares", "Share of each rank", True),
         ("waits", "Part of its time that each rank waits for others", True),
         ("anchor", "Anchor: local steps of the slowest rank in a window", series["anchor"]),
+        ("sent", "Bytes sent in a window, by all ranks together", series["sent_bytes"]),
     ]
     return "\n".join(
         [
@@ -229,6 +232,7 @@ def _run(number: int, run: Document, *, alone: bool) -> str:
             _timeline(number, run),
             f"<h2>{name}Events</h2>",
             _events(run),
+            _plans(run),
             _checkpoints(run),
             _confusion(run),
             f"<p>{_versions(run)}</p></section>",
@@ -278,8 +282,10 @@ def _timeline(number: int, run: Document) -> str:
         )
     )
     return (
-        f'<figure class="timeline" data-run="{number}"><div class="bar"><span class="key compute">'
+        f'<figure class="timeline" data-run="{number}"><div class="bar"><span class="key data">'
+        'data</span><span class="key compute">'
         'compute</span><span class="key wait">wait</span><span class="key sync">exchange</span>'
+        '<span class="key checkpoint">checkpoint</span>'
         f'<span class="key event">event</span><span class="buttons">{buttons}</span></div>'
         '<canvas tabindex="0" role="img" aria-label="Timeline of the ranks; arrows pan, plus and '
         'minus zoom, 0 shows the whole run"></canvas><div class="tip" hidden></div>'
@@ -287,8 +293,9 @@ def _timeline(number: int, run: Document) -> str:
         "<figcaption>Drag to pan; zoom with the buttons, the keys plus and minus, two fingers, or "
         "Ctrl and the wheel. Where a column of pixels holds several windows, its heights are their "
         "sums, and the line is the largest wait of a single one. Windows end when they were "
-        "applied; compute, wait and exchange are drawn one after another up to there. The rest is "
-        f"loading data, updating, evaluating and saving.{told}</figcaption></figure>"
+        "applied; waiting for data, compute, wait and exchange are drawn one after another up to "
+        "there. The rest is planning, evaluating and saving. The line below a rank is a checkpoint "
+        f"that it writes while it trains.{told}</figcaption></figure>"
     )
 
 
@@ -303,6 +310,17 @@ def _events(run: Document) -> str:
     return _table(["at", "window", "event", "what"], rows, "Events", caption=caption)
 
 
+def _plans(run: Document) -> str:
+    if not run["reasons"]:
+        return ""
+    rows = [
+        [human_duration(e["t_s"] or 0.0), f"{e['window']:,}", text(e["text"])]
+        for e in run["reasons"]
+    ]
+    caption = _counted("Changed plans: samples of each rank", run["reasons"], run["run"]["plans"])
+    return _table(["at", "window", "samples by rank, and why"], rows, "Plans", caption=caption)
+
+
 def _checkpoints(run: Document) -> str:
     if not run["checkpoints"]:
         return "<p>No checkpoint was written.</p>"
@@ -313,11 +331,12 @@ def _checkpoints(run: Document) -> str:
             text(c["path"]),
             _shown(c["num_bytes"], human_bytes),
             _shown(c["write_s"], human_duration),
+            _shown(c["copy_s"], human_duration),
         ]
         for c in run["checkpoints"]
     ]
     caption = _counted("Checkpoints", run["checkpoints"], run["num_checkpoints"])
-    head = ["at", "after windows", "path", "size", "written in"]
+    head = ["at", "after windows", "path", "size", "written in", "training stood still for"]
     return _table(head, rows, "Checkpoints", caption=caption)
 
 

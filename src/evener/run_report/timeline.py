@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from evener.observe.events import SPANS
 from evener.run_report.history import RunHistory
 from evener.run_report.sampling import Floats, bucket_ends, ratio, sums
 
@@ -22,9 +23,10 @@ def timeline(history: RunHistory, lanes: Sequence[str], most_bytes: int) -> dict
 
     Returns:
         ``merged``: windows in a cell. For each cell its first ``window``, ``gap_us`` since the end
-        of the cell before, ``length_us``. For each lane and cell ``compute_us``, ``wait_us`` and
-        ``sync_us``; with merged windows also ``most_wait``, the largest part of its time that the
-        rank waited in one of them, in thousandths.
+        of the cell before, ``length_us``. For each lane and cell ``data_us`` (of a rank that has
+        waited for data), ``compute_us``, ``wait_us`` and ``sync_us``; with merged windows also
+        ``most_wait``, the largest part of its time that the rank waited in one of them, in
+        thousandths.
     """
     merged = 1
     while True:
@@ -43,16 +45,15 @@ def _cells(history: RunHistory, lanes: Sequence[str], merged: int) -> dict[str, 
     before_us = np.concatenate([[0], end_us[:-1]]) if count else end_us
     ranks = []
     for member in lanes:
-        spent = {
-            name: np.asarray(history.lanes[member].columns[f"{name}_s"])
-            for name in ("compute", "wait", "sync")
-        }
+        spent = {name: np.asarray(history.lanes[member].columns[f"{name}_s"]) for name in SPANS}
+        if not spent["data"].any():
+            del spent["data"]
         row = {
             f"{name}_us": _microseconds(sums(values, starts)).tolist()
             for name, values in spent.items()
         }
         if merged > 1:
-            part = ratio(spent["wait"], spent["compute"] + spent["wait"] + spent["sync"])
+            part = ratio(spent["wait"], np.sum([*spent.values()], axis=0))
             largest = np.maximum.reduceat(np.nan_to_num(part), starts)
             row["most_wait"] = np.rint(1000 * largest).astype(np.int64).tolist()
         ranks.append(row)

@@ -93,7 +93,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
     Raises:
         EvenerError: The events cannot be read.
     """
-    history, skipped = RunHistory(), _Skipped()
+    history, skipped = RunHistory(), SkippedLines()
     for event in each_event(folder / EVENTS, skipped.add):
         try:
             history.add(event)
@@ -102,7 +102,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
     return history, skipped.notes()
 
 
-class _Skipped:
+class SkippedLines:
     """Lines that were left out: the first few with their reason, and how many there are."""
 
     def __init__(self) -> None:
@@ -110,14 +110,21 @@ class _Skipped:
         self._named: list[str] = []
 
     def add(self, line: int | None, why: str) -> None:
+        """Take note of one; without a number it was an event with a value that cannot be."""
         self._count += 1
         if len(self._named) < _MOST_NOTES:
             where = f"line {line:,} of {EVENTS}" if line is not None else "an event"
             self._named.append(f"{where} is left out: {why}")
 
+    def forget(self) -> None:
+        """Begin anew, with another file."""
+        self._count = 0
+        self._named.clear()
+
     def notes(self) -> list[str]:
+        """Return sentences about them."""
         further = self._count - len(self._named)
-        return [*self._named, f"{further:,} further lines are left out"] if further else self._named
+        return [*self._named, *([f"{further:,} further lines are left out"] if further else [])]
 
 
 def _folder(run: Path) -> Path:

@@ -308,6 +308,7 @@ class Job(EpochLoop):
         self.tally = record(
             self.ddp,
             self.folder,
+            most_mb=config.events_mb,
             terminal=not self.options.quiet,
             tensorboard=config.tensorboard,
             sinks=self._sinks,

@@ -66,6 +66,7 @@ def record(
     ddp: Loop,
     folder: Path,
     *,
+    most_mb: int = 1024,
     terminal: bool = False,
     tensorboard: bool = False,
     sinks: Sequence[SinkMaker] = (),
@@ -77,6 +78,7 @@ def record(
     Args:
         ddp: The team.
         folder: The run folder.
+        most_mb: Size of all files of events together, in MB.
         terminal: Show progress on standard error.
         tensorboard: Write files for TensorBoard.
         sinks: Make sinks of the user's own.
@@ -90,8 +92,9 @@ def record(
     """
     tally = RunTally(folder)
     # The tally reads the file before the event of a resume is written to it.
-    makers: list[Sink | SinkMaker] = [tally, partial(JsonlSink, folder / EVENTS, on_warning=warn)]
-    makers += sinks
+    most_bytes = most_mb * 10**6
+    written = partial(JsonlSink, folder / EVENTS, on_warning=warn, most_bytes=most_bytes)
+    makers: list[Sink | SinkMaker] = [tally, written, *sinks]
     if terminal:
         makers.append(partial(ProgressSink, sys.stderr))
     if tensorboard:
@@ -123,6 +126,7 @@ def summarise(
     """
     import psutil
 
+    ddp.events.flush()  # the tally may read the file
     assembly, sums, members = ddp.assembly, tally.sums, ddp.members
     done = [sums.members.get(m.member, Totals()) for m in members]
     return RunSummary(

@@ -14,7 +14,7 @@ KEYS = (
     "divergence_threshold, lr_scale_ratio, max_grad_norm, non_finite, speed_hint, "
     "partition_ratios, verify_every, sharded_update, timeout_s, micro_batch_size, seed, name, "
     "eval, checkpoint, batch_size, max_steps, epochs, policy, backend, devices, measure, "
-    "precision, tensorboard, sinks, data, model, optimizer, sample"
+    "precision, tensorboard, events_mb, sinks, data, model, optimizer, sample"
 )
 OPTIMIZER_KEYS = "lr, betas, eps, weight_decay, warmup, min_lr_ratio"
 

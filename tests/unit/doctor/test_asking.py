@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from evener.doctor import conversation
-from evener.doctor.answering import answer_visitors, open_door, read_token
+from evener.doctor.answering import answer_visitors, open_door
 from evener.doctor.asking import ask
 from evener.doctor.conversation import LIMIT_BYTES, Conversation, challenge
 from evener.errors import ConfigError, LaunchError
+from evener.team.token_files import read_token
 from evener.version import __version__
 from helpers.hosts import HEALTHY
 from helpers.limits import PATIENCE_S

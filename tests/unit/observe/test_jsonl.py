@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from evener.errors import EvenerError
-from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.jsonl import (
+    MOST_WAITING,
+    NUM_PARTS,
+    JsonlSink,
+    each_event,
+    parts_of,
+    read_events,
+    to_line,
+)
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:
@@ -19,11 +27,12 @@ def numbers(path: Path) -> list[int]:
     return [found["number"] for found in read_events(path)]
 
 
-def test_each_event_is_a_line_that_can_be_read_at_once(tmp_path: Path) -> None:
+def test_each_event_is_a_line_that_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "new" / "events.jsonl"
     with JsonlSink(path) as sink:
         for number in range(3):
             sink.emit(event(number))
+            sink.flush()
             assert numbers(path) == list(range(number + 1))
     assert path.read_bytes().count(b"\n") == 3
     with JsonlSink(path) as sink:
@@ -93,11 +102,14 @@ def test_full_disk_warns_once_never_raises_and_recovers(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
+        sink.flush()
         patch.setattr(os, "write", half)
         sink.emit(event(1))
+        sink.flush()
         patch.setattr(os, "write", full)
         sink.emit(event(2))
         sink.emit(event(3))
+        sink.flush()
     sink.emit(event(4))
     sink.close()
     assert numbers(path) == [0, 4]
@@ -142,6 +154,7 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) ->
     warnings: list[str] = []
     with JsonlSink(path, on_warning=warnings.append) as sink:
         sink.emit(event(0))
+        sink.flush()
         path.unlink()
         path.parent.rmdir()
         sink.emit(event(1))
@@ -149,3 +162,70 @@ def test_a_file_that_was_removed_is_begun_anew_with_a_warning(tmp_path: Path) ->
     assert numbers(path) == [1, 2]
     (warning,) = warnings
     assert f"events are missing from {path}: the file was removed, and is begun anew" in warning
+
+
+def test_events_go_on_in_further_files_and_the_oldest_but_the_first_are_removed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    size, warnings = len(to_line(event(100))), list[str]()
+    most_bytes = NUM_PARTS * 10 * size  # ten events a file
+    with JsonlSink(path, most_bytes=most_bytes) as sink:
+        for number in range(100, 135):
+            sink.emit(event(number))
+    assert [part.name for part in parts_of(path)] == [
+        *("events.jsonl", "events.1.jsonl", "events.2.jsonl", "events.3.jsonl")
+    ]
+    assert numbers(path) == list(range(100, 135))
+    with JsonlSink(path, most_bytes=most_bytes, on_warning=warnings.append) as sink:
+        for number in range(135, 200):
+            sink.emit(event(number))
+    assert numbers(path) == [*range(100, 110), *range(130, 200)]
+    assert sum(part.stat().st_size for part in parts_of(path)) <= most_bytes
+    assert len(warnings) == 1
+    assert "events.1.jsonl is removed" in warnings[0]
+    (tmp_path / "events.0.jsonl").write_text("not a part")
+    (tmp_path / "events.x.jsonl").write_text("not a part")
+    assert len(parts_of(path)) == NUM_PARTS
+
+
+def test_a_reader_goes_on_with_a_file_that_is_begun_while_it_reads(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path, most_bytes=NUM_PARTS * 10 * len(to_line(event(100)))) as sink:
+        for number in range(100, 105):
+            sink.emit(event(number))
+        sink.flush()
+        reader = each_event(path)
+        found = [next(reader)["number"]]
+        for number in range(105, 125):
+            sink.emit(event(number))
+        sink.flush()
+        found += [one["number"] for one in reader]
+    assert found == list(range(100, 125))
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    hangs, goes_on, real_write = threading.Event(), threading.Event(), os.write
+
+    def slow(file: int, data: bytes) -> int:
+        hangs.set()
+        assert goes_on.wait(60.0)
+        return real_write(file, data)
+
+    warnings: list[str] = []
+    with monkeypatch.context() as patch, JsonlSink(path, on_warning=warnings.append) as sink:
+        patch.setattr(os, "write", slow)
+        sink.emit(event(0))
+        assert hangs.wait(60.0)
+        for number in range(1, MOST_WAITING + 11):
+            sink.emit(event(number))
+        goes_on.set()
+    events = read_events(path)
+    (dropped,) = (one for one in events if one["type"] == "events_dropped")
+    assert dropped["num_events"] == 10
+    kept = [one["number"] for one in events if one["type"] == "plan"]
+    assert kept == list(range(MOST_WAITING + 1))
+    assert "too slow for 10 of them" in warnings[0]

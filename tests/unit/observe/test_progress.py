@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.progress_line import ProgressSink
+from evener.observe.progress_line import ProgressSink, describe
 from helpers.event_cases import committed_window, started
 
 CLEAR = "\r\x1b[2K"
@@ -87,6 +87,21 @@ def test_evaluation_brings_a_line_of_its_own_and_the_state() -> None:
     assert lines[4].startswith("step 5 ")
 
 
+def test_a_straggler_is_told_by_the_engine_and_described_for_reports() -> None:
+    slow = {"rank": 1, "member": "b", "window": 5, "since": 2}
+    times = {"compute_s": 3.0, "expected_s": 1.0}
+    one = make_event("straggler", t=1.0, **slow, **times, cause="it waits for its data")
+    over = make_event("straggler_over", t=2.0, **slow, delay_s=4.0)
+    assert show([one, over], io.StringIO()) == ""
+    assert describe(one) == (
+        "straggler: rank 1 (b) took 3.0 s for step 6 instead of 1.0 s, since step 3: it waits for "
+        "its data"
+    )
+    assert describe(over) == (
+        "rank 1 (b) is as fast as before step 3 again; steps would have ended 4.0 s sooner"
+    )
+
+
 def test_other_events_have_lines() -> None:
     path = "runs/x/checkpoints/step-5"
     lines = show(
@@ -120,7 +135,6 @@ def test_other_events_have_lines() -> None:
         f"resumed after step 5 from {path}",
         "resumed after step 5",
         f"checkpoint {path} (2.5 MB, written in 400 ms)",
-        "straggler: rank 1 (b) took 3.0 s for step 6 instead of 1.0 s",
         "lost rank 1 (b): it died",
         "rank 1 (b) joined",
         "eval after step 6: heldout loss nan",

@@ -18,7 +18,9 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path / "tb")
     sink.emit(started(unit="tokens"))
     for window in range(3):
-        sink.emit(committed_window(window, losses=(1.0, 2.0)))
+        event = committed_window(window, losses=(1.0, 2.0))
+        event["ranks"][0] |= {"data_s": 0.25, "sent_bytes": 2_000_000}
+        sink.emit(event | {"lr": 0.5, "grad_norm": float("nan") if window else 2.0})
     sink.emit(
         make_event("eval", t=3.0, window=3, loss=1.5, weight=1.0, elapsed_s=0.1, name="heldout")
     )
@@ -34,8 +36,15 @@ def test_scalars_can_be_read_back(tmp_path: Path) -> None:
         for tag in read.Tags()["scalars"]
     }
     assert points["train/loss"] == [(n + 1, n, pytest.approx(1.4)) for n in range(3)]
-    assert points["train/tokens_per_s"] == [(2, 1.0, 100.0), (3, 2.0, 100.0)]
-    assert points["eval/heldout_loss"] == [(3, 3.0, 1.5)]
+    assert points["train/tokens_per_second"] == [(2, 1.0, 100.0), (3, 2.0, 100.0)]
+    assert points["train/samples_per_second"] == [(2, 1.0, 10.0), (3, 2.0, 10.0)]
+    assert points["train/learning_rate"] == [(n + 1, n, 0.5) for n in range(3)]
+    assert points["train/grad_norm"] == [(1, 0.0, 2.0)]
+    assert points["train/epoch"][0] == (1, 0.0, 0.0)
+    assert points["eval/loss"] == [(3, 3.0, 1.5)]
+    assert points["data_s/rank_0"][0] == (1, 0.0, 0.25)
+    assert points["sent_mb/rank_0"][0] == (1, 0.0, 2.0)
+    assert "data_s/rank_1" not in points
     assert points["share/rank_1"][0] == (1, 0.0, pytest.approx(0.4))
     assert points["wait/rank_0"][0] == (1, 0.0, pytest.approx(0.2))
     assert points["compute_s/rank_0"][0] == (1, 0.0, pytest.approx(0.7))

@@ -218,3 +218,19 @@ def test_averaging_takes_less_than_slow_ranks_bring(ratio: float, sync_ms: float
     for _ in range(8):
         cadence.observe(timed(1.0, ratio, steps=list(cadence.elche.batch_counts)), sync_ms / 1000)
     assert cadence.elche.anchor >= sync_ms
+
+
+def test_each_changed_anchor_has_a_reason():
+    cadence = policy(guard=LevelGuard(threshold=0.5))
+    cadence.plan(0, 0, left=10_000, limit=None)
+    assert cadence.why(0) == "the ranks' speeds are not known yet"
+    cadence.observe(timed(100.0, 100.0), 0.01)
+    cadence.plan(1, 0, left=10_000, limit=None)
+    cadence.observe(timed(100.0, 100.0, steps=[10, 10]), 1.0)
+    assert cadence.plan(2, 0, left=10_000, limit=None).anchor > 10
+    assert cadence.why(2) == "averaging took more than 10% of the time"
+    cadence.observe(timed(100.0, 100.0, steps=[10, 10]), 1e-6)
+    cadence.plan(3, 0, left=10_000, limit=None)
+    assert cadence.why(3) == "averaging took less than half of 10% of the time"
+    cadence.plan(4, 0, left=20, limit=None)
+    assert cadence.why(4) == "it is the last window of the epoch"

@@ -492,3 +492,43 @@ def test_reports_of_another_team_are_refused():
     policy = SyncPolicy(["a", "b"], [8, 8])
     with pytest.raises(ProtocolError, match="1 reports and 2 shares for a team of 2"):
         policy.observe([Report()], policy.plan(0, 0, 0, 4), 0.0)
+
+
+# ── why plans change ─────────────────────────────────────────────────────────────────────────────
+
+
+def reasons(team, num_windows, batch_size=64):
+    """The windows whose plan differs from the one before, with the reason."""
+    first, found, before = team.window, {}, None
+    _, plans = team.run(batch_size, num_windows)
+    for number, plan in enumerate(plans, start=first):
+        if plan.shares != before:
+            found[number] = team.policy.why(number)
+        before = plan.shares
+    return found
+
+
+def test_each_changed_plan_has_a_reason_and_others_have_none():
+    team = Team([CostModel(0.01, 0.01)] * 2, noise=0.0, hint=False)
+    assert reasons(team, 4)[0] == "the shares are equal until speeds are known"
+    assert reasons(team, 4) == {4: ""}, "nothing changed"
+    team.costs[1] = CostModel(0.01, 0.03)
+    changed = reasons(team, 8)
+    assert changed.pop(8) == ""
+    assert changed
+    assert all("sooner, by the speeds that are known now" in why for why in changed.values())
+    team.policy.set_parked(frozenset({1}))
+    assert reasons(team, 1) == {16: "without rank 1, which is parked"}
+    team.policy.set_parked(frozenset())
+    assert reasons(team, 1) == {17: "all ranks are present"}
+    assert reasons(team, 1, batch_size=20) == {18: "the window has 20 samples instead of 64"}
+    assert team.policy.why(3) == "", "asked for too late"
+
+
+def test_a_window_in_which_every_rank_gets_work_says_so():
+    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], noise=0.0).policy
+    first = policy.plan(0, 0, 0, 16, work_for_all=math.inf)
+    assert first.shares[1] == 1
+    assert policy.why(0) == "every rank gets work in the first window"
+    assert policy.plan(1, 0, 16, 16).shares == (16, 0)
+    assert policy.why(1) == "the exception is over: every rank gets work in the first window"

@@ -100,6 +100,45 @@ def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
     assert counters == {"loss", "units per second"}
 
 
+def test_spans_lie_where_events_say_and_bytes_copies_and_reasons_are_shown():
+    events = trace_of(history_with_spans())
+    check_nesting(events)
+    rank = next(e["pid"] for e in events if e["args"].get("name", "").startswith("rank 0"))
+    slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+    assert [(e["name"], e["ts"], e["dur"]) for e in slices] == [
+        ("window 0", 0, 1_000_000),
+        ("data", 50_000, 100_000),
+        ("compute", 150_000, 500_000),
+        ("wait", 700_000, 100_000),  # cut short by what follows it
+        ("sync", 800_000, 100_000),
+    ]
+    assert slices[0]["args"]["sent_bytes"] == 1000
+    (sent,) = (e["args"] for e in events if e["name"] == "bytes sent")
+    assert sent == {"bytes sent": 1500}
+    saved = [e for e in events if e["ph"] == "X" and "checkpoint" in e["name"]]
+    assert [(e["ts"], e["dur"]) for e in saved] == [(1_150_000, 50_000), (1_200_000, 500_000)]
+    (plan,) = (e["args"]["text"] for e in events if e["name"] == "plan")
+    assert plan == "6 / 4: rank 1 is slower"
+
+
+def history_with_spans() -> RunHistory:
+    window = committed_window(0, t=1.0, times_s=((0.5, 0.2, 0.1), (0.9, 0.0, 0.1)))
+    spans = {"data_s": 0.1, "sent_bytes": 1000, "begins_s": [0.95, 0.85, 0.3, 0.2]}
+    window["ranks"][0] |= spans
+    window["ranks"][1] |= {"sent_bytes": 500, "begins_s": "damaged", "data_s": -1}
+    plan = {"window": 0, "generation": 0, "epoch": 0, "start": 0, "size": 10, "shares": [6, 4]}
+    saved = {"window": 1, "path": "p", "num_bytes": 9, "write_s": 0.5, "begin_t": 1.2}
+    history = RunHistory()
+    for event in (
+        started(),
+        make_event("plan", t=0.5, **plan, reason="rank 1 is slower"),
+        window,
+        make_event("checkpoint", t=3.0, **saved, copy_s=0.05, rank=0),
+    ):
+        history.add(event)
+    return history
+
+
 def test_a_run_without_windows_is_a_trace():
     assert [event["ph"] for event in trace_of(RunHistory())] == ["M"] * 5
 
@@ -117,9 +156,12 @@ def test_whatever_ranks_measure_slices_nest(measured):
     check_nesting(trace_of(history))
 
 
-@given(st.integers(0, 10**9), st.integers(0, 10**9), st.tuples(times, times, times))
-def test_parts_follow_one_another_inside_the_window(begin, length, spent):
-    parts = laid_out(begin, begin + length, spent)
+four = st.tuples(times, times, times, times)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), four, st.one_of(st.just(()), four))
+def test_parts_follow_one_another_inside_the_window(begin, length, spent, ago):
+    parts = laid_out(begin, begin + length, spent, ago)
     bounds = [begin, *(bound for part in parts for bound in part), begin + length]
     assert bounds == sorted(bounds)
-    assert all(one[1] == other[0] for one, other in pairwise(parts))
+    assert ago or all(one[1] == other[0] for one, other in pairwise(parts))

@@ -84,6 +84,26 @@ def test_losses_shares_and_waits_over_time():
     assert series["anchor"] is None
 
 
+def test_bytes_data_and_why_plans_changed_are_shown_where_events_have_them():
+    events = []
+    plan = {"generation": 0, "epoch": 0, "start": 0, "size": 10, "shares": [6, 4]}
+    for k in range(600):
+        event = committed_window(k, t=k + 1.0)
+        for row in event["ranks"]:
+            row |= {"sent_bytes": 100, "data_s": 0.25}
+        events += [event, make_event("plan", t=k + 1.0, window=k, **plan, reason=f"reason {k}")]
+    found = document_of(history_of(started(), *events))
+    assert found["team"]["sent_bytes"] == 120_000
+    assert found["team"]["data_fraction"] == 0.2
+    assert [rank["sent_bytes"] for rank in found["ranks"]] == [60_000] * 2
+    assert found["series"]["sent_bytes"]["mean"][0] == 200
+    assert found["timeline"]["ranks"][0]["data_us"][0] == 250_000
+    texts = [one["text"] for one in found["reasons"]]
+    assert (len(texts), texts[0], texts[-1]) == (500, "6 / 4: reason 0", "6 / 4: reason 599")
+    assert found["run"]["plans"] == 600
+    assert document_of(ten_windows())["series"]["sent_bytes"] is None
+
+
 def test_the_anchor_is_shown_where_events_have_it():
     events = [committed_window(k, t=k + 1.0) | {"anchor": 5 + k} for k in range(3)]
     found = document_of(history_of(started(), *events))

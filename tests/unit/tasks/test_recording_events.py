@@ -9,7 +9,6 @@ from torch import nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
-from evener.loop.reporting import StragglerWatch
 from evener.observe.events import Event, Sink
 from evener.observe.jsonl import read_events
 from evener.tasks.recording import RunTally, record
@@ -88,6 +87,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
             events.end(failed=False, error=None)
             events.end(failed=False, error=None)
             if comm.rank == 0:
+                events.flush()
                 assert sink.events == read_events(tmp_path / "events.jsonl")
                 for event in sink.events:
                     check_kinds(event)
@@ -113,6 +113,7 @@ def test_a_session_in_events(tmp_path: Path) -> None:
     assert first | {"member": ""} == {
         **{"rank": 0, "member": "", "samples": 3, "weight": 30.0, "loss": 2.0},
         **{"compute_s": pytest.approx(0.3), "wait_s": 0.2, "sync_s": 0.1, "elapsed_s": 0.0},
+        **{"data_s": 0.0, "sent_bytes": 0, "begins_s": [0.0] * 4},
     }
     assert (second["rank"], second["samples"]) == (1, 1)
     assert events[7]["ranks"][1]["loss"] is None
@@ -154,59 +155,3 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     # Read again from the file, as where another rank has recorded some of the windows.
     tally.emit(committed_window(7))
     assert tally.sums.total.windows == 3
-
-
-# ── stragglers ───────────────────────────────────────────────────────────────────────────────────
-
-
-def window_of(*per_sample_s: float, samples: int = 4) -> list[RankRecord]:
-    return [
-        RankRecord(
-            samples=samples,
-            weight=1.0,
-            loss_sum=1.0,
-            micro_batches=1,
-            compute_s=each * samples,
-        )
-        for each in per_sample_s
-    ]
-
-
-def test_a_rank_that_turns_slow_is_named_once_after_three_windows() -> None:
-    watch = StragglerWatch(2)
-    for _ in range(5):
-        assert watch.observe(window_of(0.1, 0.3)) == []
-    assert watch.observe(window_of(0.1, 0.6)) == []
-    assert watch.observe(window_of(0.1, 0.6)) == []
-    (found,) = watch.observe(window_of(0.1, 0.6))
-    assert found == (1, pytest.approx(2.4), pytest.approx(1.2))
-    assert watch.observe(window_of(0.1, 0.6)) == []
-
-
-def test_one_slow_window_or_a_larger_share_makes_no_straggler() -> None:
-    watch = StragglerWatch(1)
-    for _ in range(5):
-        watch.observe(window_of(0.1))
-    for _ in range(4):
-        assert watch.observe(window_of(0.5)) == []
-        assert watch.observe(window_of(0.1)) == []
-    for _ in range(4):
-        assert watch.observe(window_of(0.1, samples=40)) == []
-
-
-def test_the_first_micro_batch_of_a_size_makes_no_straggler() -> None:
-    watch = StragglerWatch(1)
-    for _ in range(5):
-        watch.observe(window_of(0.1))
-    (record,) = window_of(0.1)
-    for _ in range(4):  # it takes 9 s to set something up, each time for another size
-        warm = record._replace(samples=6, compute_s=9.4, warmup_samples=2, warmup_s=9.0)
-        assert watch.observe([warm]) == []
-        alone = record._replace(samples=2, compute_s=9.0, warmup_samples=2, warmup_s=9.0)
-        assert watch.observe([alone]) == []
-
-
-def test_a_rank_without_work_is_not_judged() -> None:
-    watch = StragglerWatch(1)
-    for _ in range(20):
-        assert watch.observe(window_of(0.1, samples=0)) == []

@@ -1,6 +1,7 @@
 """The loader of a team: hands each rank its micro-batches and takes part where it has none."""
 
 import sys
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -180,7 +181,9 @@ class TeamLoader(LikeDataLoader):
         share = engine.open_share(len(micro_batches))
         while micro_batches:
             first, samples, pending = micro_batches.popleft()
+            asked_s = time.perf_counter()
             batch = self._received(pending)
+            engine.spans.receive(asked_s)
             self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.
             engine.seed_draws(self.cursor.seed, "micro-batch", window, first)

@@ -1,5 +1,6 @@
 """A loader over what has no indices: every rank reads for itself, and contributes once a window."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, final
@@ -121,7 +122,9 @@ class StreamLoader(LikeDataLoader):
 
     def _rounds(self, epoch: int) -> Iterator[Any]:
         engine = self._engine
+        asked_s = time.perf_counter()
         for batch in self._batches:
+            engine.spans.receive(asked_s)
             engine.seed_draws(self._seed, epoch, engine.window, engine.rank)
             share = engine.open_share(1)
             share.start_micro_batch(count_samples(batch))
@@ -131,6 +134,7 @@ class StreamLoader(LikeDataLoader):
                 raise share.not_ended()
             if self._finished:
                 return
+            asked_s = time.perf_counter()
         going_on = True
         while going_on and not self._finished:
             going_on = engine.join_unplanned() is not None

@@ -2,197 +2,16 @@
 // Draws the charts and timelines of a report from the numbers in the page. Names of runs and ranks
 // are set as text only, never as markup.
 (() => {
+  const { CHART_HEIGHT, ZOOM, ink, duration, percent, rankName, fullName, moved, within } = charts;
   const report = JSON.parse(document.getElementById("numbers").textContent);
-  const CHART_HEIGHT = 240;
-  const ZOOM = 1.6;
-  const PAN = 0.2;
-  const PARTS = ["compute", "wait", "sync"];
+  const PARTS = ["data", "compute", "wait", "sync"];
+  const WORDS = ["data", "compute", "wait", "exchange"];
+  const WAIT = PARTS.indexOf("wait");
+  const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
-  const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const curveInk = (number) => ink(`curve-${number % 8}`);
-
-  // ── numbers for people ─────────────────────────────────────────────────────────────────────
-
-  function duration(seconds) {
-    const size = Math.abs(seconds);
-    if (size === 0) return "0 s";
-    if (size < 1e-3) return `${(1e6 * seconds).toFixed(0)} µs`;
-    if (size < 1) return `${+(1e3 * seconds).toPrecision(3)} ms`;
-    if (size < 120) return `${+seconds.toPrecision(4)} s`;
-    const minutes = Math.round(seconds / 60);
-    if (minutes < 120) return `${minutes} min`;
-    return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-  }
-
-  function count(value) {
-    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]];
-    for (const [size, suffix] of units) {
-      if (Math.abs(value) >= size) {
-        const scaled = suffix === "k" ? value / 1e3 : value / size;
-        return `${+scaled.toPrecision(4)}${suffix}`;
-      }
-    }
-    return `${+value.toPrecision(4)}`;
-  }
-
-  const percent = (value) => `${(100 * value).toFixed(1)}%`;
-  const rankName = (rank) => `rank ${rank.rank}`;
-
-  /** With the member where several had the same rank, one after another. */
-  function fullName(run, rank) {
-    const others = run.ranks.filter((one) => one.rank === rank.rank);
-    return others.length > 1 ? `${rankName(rank)} (${rank.member})` : rankName(rank);
-  }
-
-  // ── curves ─────────────────────────────────────────────────────────────────────────────────
-
-  /** A curve: x, a mean, perhaps the extremes around it. */
-  function curve(label, x, values, colour, look = {}) {
-    return { label, x, mean: values.mean, low: values.low, high: values.high, colour, ...look };
-  }
-
-  function level(label, x, value, colour) {
-    const ends = x.length ? [x[0], x[x.length - 1]] : [];
-    return { label, x: ends, mean: ends.map(() => value), colour, dash: [6, 4] };
-  }
-
-  function losses(axis) {
-    const curves = [];
-    report.runs.forEach((run, number) => {
-      const prefix = report.runs.length > 1 ? `${run.name}: ` : "";
-      const x = run.series[axis === "time" ? "end_s" : "samples"];
-      curves.push(curve(`${prefix}training loss`, x, run.series.loss, curveInk(number)));
-      const evals = run.evals.filter((one) => one.loss !== null);
-      if (evals.length) {
-        const at = evals.map((one) => (axis === "time" ? one.t_s : one.samples));
-        const shown = { mean: evals.map((one) => one.loss) };
-        const colour = curveInk(report.runs.length + number);
-        curves.push(curve(`${prefix}held-out loss`, at, shown, colour, { points: true }));
-      }
-    });
-    return curves;
-  }
-
-  const byRank = (run, key) =>
-    run.ranks.map((rank, i) => curve(fullName(run, rank), run.series.end_s, run.series[key][i], curveInk(i)));
-
-  const CHARTS = {
-    "loss-by-samples": () => ({ curves: losses("samples"), x: count, y: count }),
-    "loss-by-time": () => ({ curves: losses("time"), x: duration, y: count }),
-    speed: (run) => {
-      const x = run.series.end_s;
-      const curves = [curve("team", x, run.series.speed, ink("ink"))];
-      run.ranks.forEach((rank, i) => {
-        if (rank.alone !== null) curves.push(level(`${fullName(run, rank)} alone`, x, rank.alone, curveInk(i)));
-      });
-      if (run.team.ideal !== null) curves.push(level("ideal", x, run.team.ideal, ink("faint")));
-      return { curves, x: duration, y: (v) => `${count(v)} ${run.run.unit}/s`, tick: count, zero: true };
-    },
-    shares: (run) => ({ curves: byRank(run, "shares"), x: duration, y: percent, zero: true }),
-    waits: (run) => ({ curves: byRank(run, "waits"), x: duration, y: percent, zero: true }),
-    anchor: (run) => ({
-      curves: [curve("anchor", run.series.end_s, run.series.anchor, curveInk(0))], x: duration, y: count,
-    }),
-  };
-
-  /** One table with a common x of several curves: what uPlot takes. */
-  function joined(curves) {
-    const tables = curves.map((one) =>
-      one.low ? [one.x, one.mean, one.low, one.high] : [one.x, one.mean]);
-    return tables.length ? uPlot.join(tables) : [[]];
-  }
-
-  function seriesOf(curves, show) {
-    const series = [{ label: "at", value: (_, v) => (v === null ? "–" : show.x(v)) }];
-    const bands = [];
-    for (const one of curves) {
-      series.push({
-        label: one.label,
-        stroke: one.colour,
-        width: one.points ? 0 : 1.6,
-        dash: one.dash,
-        spanGaps: true,
-        points: { show: Boolean(one.points), size: 7, fill: one.colour },
-        value: (_, v) => (v === null || v === undefined ? "–" : show.y(v)),
-      });
-      if (one.low) {
-        const extreme = { class: "extreme", stroke: one.colour, width: 0, spanGaps: true, points: { show: false } };
-        series.push({ ...extreme, label: `${one.label}, least` });
-        series.push({ ...extreme, label: `${one.label}, largest` });
-        bands.push({ series: [series.length - 1, series.length - 2], fill: `${one.colour}33` });
-      }
-    }
-    return { series, bands };
-  }
-
-  function drawChart(holder) {
-    const show = CHARTS[holder.dataset.chart](report.runs[holder.dataset.run]);
-    const axis = { stroke: ink("faint"), grid: { stroke: ink("line"), width: 1 }, ticks: { stroke: ink("line") } };
-    const { series, bands } = seriesOf(show.curves, show);
-    const data = joined(show.curves);
-    const plot = new uPlot(
-      {
-        width: Math.max(200, holder.clientWidth),
-        height: CHART_HEIGHT,
-        series,
-        bands,
-        scales: { x: { time: false }, y: { range: show.zero ? fromZero : undefined } },
-        axes: [
-          { ...axis, values: (_, ticks) => ticks.map(show.x), space: 80 },
-          { ...axis, values: (_, ticks) => ticks.map(show.tick || show.y), size: 64 },
-        ],
-        hooks: {
-          setSeries: [(u, index, options) => {
-            // The extremes of a curve come and go with it.
-            if (options.show === undefined || index === null) return;
-            for (let i = index + 1; u.series[i] && u.series[i].class === "extreme"; i += 1) {
-              if (u.series[i].show !== options.show) u.setSeries(i, { show: options.show });
-            }
-          }],
-        },
-      },
-      data,
-      holder,
-    );
-    for (const label of holder.querySelectorAll(".u-legend .u-series:not(:first-child) th")) {
-      label.tabIndex = 0;
-      label.setAttribute("role", "button");
-    }
-    return plot;
-  }
-
-  const fromZero = (_, low, high) => [0, high > 0 ? 1.05 * high : 1];
-
-  function moveChart(plot, key) {
-    const xs = plot.data[0];
-    if (!xs.length) return false;
-    const [first, last] = [xs[0], xs[xs.length - 1]];
-    const { min, max } = plot.scales.x;
-    const view = moved(key, { from: min, to: max }, { from: first, to: last });
-    if (view) plot.setScale("x", { min: view.from, max: view.to });
-    return Boolean(view);
-  }
-
-  /** The view after a key, within the whole; null for keys that do nothing. */
-  function moved(key, view, whole) {
-    const length = view.to - view.from;
-    const middle = (view.from + view.to) / 2;
-    const centred = (at, size) => ({ from: at - size / 2, to: at + size / 2 });
-    switch (key) {
-      case "ArrowLeft": return within(centred(middle - PAN * length, length), whole);
-      case "ArrowRight": return within(centred(middle + PAN * length, length), whole);
-      case "+": case "=": return within(centred(middle, length / ZOOM), whole);
-      case "-": return within(centred(middle, length * ZOOM), whole);
-      case "0": case "Home": return { ...whole };
-      default: return null;
-    }
-  }
-
-  function within(view, whole) {
-    const length = Math.min(view.to - view.from, whole.to - whole.from);
-    const from = Math.min(Math.max(view.from, whole.from), whole.to - length);
-    return { from, to: from + length };
-  }
+  /** The parts of a window in words; waiting for data is told where there is any. */
+  const told = (spent, form) => WORDS.map((word, p) => `${word} ${form(spent[p])}`)
+    .filter((_, p) => p > 0 || spent[0] > 0).join(", ");
 
   // ── timeline ───────────────────────────────────────────────────────────────────────────────
 
@@ -244,7 +63,7 @@
       c.scale(ratio, ratio);
       c.clearRect(0, 0, width, height);
       c.font = "12px system-ui, sans-serif";
-      const colours = Object.fromEntries([...PARTS, "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
+      const colours = Object.fromEntries([...PARTS, "checkpoint", "idle", "event", "ink", "faint"].map((n) => [n, ink(n)]));
       const [first, last] = this.visible();
       const columns = width - this.left;
       const single = last - first <= columns / 3;
@@ -257,6 +76,7 @@
         if (single) this.drawCells(c, i, top, first, last, colours);
         else this.drawColumns(c, i, top, first, last, colours);
       });
+      this.drawCheckpoints(c, colours);
       this.drawMarks(c, rows * this.row, colours);
       this.tell(first, last);
     }
@@ -273,13 +93,13 @@
 
     spent(lane, i) {
       const rank = this.run.timeline.ranks[lane];
-      return PARTS.map((part) => rank[`${part}_us`][i]);
+      return PARTS.map((part) => (rank[`${part}_us`] ? rank[`${part}_us`][i] : 0));
     }
 
     drawCells(c, lane, top, first, last, colours) {
       for (let i = first; i < last; i += 1) {
         const spent = this.spent(lane, i);
-        const total = spent[0] + spent[1] + spent[2];
+        const total = sum(spent);
         const scale = total > 0 ? Math.min(1, (this.end[i] - this.begin[i]) / total) : 0;
         let at = this.end[i] - total * scale;
         spent.forEach((length, part) => {
@@ -300,24 +120,24 @@
       const perColumn = (this.view.to - this.view.from) / columns;
       for (let i = first; i < last; i += 1) {
         const spent = this.spent(lane, i);
-        const total = spent[0] + spent[1] + spent[2];
+        const total = sum(spent);
         const length = Math.max(this.end[i] - this.begin[i], 1);
         const scale = total > length ? length / total : 1;
         const from = Math.max(0, Math.floor((this.begin[i] - this.view.from) / perColumn));
         const to = Math.min(columns - 1, Math.floor((this.end[i] - this.view.from) / perColumn));
-        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[1] / total : 0;
+        const wait = worst ? worst[i] / 1000 : total > 0 ? spent[WAIT] / total : 0;
         for (let k = from; k <= to; k += 1) {
           const begin = this.view.from + k * perColumn;
           const overlap = Math.min(this.end[i], begin + perColumn) - Math.max(this.begin[i], begin);
           const part = Math.max(0, overlap) / length;
-          for (let p = 0; p < 3; p += 1) sums[p][k] += spent[p] * scale * part;
+          for (let p = 0; p < PARTS.length; p += 1) sums[p][k] += spent[p] * scale * part;
           most[k] = Math.max(most[k], wait);
         }
       }
       const height = this.row - 3;
       for (let k = 0; k < columns; k += 1) {
         let bottom = top + height;
-        for (let p = 0; p < 3; p += 1) {
+        for (let p = 0; p < PARTS.length; p += 1) {
           const size = Math.min(1, sums[p][k] / perColumn) * height;
           c.fillStyle = colours[PARTS[p]];
           c.fillRect(this.left + k, bottom - size, 1, size);
@@ -327,6 +147,17 @@
           c.fillStyle = colours.ink;
           c.fillRect(this.left + k, top + height * (1 - most[k]), 1, 1.5);
         }
+      }
+    }
+
+    /** A line below the rank that writes. */
+    drawCheckpoints(c, colours) {
+      c.fillStyle = colours.checkpoint;
+      for (const one of this.run.checkpoints) {
+        const lane = this.run.ranks.findIndex((rank) => rank.rank === one.rank);
+        const from = Math.max(this.left, this.x(1e6 * (one.t_s - one.write_s - one.copy_s)));
+        const to = Math.min(this.width, this.x(1e6 * one.t_s));
+        if (lane >= 0 && to >= from) c.fillRect(from, (lane + 1) * this.row - 3, Math.max(to - from, 1), 2);
       }
     }
 
@@ -356,10 +187,9 @@
       }
       const length = this.end[last - 1] - this.begin[first] || 1;
       const parts = this.run.ranks.slice(0, 8).map((rank, lane) => {
-        const sums = [0, 0, 0];
+        const sums = PARTS.map(() => 0);
         for (let i = first; i < last; i += 1) this.spent(lane, i).forEach((us, p) => { sums[p] += us; });
-        const [compute, wait, sync] = sums.map((us) => percent(us / length));
-        return `${fullName(this.run, rank)}: compute ${compute}, wait ${wait}, exchange ${sync}`;
+        return `${fullName(this.run, rank)}: ${told(sums, (us) => percent(us / length))}`;
       });
       const newest = this.run.series.window.at(-1);
       const until = last < numbers.length ? numbers[last] - 1 : newest;
@@ -438,13 +268,12 @@
       while (i < last && this.end[i] < t) i += 1;
       this.tip.hidden = !rank || event.offsetX < this.left || i >= last || this.begin[i] > t;
       if (this.tip.hidden) return;
-      const [compute, wait, sync] = this.spent(lane, i).map((us) => duration(us / 1e6));
       const merged = this.run.timeline.merged;
       const name = merged > 1 ? `${merged} windows from ${this.run.timeline.window[i]} on` : `window ${this.run.timeline.window[i]}`;
       const near = this.run.events.filter((mark) => Math.abs(this.x(1e6 * mark.t_s) - event.offsetX) < 4);
       this.tip.textContent = [
         `${rankName(rank)} (${rank.member}), ${name}`,
-        `compute ${compute}, wait ${wait}, exchange ${sync}`,
+        told(this.spent(lane, i), (us) => duration(us / 1e6)),
         ...near.map((mark) => mark.text),
       ].join("\n");
       const room = this.figure.clientWidth - this.tip.offsetWidth - 4;
@@ -462,17 +291,13 @@
   function drawAll() {
     for (const holder of holders) {
       if (plots.has(holder)) plots.get(holder).destroy();
-      plots.set(holder, drawChart(holder));
+      const { chart, run } = holder.dataset;
+      plots.set(holder, charts.drawChart(holder, charts.shown(chart, report.runs[run], report.runs)));
     }
     timelines.forEach((timeline) => timeline.draw());
   }
 
-  for (const holder of holders) {
-    holder.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && event.target !== holder) event.target.click();
-      else if (event.target === holder && moveChart(plots.get(holder), event.key)) event.preventDefault();
-    });
-  }
+  for (const holder of holders) charts.obeyKeys(holder, () => plots.get(holder));
   drawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   let width = document.body.clientWidth;

@@ -88,6 +88,7 @@ def test_a_step_of_the_users_sees_all_gradients(
 ) -> None:
     """It is wrapped on the instance, around the scheduler's wrapper or inside of it."""
     monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+    monkeypatch.setattr("evener.loop.assembly.LEAST_DIVIDED", 1)
 
     def body(comm: Communicator, mode: str, *, wraps: bool) -> tuple[list[Tensor], bool]:
         model = images()

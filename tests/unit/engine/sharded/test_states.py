@@ -367,6 +367,7 @@ def test_an_optimizer_of_a_team_that_broke_says_so() -> None:
 def test_a_hook_on_the_step_sees_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on one rank, and comes in mid-training; where ``on`` was asked for, it is an error."""
     monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+    monkeypatch.setattr("evener.loop.assembly.LEAST_DIVIDED", 1)
 
     def body(comm: Communicator, mode: str) -> tuple[list[Tensor], Tensor, Any]:
         model = mlp(dtype=torch.float64)
@@ -407,6 +408,7 @@ class Own(torch.optim.SGD):
 
 def test_optimizers_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+    monkeypatch.setattr("evener.loop.assembly.LEAST_DIVIDED", 1)
 
     def body(comm: Communicator, mode: str, kind: str) -> bool:
         model = mlp(dtype=torch.float64)
@@ -426,6 +428,26 @@ def test_optimizers_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> N
         said = r"sharded_update is 'on', but optimizer 0 is .*, and a part of a parameter"
         with pytest.raises(ConfigError, match=said):
             run_team(2, lambda comm, k=kind: body(comm, "on", k))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_the_update_of_a_small_model_is_divided_on_request_alone(
+    missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters that are not trained do not count."""
+    monkeypatch.setattr("evener.loop.assembly.FAST_BACKENDS", {"threads"})
+    trained = 8 * 16 + 16  # of the first layer
+    monkeypatch.setattr("evener.loop.assembly.LEAST_DIVIDED", trained + missing)
+
+    def body(comm: Communicator, mode: str) -> bool:
+        model = mlp()
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with setup(comm, model, optimizer, shares=[1, 1], sharded_update=mode) as ddp:
+            return ddp.assembly.state.sharded.is_on
+
+    assert run_team(2, lambda comm: body(comm, "auto")) == [not missing] * 2
+    assert run_team(2, lambda comm: body(comm, "on")) == [True] * 2
 
 
 @pytest.mark.parametrize("way", ["replicated", "owner's bits", "divided"])

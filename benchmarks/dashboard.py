@@ -1,0 +1,145 @@
+"""What the dashboard costs while many look at a run that goes on, and how it takes a long one.
+
+    python benchmarks/dashboard.py --windows 1000,100000 --readers 20 --json dashboard.json
+
+The events are made up, as those of ``report_page.py``. First the file is read: seconds until a
+reader sees anything, and all of it. Then the run goes on for some seconds, with five windows in
+each, and the processor time of the server is a part of them.
+"""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from machine import load_before, write_report
+from options import make_parser, numbers
+from report_page import write_events
+from runs import command_line
+
+WINDOWS_PER_S = 5
+PATIENCE_S = 1800.0
+
+
+class Reader(threading.Thread):
+    """Looks at the run, as a page does."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._port = port
+        self._began_s = time.monotonic()
+        self.first_s = self.whole_s = 0.0
+        self.updates = 0
+        self.update_kb = 0.0
+
+    def run(self) -> None:
+        server = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        server.request("GET", "/runs/run/events")
+        try:
+            for line in server.getresponse():
+                if line.startswith(b"data: "):
+                    self._take(line)
+        except OSError:  # the server has ended
+            pass
+
+    def _take(self, line: bytes) -> None:
+        self.updates += 1
+        self.update_kb = len(line) / 1e3
+        now_s = time.monotonic() - self._began_s
+        self.first_s = self.first_s or now_s
+        if not self.whole_s and b"have been read so far" not in line:
+            self.whole_s = now_s
+
+
+def main() -> None:
+    """Measures what was asked for."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--windows", type=numbers, default=[1000])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--readers", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    arguments = parser.parse_args()
+    before = load_before()
+    rows = [
+        measure(windows, arguments.ranks, arguments.readers, arguments.seconds)
+        for windows in arguments.windows
+    ]
+    write_report(arguments, before, rows)
+
+
+def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str, Any]:
+    """One run: its events are read, then it goes on."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "run" / "events.jsonl"
+        path.parent.mkdir()
+        write_events(path, windows, ranks)
+        events_mb = path.stat().st_size / 1e6
+        last = path.read_bytes()[-100_000:].splitlines(keepends=True)[-1]
+        server = subprocess.Popen(
+            [*command_line(), "dashboard", name], stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert server.stderr is not None
+            found = re.search(r":(\d+)/", server.stderr.readline())
+            assert found, "the dashboard did not start"
+            looking = [Reader(int(found[1])) for _ in range(readers)]
+            for reader in looking:
+                reader.start()
+            wait_for(looking)
+            process = psutil.Process(server.pid)
+            reading_cpu_s = cpu_s(process)
+            updates = sum(reader.updates for reader in looking)
+            go_on(path, json.loads(last), seconds)
+            row = {
+                "windows": windows,
+                "ranks": ranks,
+                "readers": readers,
+                "events_mb": events_mb,
+                "first_s": max(reader.first_s for reader in looking),
+                "whole_s": max(reader.whole_s for reader in looking),
+                "reading_cpu_s": reading_cpu_s,
+                "memory_mb": process.memory_info().rss / 1e6,
+                "cpu_part": (cpu_s(process) - reading_cpu_s) / seconds,
+                "updates_per_s": (sum(r.updates for r in looking) - updates) / readers / seconds,
+                "update_kb": looking[0].update_kb,
+            }
+        finally:
+            server.terminate()
+            server.communicate()
+    print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), file=sys.stderr)
+    return row
+
+
+def wait_for(looking: list[Reader]) -> None:
+    """Waits until all have seen everything."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(reader.whole_s for reader in looking):
+        assert time.monotonic() < deadline, "the file was not read in time"
+        time.sleep(0.05)
+
+
+def go_on(path: Path, window: dict[str, Any], seconds: float) -> None:
+    """Appends further windows."""
+    for _ in range(max(1, round(seconds * WINDOWS_PER_S))):
+        window["window"] += 1
+        window["t"] += 1 / WINDOWS_PER_S
+        with path.open("a") as stream:
+            stream.write(json.dumps(window, separators=(",", ":")) + "\n")
+        time.sleep(1 / WINDOWS_PER_S)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Processor time so far."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+if __name__ == "__main__":
+    main()

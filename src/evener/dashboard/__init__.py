@@ -1,0 +1,1 @@
+"""``evener dashboard``: runs in the browser, while they go on and after."""

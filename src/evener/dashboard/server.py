@@ -1,0 +1,203 @@
+"""The dashboard's server: the page, what happens in a run as it comes, and the wish to stop it.
+
+Nothing of a run is put into HTML: the page is the same for all, and its script sets names, messages
+and numbers as text. A content security policy lets the page run that script and ask this server.
+"""
+
+import asyncio
+import hmac
+import secrets
+import socket
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
+from typing import Final
+from urllib.parse import quote
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from evener.comm.addresses import bind, is_loopback, listens_everywhere
+from evener.dashboard.broadcasts import Broadcasts
+from evener.dashboard.holders import ask_to_stop
+from evener.dashboard.shelf import Shelf
+from evener.errors import ConfigError, LaunchError, UsageError
+from evener.team.address import parse_address
+from evener.team.terminal import say
+from evener.version import __version__
+
+#: Where the dashboard listens unless told otherwise; on a free port if that is taken.
+DEFAULT_PORT: Final = 8380
+
+_LOOPBACK: Final = "127.0.0.1"
+_MOST_CONNECTIONS: Final = 512
+_PAGE: Final = "dashboard.html"
+#: What browsers may ask for, and the package that it lies in.
+_ASSETS: Final = {
+    "uPlot.iife.min.js": "run_report",
+    "uPlot.min.css": "run_report",
+    "charts.js": "run_report",
+    "page.css": "run_report",
+    "dashboard.js": "dashboard",
+    "dashboard.css": "dashboard",
+}
+_KINDS: Final = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+_HEADERS: Final = [
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    ("Cache-Control", "no-store"),
+]
+
+
+def serve(shelf: Shelf, address: str | None, token: bytes) -> None:
+    """Serve the dashboard until a signal ends this process.
+
+    Args:
+        shelf: The runs.
+        address: ``HOST`` or ``HOST:PORT`` to listen on; loopback without it.
+        token: Who has it may ask runs to stop; on any address but loopback, only who has it may
+            look. If it is empty, which loopback alone allows, one is made up and printed.
+
+    Raises:
+        ConfigError: The address is none, or lacks a token.
+        LaunchError: It cannot listen there.
+    """
+    host, port = parse_address(address or _LOOPBACK, "--bind", may_bind=True)
+    is_open = is_loopback(host)
+    fragment = "" if token else f"#{quote(token := secrets.token_urlsafe(16).encode())}"
+    with _listen(host, port, needs_token=bool(fragment)) as door:
+        shown = f"[{host}]" if ":" in host else host
+        say(f"evener: dashboard at http://{shown}:{door.getsockname()[1]}/{fragment}")
+        config = uvicorn.Config(
+            Dashboard(shelf, token, is_open=is_open).app(),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            headers=_HEADERS,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="critical",
+            limit_concurrency=_MOST_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+        )
+        uvicorn.Server(config).run(sockets=[door])
+
+
+class Dashboard:
+    """Answers requests about the runs of a shelf.
+
+    Args:
+        shelf: The runs.
+        token: See ``serve``.
+        is_open: Whether who reaches the server on loopback may look without the token.
+    """
+
+    def __init__(self, shelf: Shelf, token: bytes, *, is_open: bool) -> None:
+        self._shelf = shelf
+        self._token = token
+        self._is_open = is_open
+        self._broadcasts = Broadcasts()
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/assets/{name}", self._asset),
+                Route("/runs", self._list),
+                Route("/runs/{name}/events", self._events),
+                Route("/runs/{name}/stop", self._stop, methods=["POST"]),
+            ]
+        )
+
+    async def _page(self, _request: Request) -> Response:
+        return _file("dashboard", _PAGE)
+
+    async def _asset(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        return _file(_ASSETS[name], name) if name in _ASSETS else _refuse(404, "no such file")
+
+    async def _list(self, request: Request) -> Response:
+        if not self._may_look(request):
+            return _refuse(401, "the token is missing or wrong")
+        names = await asyncio.to_thread(self._shelf.names)
+        return JSONResponse({"runs": names, "version": __version__})
+
+    async def _events(self, request: Request) -> Response:
+        if not self._may_look(request):
+            return _refuse(401, "the token is missing or wrong")
+        folder = await asyncio.to_thread(self._shelf.find, request.path_params["name"])
+        if folder is None:
+            return _refuse(404, "there is no such run here")
+        if not self._broadcasts.has_room(folder):
+            return _refuse(503, "too many are looking already; try again later")
+        messages = self._broadcasts.messages(folder)
+        return StreamingResponse(messages, media_type="text/event-stream")
+
+    async def _stop(self, request: Request) -> Response:
+        if not self._has_token(request):
+            return _refuse(401, "the token is missing or wrong")
+        folder = await asyncio.to_thread(self._shelf.find, request.path_params["name"])
+        if folder is None:
+            return _refuse(404, "there is no such run here")
+        try:
+            said = await asyncio.to_thread(ask_to_stop, folder)
+        except UsageError as error:
+            return _refuse(409, str(error))
+        return JSONResponse({"said": said})
+
+    def _has_token(self, request: Request) -> bool:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        return kind == "Bearer" and hmac.compare_digest(given.encode(), self._token)
+
+    def _may_look(self, request: Request) -> bool:
+        # A page from elsewhere can give its own name the address of loopback, and ask then; but
+        # browsers tell which name they asked for.
+        is_local = self._is_open and is_loopback(request.url.hostname or "")
+        return is_local or self._has_token(request)
+
+
+def _listen(host: str, port: int | None, *, needs_token: bool) -> socket.socket:
+    refusal = ConfigError(
+        f"--bind {host} shows runs to every machine that reaches it; give --token-file FILE, or "
+        f"listen on {_LOOPBACK}"
+    )
+    if needs_token and not is_loopback(host):
+        raise refusal
+    try:
+        door = bind(host, port or DEFAULT_PORT, socket.SOMAXCONN)
+    except OSError as error:
+        if port is None:
+            return bind(host, 0, socket.SOMAXCONN)
+        raise LaunchError(
+            f"the dashboard cannot listen on {host} port {port} ({error.strerror}): end the "
+            "program that uses it, or give another port (--bind HOST:PORT)"
+        ) from None
+    if needs_token and listens_everywhere(door):  # the name of loopback is unknown here
+        door.close()
+        raise refusal
+    return door
+
+
+def _refuse(code: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status_code=code)
+
+
+def _file(package: str, name: str) -> Response:
+    return Response(_read(package, name), media_type=_KINDS[PurePath(name).suffix])
+
+
+@cache
+def _read(package: str, name: str) -> bytes:
+    return files(f"evener.{package}").joinpath("assets", name).read_bytes()

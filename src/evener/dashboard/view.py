@@ -1,0 +1,137 @@
+"""What the page of a run shows, made from its events one by one. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+from evener.observe.events import Event
+from evener.observe.numbers import human_bytes, human_duration
+from evener.observe.progress_line import ProgressFigures
+from evener.parsing import Fields
+from evener.run_report.figures import figures
+from evener.run_report.history import RunHistory
+from evener.run_report.summary_facts import SummaryFacts
+
+MOST_NUMBERS: Final = 12_000
+"""The most numbers in all curves: the page is sent to every reader again when it changes."""
+
+MOST_LOGGED: Final = 60
+"""The most lines of the log."""
+
+Presence = Literal["here", "gone", "parked", "ended"]
+"""Whether a member of the team takes part."""
+
+
+class RunView:
+    """The events of a run, as its page shows them.
+
+    Attributes:
+        history: Those events.
+    """
+
+    def __init__(self) -> None:
+        self.history = RunHistory()
+        self._progress = ProgressFigures(unicode=True)
+        self._gone: dict[str, str] = {}  # why, by member
+        self._newest_t: float | None = None
+
+    def add(self, event: Event) -> None:
+        """Take one event.
+
+        Raises:
+            ValueError: A field has a value that cannot be. Nothing of the event counts then.
+        """
+        if "turns" in event:
+            Fields(event).whole("turns")
+        self.history.add(event)
+        self._newest_t = event["t"]
+        kind = event["type"]
+        if kind == "window":
+            self._progress.add(event)
+            for row in event["ranks"]:
+                self._gone.pop(row["member"], None)
+        elif kind == "run_started":
+            self._gone.clear()
+            self._progress.start(_whole(event["total_windows"]), str(event["unit"]))
+        elif kind == "worker_lost":
+            if len(self._gone) < len(self.history.lanes) + 1:
+                self._gone[str(event["member"])] = str(event["reason"])
+        elif kind == "worker_joined":
+            self._gone.pop(str(event["member"]), None)
+        if kind in ("run_resumed", "reformed"):
+            self._progress.restart()
+
+    def document(
+        self, name: str, facts: SummaryFacts, notes: Sequence[str], *, is_running: bool | None
+    ) -> dict[str, Any]:
+        """Return what the page shows, as JSON.
+
+        Args:
+            name: What the run is called.
+            facts: What its summary says.
+            notes: What was left out while reading.
+            is_running: Whether its processes are there; ``None`` where that is not known.
+        """
+        found = figures(
+            name, self.history, facts, notes, most_numbers=MOST_NUMBERS, has_timeline=False
+        )
+        for row in found["ranks"]:
+            row["presence"] = self._presence(row, is_running=is_running)
+            row["why_gone"] = self._gone.get(row["member"])
+        run, events, evals, checkpoints = (
+            found.pop(key) for key in ("run", "events", "evals", "checkpoints")
+        )
+        ended = self.history.ending is not None
+        return {
+            **{key: found[key] for key in ("name", "notes", "team", "ranks", "straggler")},
+            "run": {**run, "state": _state(run["state"], ended=ended, is_running=is_running)},
+            "is_running": bool(is_running) and not ended,
+            "line": self._progress.line() if self._progress.windows else "",
+            "newest_t": self._newest_t,
+            "series": found["series"],
+            "evals": evals,
+            "log": _log(events, evals, checkpoints),
+        }
+
+    def _presence(self, row: dict[str, Any], *, is_running: bool | None) -> Presence:
+        if self.history.ending is not None or is_running is False:
+            return "ended"
+        if row["member"] in self._gone:
+            return "gone"
+        return "parked" if row["parked"] else "here"
+
+
+def _state(recorded: str, *, ended: bool, is_running: bool | None) -> str:
+    if ended:
+        return recorded
+    return {True: "running", False: "ended without a word", None: "no end recorded"}[is_running]
+
+
+def _log(
+    events: Sequence[dict[str, Any]],
+    evals: Sequence[dict[str, Any]],
+    checkpoints: Sequence[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return what has happened, the newest last."""
+    lines = [(e["t_s"] or 0.0, e["text"]) for e in events]
+    lines += [
+        (e["t_s"] or 0.0, f"{e['name']}: loss {_shown(e['loss'])} after window {e['window']:,}")
+        for e in evals
+    ]
+    lines += [
+        (
+            c["t_s"] or 0.0,
+            f"checkpoint {c['path']} ({human_bytes(c['num_bytes'] or 0)}, "
+            f"written in {human_duration(c['write_s'] or 0)})",
+        )
+        for c in checkpoints
+    ]
+    newest = sorted(lines, key=lambda line: line[0])[-MOST_LOGGED:]
+    return [{"t_s": t_s, "text": text} for t_s, text in newest]
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4g}"
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None

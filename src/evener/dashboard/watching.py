@@ -1,0 +1,121 @@
+"""One run as it is read for the page: its files, what they hold so far, and who is at work."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from evener.config.folders import EVENTS, SUMMARY
+from evener.dashboard.holders import find_holder
+from evener.dashboard.view import RunView
+from evener.files import read_json
+from evener.observe.following import EventFollower
+from evener.run_report.summary_facts import SummaryFacts, read_facts
+from evener.run_report.writing import SkippedLines
+
+#: Seconds between two looks at the files.
+INTERVAL_S: Final = 1.0
+
+_MOST_OF_TIME: Final = 0.02  # is spent on making documents, which takes longer for longer runs
+_SHORT_PAUSE_S: Final = 0.02
+_CATCH_UP_S: Final = 0.5  # a look at a long file ends after so much reading
+
+
+class RunWatch:
+    """Reads a run and makes the document of its page, when there is something new.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._skipped = SkippedLines()
+        self._view = RunView()
+        self._follower = EventFollower(folder / EVENTS, self._skipped.add)
+        self._facts = SummaryFacts()
+        self._summary_changed_s = -1.0
+        self._summary_note = ""
+        self._is_running: bool | None = None
+        self._is_stale = True
+        self._read_part = 0.0
+        self._rest_until_s = 0.0
+
+    def look(self) -> bytes | None:
+        """Return the document as JSON; ``None`` if nothing has changed, or it was made just now."""
+        try:
+            self._read_events()
+            self._read_summary()
+        except OSError as error:
+            problem = f"{self._folder.name} cannot be read: {error.strerror or error}"
+            return json.dumps({"name": self._folder.name, "problem": problem}).encode()
+        is_running = find_holder(self._folder) is not None or self._unknown()
+        self._is_stale |= is_running != self._is_running
+        self._is_running = is_running
+        if not self._is_stale or time.monotonic() < self._rest_until_s:
+            return None
+        self._is_stale = False
+        begun_s = time.thread_time()
+        document = json.dumps(self._document(), allow_nan=False, separators=(",", ":")).encode()
+        cost_s = time.thread_time() - begun_s
+        self._rest_until_s = time.monotonic() + cost_s / _MOST_OF_TIME
+        return document
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next look: hardly any while there is more to be read."""
+        return INTERVAL_S if self._read_part >= 1 else _SHORT_PAUSE_S
+
+    def close(self) -> None:
+        """Close the files."""
+        self._follower.close()
+
+    def _unknown(self) -> bool | None:
+        """Return what it means that nobody is seen to hold the folder.
+
+        Only the driver of jobs locks it, and writes a summary or checkpoints there; loops of the
+        user's own do not.
+        """
+        is_job = (self._folder / "checkpoints").is_dir() or self._facts.steps is not None
+        return False if is_job else None
+
+    def _read_events(self) -> None:
+        until_s = time.monotonic() + _CATCH_UP_S
+        while True:
+            found = self._follower.look()
+            if found.is_anew:
+                self._view = RunView()
+                self._skipped.forget()
+            for event in found.events:
+                try:
+                    self._view.add(event)
+                except ValueError as error:
+                    self._skipped.add(None, str(error))
+            self._is_stale |= bool(found.events) or found.is_anew
+            self._is_stale |= found.read_part != self._read_part
+            self._read_part = found.read_part
+            if found.read_part >= 1 or time.monotonic() >= until_s:
+                return
+
+    def _read_summary(self) -> None:
+        path = self._folder / SUMMARY
+        try:
+            changed_s = path.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if changed_s != self._summary_changed_s:
+            self._summary_changed_s, self._is_stale = changed_s, True
+            self._summary_note = ""
+            try:
+                self._facts = read_facts(read_json(path))
+            except (OSError, ValueError) as error:
+                self._summary_note = f"{SUMMARY} is left out: {error}"
+
+    def _document(self) -> dict[str, Any]:
+        notes = self._skipped.notes()
+        notes += [self._summary_note] if self._summary_note else []
+        if self._read_part < 1:
+            notes.append(f"{self._read_part:.0%} of {EVENTS} have been read so far")
+        # Until the end, the summary is that of an earlier session.
+        facts = self._facts if self._view.history.ending is not None else SummaryFacts()
+        return self._view.document(self._folder.name, facts, notes, is_running=self._is_running)

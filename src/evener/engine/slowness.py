@@ -1,0 +1,79 @@
+"""Names ranks that have become slow, and finds out why this one is."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import final
+
+from evener.engine.results import WindowResult
+from evener.observe.numbers import human_duration
+from evener.observe.slow_causes import SlowDiagnosis
+from evener.planning.stragglers import SlowCause, Straggler, StragglerWatch
+
+
+@final
+class Slowness:
+    """Watches how fast the ranks of a team are, on one of them.
+
+    Args:
+        rank: This rank.
+        kinds: By rank, what its device is; see ``StragglerWatch``.
+        names: By rank, how to call it for people.
+        diagnosis: Asked why this rank is slow, as long as it is suspected.
+        warn: Tells the user something.
+
+    Attributes:
+        because: Why this rank is slow; its next report says so.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        kinds: Sequence[str],
+        names: Sequence[str],
+        diagnosis: SlowDiagnosis,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.because = SlowCause.UNKNOWN
+        self._rank = rank
+        self._names = tuple(names)
+        self._watch = StragglerWatch(kinds)
+        self._diagnosis = diagnosis
+        self._warn = warn
+        self._is_looking = False
+
+    def judge(self, result: WindowResult, *, speaks: bool) -> WindowResult:
+        """Return a committed window's result with the ranks that have just become slow, or fast.
+
+        Args:
+            result: Of the window.
+            speaks: Whether this rank tells the user of them.
+        """
+        found = self._watch.observe(result.window, result.ranks)
+        if self._watch.is_suspected(self._rank):
+            self.because = self._diagnosis.look()
+            self._is_looking = True
+        elif self._is_looking:
+            self.because, self._is_looking = SlowCause.UNKNOWN, False
+            self._diagnosis.forget()
+        if not found:
+            return result
+        if speaks:
+            for one in found:
+                self._warn(describe_straggler(one, self._names[one.rank]))
+        return replace(result, stragglers=found)
+
+
+def describe_straggler(one: Straggler, name: str) -> str:
+    """Return a sentence about a rank that has become slow, or has stopped being slow."""
+    cost = f"windows would have ended {human_duration(one.delay_s)} sooner without that"
+    if one.is_over:
+        return (
+            f"{name} is no straggler any more: it was slow from window {one.since} to "
+            f"{one.window}; {cost}"
+        )
+    return (
+        f"straggler: {name} is {one.factor:.1f} times slower than {one.against} "
+        f"({human_duration(one.compute_s)} instead of {human_duration(one.expected_s)} in window "
+        f"{one.window}), since window {one.since}: {one.cause.words}. So far {cost}"
+    )

@@ -1,0 +1,190 @@
+"""The dashboard's server: what it answers to browsers, to strangers, and about damaged runs."""
+
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evener.cli import main
+from evener.observe.jsonl import to_line
+from helpers.dashboards import Served, serve
+from helpers.event_cases import committed_window, started
+from helpers.launched import Sandbox
+from helpers.limits import PATIENCE_S
+
+MARKUP = "<img src=x onerror=alert(1)>"
+#: It holds a run folder as a rank does, tells of signals, and ends.
+HOLDER = """
+import sys
+from pathlib import Path
+from evener.config.folders import folder_in_use
+from evener.team.signals import StopSignals
+with folder_in_use(Path(sys.argv[1])), StopSignals() as signals:
+    tell("ready")
+    while signals.requested is None:
+        time.sleep(0.01)
+    tell(signals.requested.name)
+"""
+
+
+def write(folder: Path, data: bytes, mode: str = "wb") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "events.jsonl").open(mode) as stream:
+        stream.write(data)
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path_factory.mktemp("dashboard"))
+    yield sandbox
+    sandbox.close()
+
+
+@pytest.fixture(scope="module")
+def runs(sandbox: Sandbox) -> Path:
+    root = sandbox.folder / "runs"
+    windows = b"".join(to_line(committed_window(k)) for k in range(50))
+    write(root / "good", to_line(started(run="good")) + windows)
+    write(root / "damaged", b"{\n" + to_line(started()) + b"\x00\xff\n" + windows[:-30])
+    write(root / MARKUP.replace("/", ""), to_line(started(run=MARKUP)))
+    write(sandbox.folder / "outside", to_line(started()))
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(sandbox: Sandbox, runs: Path) -> Iterator[Served]:
+    dashboard = serve(sandbox, runs, "--bind", "127.0.0.1")
+    yield dashboard
+    dashboard.end()
+
+
+def test_the_page_asks_for_its_own_files_alone(served: Served) -> None:
+    status, headers, page = served.request("/")
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert b"http" not in page
+    assert b"<style" not in page
+    assert b"style=" not in page
+    for name in ("uPlot.iife.min.js", "charts.js", "dashboard.js", "page.css", "dashboard.css"):
+        assert f"assets/{name}".encode() in page
+        assert served.request(f"/assets/{name}")[0] == 200
+
+
+def test_runs_are_listed_and_sent(served: Served, runs: Path) -> None:
+    _, _, listed = served.request("/runs")
+    assert sorted(listed["runs"]) == sorted(path.name for path in runs.iterdir())
+    with served.documents("good") as documents:
+        found = next(documents)
+        assert found["run"]["windows"] == 50
+        write(runs / "good", to_line(committed_window(50))[:-9], "ab")
+        write(runs / "good", to_line(committed_window(50))[-9:], "ab")
+        write(runs / "good", to_line(committed_window(51)), "ab")
+        while found["run"]["windows"] < 52:
+            found = next(documents)
+    assert found["notes"] == []
+
+
+def test_damage_is_named_and_names_are_no_markup(served: Served) -> None:
+    with served.documents("damaged") as documents:
+        found = next(documents)
+    assert found["run"]["windows"] == 49
+    assert len(found["notes"]) == 2
+    with served.documents(MARKUP.replace("/", "")) as documents:
+        assert next(documents)["run"]["run"] == MARKUP
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/runs/../outside/events", "/runs/..%2foutside/events", "/runs/%2e%2e/events"),
+        *("/runs/%2Fetc/events", "/runs/good%00/events", "/runs/absent/events", "/runs//events"),
+        *("/assets/../server.py", "/assets/..%2fserver.py", "/assets/dashboard.html", "/assets/"),
+        *("/etc/passwd", "//etc/passwd", "/runs/good", "/runs/good/events/more", "/%ff%fe"),
+    ],
+)
+def test_no_path_leads_out(served: Served, path: str) -> None:
+    status, headers, _ = served.request(path)
+    assert status == 404
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def test_another_name_than_loopbacks_gets_nothing(served: Served) -> None:
+    assert served.request("/runs", host=f"evil.example:{served.port}")[0] == 401
+    assert served.request("/runs/good/events", host="evil.example")[0] == 401
+    assert served.request("/runs", host=f"localhost:{served.port}")[0] == 200
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer x", "Basic x", "Bearer \xe4"])
+def test_stopping_needs_the_token(served: Served, header: str | None) -> None:
+    given = {} if header is None else {"authorization": header}
+    assert served.request("/runs/good/stop", "POST", **given)[0] == 401
+    assert served.request("/runs/good/stop", "GET", **given)[0] == 405
+
+
+def test_a_run_is_asked_to_stop_as_by_ctrl_c(served: Served, sandbox: Sandbox, runs: Path) -> None:
+    token = {"authorization": f"Bearer {served.token}"}
+    status, _, answer = served.request("/runs/good/stop", "POST", **token)
+    assert status == 409
+    assert "press Ctrl-C where the run was started" in answer["error"]
+    assert served.request("/runs/absent/stop", "POST", **token)[0] == 404
+    holder = sandbox.start(sys.executable, sandbox.script(HOLDER), runs / "good")
+    assert sandbox.mailbox.read(1) == ["0 ready"]
+    with served.documents("good") as documents:
+        assert next(found for found in documents if found["is_running"])
+        status, _, answer = served.request("/runs/good/stop", "POST", **token)
+        assert (status, answer["said"].split(" to ")[0]) == (
+            200,
+            f"asked process {holder.process.pid}",
+        )
+        assert sandbox.mailbox.read(1) == [f"0 {signal.SIGTERM.name}"]
+        assert holder.end().code == 0
+        assert next(found for found in documents if not found["is_running"])
+
+
+def test_noise_and_silence_keep_nobody_out(served: Served) -> None:
+    with ExitStack() as opened:
+        for noise in (b"", b"\x16\x03\x01" + bytes(range(256)), b"GET / HTTP/9\r\n\r\n", b"{" * 99):
+            visitor = socket.create_connection(("127.0.0.1", served.port), PATIENCE_S)
+            opened.enter_context(visitor).sendall(noise)
+        assert served.request("/runs")[0] == 200
+
+
+def test_twenty_readers_are_sent_the_same(served: Served, runs: Path) -> None:
+    with ExitStack() as opened:
+        readers = [opened.enter_context(served.documents("good")) for _ in range(20)]
+        before = [next(reader) for reader in readers]
+        assert all(found == before[0] for found in before)
+        write(runs / "good", to_line(committed_window(60)), "ab")
+        windows = before[0]["run"]["windows"]
+        for reader in readers:
+            assert next(f for f in reader if f["run"]["windows"] > windows)
+
+
+def test_another_address_needs_the_token_for_everything(
+    sandbox: Sandbox, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dashboard", str(runs), "--bind", "0.0.0.0"]) == 2
+    assert "--token-file" in capsys.readouterr().err
+    assert main(["dashboard", str(runs / "absent")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    path = sandbox.folder / "token"
+    path.write_text("a token of some length\n")
+    dashboard = serve(sandbox, runs, "--bind", "0.0.0.0", "--token-file", path)
+    assert dashboard.token == "", "a token that the user has chosen is not printed"
+    assert dashboard.request("/")[0] == 200
+    assert dashboard.request("/runs")[0] == 401
+    assert dashboard.request("/runs/good/events")[0] == 401
+    token = {"authorization": "Bearer a token of some length"}
+    assert dashboard.request("/runs", **token)[0] == 200
+    with dashboard.documents("good", Authorization=token["authorization"]) as documents:
+        assert next(documents)["name"] == "good"
+        # It ends although somebody reads.
+        dashboard.end()
+    assert not psutil.pid_exists(dashboard.running.process.pid)

@@ -1,0 +1,200 @@
+"""The dashboard in a real browser, over runs that go on, and over one that it stops."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evener.observe.events import make_event
+from evener.observe.jsonl import to_line
+from helpers.browsers import find_browser
+from helpers.dashboards import serve
+from helpers.event_cases import committed_window, started
+from helpers.launched import Sandbox
+from helpers.limits import PATIENCE_S
+from helpers.pretraining import RUN_TIMEOUT_S, Lab
+
+pytestmark = pytest.mark.browser
+
+MARKUP = "<img src=x onerror=alert(1)>"
+#: What a browser says of a request that fails, which a page cannot keep it from saying.
+FAILED = "Failed to load resource"
+
+
+def append(folder: Path, *events: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    with (folder / "events.jsonl").open("ab") as stream:
+        stream.write(b"".join(map(to_line, events)))
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path)
+    yield sandbox
+    sandbox.close()
+
+
+@contextmanager
+def browsing(url: str, allowed: str = "", **options: Any) -> Iterator[Any]:
+    """A page in a browser; fails at its end for what the console said, and for foreign requests."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    said: list[str] = []
+    asked: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        try:
+            tab = browser.new_page(**options)
+            tab.set_default_timeout(1000 * PATIENCE_S)
+            tab.on("console", lambda message: said.append(message.text))
+            tab.on("pageerror", lambda error: said.append(str(error)))
+            tab.on("request", lambda request: asked.append(request.url))
+            tab.on("dialog", lambda dialog: dialog.accept())
+            tab.goto(url)
+            yield tab
+        finally:
+            browser.close()
+    assert [text for text in said if not (allowed and allowed in text)] == []
+    origin = re.match(r"http://[^/]+/", url)
+    assert origin
+    assert all(one.startswith((origin[0], "data:")) for one in asked), asked
+
+
+def has(tab: Any, text: str, within: str = "main") -> None:
+    """Waits until an element shows a text."""
+    tab.wait_for_function(
+        "([within, text]) => document.querySelector(within).innerText.includes(text)",
+        arg=[within, text],
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_live_updates_and_who_is_gone(sandbox: Sandbox, scheme: str) -> None:
+    root = sandbox.folder / "runs"
+    root.mkdir()
+    append(root / "run", started(total_windows=100), *(committed_window(k) for k in range(20)))
+    served = serve(sandbox, root)
+    for width in (1200, 360):
+        options = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
+        with browsing(served.url, **options) as tab:
+            tab.wait_for_selector("html[data-drawn]")
+            has(tab, "connected", "header")
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            assert tab.locator(".chart canvas").count() == 4
+            before = tab.locator("#line").inner_text()
+            count = int(re.search(r"step (\d+)", before)[1])  # type: ignore[index]
+            append(root / "run", committed_window(count), committed_window(count + 1))
+            has(tab, f"step {count + 2}/100")
+            lost = {"rank": 1, "member": "b", "window": count + 2, "reason": MARKUP}
+            append(root / "run", make_event("worker_lost", t=count + 2.0, **lost))
+            has(tab, "gone", "#ranks")
+            has(tab, f"lost rank 1 (b): {MARKUP}", "#log")
+            assert tab.locator("main img").count() == 0
+            append(root / "run", committed_window(count + 2, t=count + 3.0))
+            tab.wait_for_function(
+                "() => !document.querySelector('#ranks').innerText.includes('gone')"
+            )
+    served.end()
+
+
+def test_it_connects_again_to_a_server_that_was_started_again(sandbox: Sandbox) -> None:
+    root = sandbox.folder / "runs"
+    root.mkdir()
+    append(root / "run", started(), committed_window(0))
+    served = serve(sandbox, root)
+    address = f"127.0.0.1:{served.port}"
+    with browsing(served.url, allowed=FAILED) as tab:
+        has(tab, "step 1")
+        served.end()
+        has(tab, "trying again", "header")
+        append(root / "run", committed_window(1))
+        again = serve(sandbox, root, "--bind", address)
+        has(tab, "step 2")
+        has(tab, "connected", "header")
+        # The new server has another token: the page asks for it.
+        assert not tab.locator("#ask").is_visible()
+    again.end()
+
+
+def test_keyboard_zoom_survives_updates_and_runs_can_be_chosen(sandbox: Sandbox) -> None:
+    root = sandbox.folder / "runs"
+    root.mkdir()
+    append(root / "other", started(run="other"), *(committed_window(k) for k in range(5)))
+    append(root / "run", started(), *(committed_window(k) for k in range(200)))
+    os.utime(root / "other" / "events.jsonl", (1e9, 1e9))
+    served = serve(sandbox, root)
+    with browsing(served.url) as tab:
+        has(tab, "step 200")
+        chart = tab.locator('[data-chart="shares"]')
+        chart.focus()
+        whole = chart.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+        for _ in range(6):
+            tab.keyboard.press("+")
+        changed = (
+            "([was]) => document.querySelector('[data-chart=shares] canvas').toDataURL() !== was"
+        )
+        tab.wait_for_function(changed, arg=[whole])
+        zoomed = chart.locator("canvas").evaluate("canvas => canvas.toDataURL()")
+        append(root / "run", committed_window(200, samples=(9, 1)))
+        has(tab, "step 201")
+        assert chart.locator("canvas").evaluate("canvas => canvas.toDataURL()") == zoomed
+        tab.select_option("#runs", "other")
+        has(tab, "step 5")
+        assert tab.locator("h1").inner_text() == "other"
+        tab.reload()
+        has(tab, "step 5")
+    served.end()
+
+
+def test_a_token_is_asked_for_where_it_is_needed(sandbox: Sandbox) -> None:
+    root = sandbox.folder / "runs"
+    root.mkdir()
+    append(root / "run", started(), committed_window(0))
+    (sandbox.folder / "token").write_text("a token of some length")
+    options = ("--bind", "0.0.0.0", "--token-file", sandbox.folder / "token")
+    served = serve(sandbox, root, *options)
+    url = f"http://127.0.0.1:{served.port}/"
+    with browsing(url, allowed=FAILED) as tab:
+        tab.fill("#token", "a token of some length")
+        tab.keyboard.press("Enter")
+        has(tab, "step 1")
+    with browsing(f"{url}#a%20token%20of%20some%20length") as tab:
+        has(tab, "step 1")
+    served.end()
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()
+
+
+def url_of(text: Iterator[bytes]) -> str:
+    for line in text:
+        if found := re.search(rb"dashboard at (\S+)", line):
+            return found[1].decode()
+    raise AssertionError("the dashboard did not start")
+
+
+def test_the_button_stops_a_run_with_a_checkpoint(lab: Lab) -> None:
+    lab.configure(epochs=100_000, eval={"every": 0}, checkpoint={"every": 0})
+    running = lab.command("run.yaml", "--nproc", 2, "--dashboard")
+    url = url_of(running.process.stderr)
+    with browsing(url, allowed=FAILED) as tab:
+        has(tab, "running", "header")
+        has(tab, "step")
+        tab.locator("#stop").focus()
+        tab.keyboard.press("Enter")
+        has(tab, "it saves a checkpoint first", "header")
+        ended = running.end(RUN_TIMEOUT_S)
+    assert ended.code == 128 + 15
+    run = lab.path_of("run")
+    last = run.of_type("run_finished")[-1]
+    assert last["reason"] == "stopped"
+    assert run.checkpoints[-1].name == f"step-{last['window']}"
+    # The dashboard has ended with its launcher.
+    assert "Traceback" not in ended.err

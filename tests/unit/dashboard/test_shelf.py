@@ -1,0 +1,109 @@
+"""Names from URLs lead to runs of the folder, and nowhere else."""
+
+import fcntl
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from evener.config.folders import EVENTS, folder_in_use
+from evener.dashboard import watching
+from evener.dashboard.holders import ask_to_stop, find_holder
+from evener.dashboard.shelf import Shelf
+from evener.dashboard.watching import RunWatch
+from evener.errors import ConfigError, UsageError
+from evener.observe import following
+from evener.observe.jsonl import to_line
+from helpers.event_cases import committed_window, started
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    for name in ("first", "a b%c"):
+        (root / name).mkdir(parents=True)
+        (root / name / EVENTS).touch()
+    (root / "no run").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / EVENTS).touch()
+    (tmp_path / EVENTS).touch()
+    (root / "way out").symlink_to(tmp_path / "outside")
+    os.utime(root / "first" / EVENTS, (2e9, 2e9))
+    return root
+
+
+def test_runs_of_a_folder(root: Path) -> None:
+    shelf = Shelf.at(root)
+    assert shelf.names() == ["first", "a b%c"]
+    assert shelf.find("a b%c") == root / "a b%c"
+
+
+def test_one_run(root: Path) -> None:
+    for path in (root / "first", root / "first" / EVENTS):
+        shelf = Shelf.at(path)
+        assert shelf.names() == ["first"]
+        assert shelf.find("a b%c") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "../outside", "..%2foutside", "first/..", "first/../../outside", "/etc"),
+        *("first\0", "no run", "absent", "way out", "x" * 5000, "\ud800"),
+    ],
+)
+def test_no_name_leads_out(root: Path, name: str) -> None:
+    assert Shelf.at(root).find(name) is None
+
+
+def test_no_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent is not a folder"):
+        Shelf.at(tmp_path / "absent")
+
+
+def test_the_holder_of_a_folder(root: Path) -> None:
+    folder = root / "first"
+    assert find_holder(folder) is None
+    with folder_in_use(folder):
+        assert find_holder(folder) == os.getpid()
+        assert find_holder(root / "a b%c") is None
+    assert find_holder(folder) is None
+    with (folder / EVENTS).open() as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)  # as a backup program might
+        assert find_holder(folder) is None
+
+
+def test_nobody_to_stop(root: Path) -> None:
+    with pytest.raises(UsageError, match=f"at work in {re.escape(str(root / 'first'))}: .*Ctrl-C"):
+        ask_to_stop(root / "first")
+
+
+def test_a_long_file_is_read_piece_by_piece(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [started(), *(committed_window(k) for k in range(200))]
+    (root / "first" / EVENTS).write_bytes(b"[\n" + b"".join(map(to_line, events)))
+    monkeypatch.setattr(following, "LOOK_BYTES", 4096)
+    monkeypatch.setattr(watching, "_CATCH_UP_S", 0.0)
+    monkeypatch.setattr(watching, "_MOST_OF_TIME", math.inf)
+    watch = RunWatch(root / "first")
+    found = [json.loads(watch.look() or b"null")]
+    while watch.pause_s < watching.INTERVAL_S:
+        found.append(json.loads(watch.look() or b"null"))
+    watch.close()
+    assert len(found) > 10
+    assert "of events.jsonl have been read so far" in found[-2]["notes"][-1]
+    assert found[-1]["run"]["windows"] == 200
+    assert len(found[-1]["notes"]) == 1
+    assert found[-1]["notes"][0].startswith("line 1 of events.jsonl is left out")
+
+
+def test_a_run_that_is_removed_is_a_problem_and_no_end(root: Path) -> None:
+    watch = RunWatch(root / "first")
+    assert b'"problem"' not in (watch.look() or b"")
+    (root / "first" / EVENTS).unlink()
+    assert b"No such file" in (watch.look() or b"")
+    (root / "first" / EVENTS).touch()
+    assert b'"problem"' not in (watch.look() or b"")
+    watch.close()

@@ -1,0 +1,80 @@
+"""A rank that becomes slow in the middle of a run is named, in every kind of loop."""
+
+import pytest
+import torch
+from torch import nn
+
+from evener.observe.events import Sink
+from helpers.clocks import RankClocks
+from helpers.teams import run_team, setup
+
+SLOW_RANK, SLOW_FROM, NUM_STEPS = 2, 15, 24
+
+
+class Kept(Sink):
+    def __init__(self) -> None:
+        self.events = []
+
+    def emit(self, event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("policy", "data"), [("sync", "own"), ("sync", "map"), ("cadence", "map")])
+def test_one_of_four_ranks_takes_200_ms_more(
+    rank_clocks: RankClocks, capsys: pytest.CaptureFixture[str], policy: str, data: str
+):
+    kept = Kept()
+
+    def body(comm):
+        rank_clocks.start()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {} if policy == "sync" else {"anchor": 2}
+        ddp = setup(comm, model, optimizer, policy=policy, **options)
+        named, seen = [], []
+
+        @ddp.on_commit
+        def note(result):
+            seen.append(result.window)
+            named.extend(result.stragglers)
+
+        def compute(batch):
+            is_slow = comm.rank == SLOW_RANK and ddp.window >= SLOW_FROM
+            rank_clocks.spend(0.01 * len(batch) + 0.2 * is_slow)
+            ddp.backward(model(batch).square().mean())
+            ddp.step()
+
+        ddp.events.report_to([lambda: kept])
+        with ddp:
+            if data == "own":
+                for _ in range(NUM_STEPS):
+                    compute(torch.ones(4, 1))
+            else:
+                size = {"batch_size": 32 if policy == "sync" else 4, "micro_batch_size": 4}
+                num_batches = NUM_STEPS if policy == "sync" else 500
+                samples = torch.ones(size["batch_size"] * num_batches, 1)
+                for batch in ddp.loader(samples, prefetch="inline", **size):
+                    compute(batch)
+        return named
+
+    found = run_team(4, body)
+    one, *further = found[0]
+    assert (one.rank, one.since, one.is_over, further) == (SLOW_RANK, SLOW_FROM, False, [])
+    assert one.window < SLOW_FROM + 5
+    assert one.factor > 1.3
+    # Ranks that are not parked in between say the same.
+    assert found[1] == found[0]
+    (event,) = (event for event in kept.events if event["type"] == "straggler")
+    assert (event["rank"], event["since"], event["window"]) == (SLOW_RANK, SLOW_FROM, one.window)
+    assert event["compute_s"] == pytest.approx(one.factor * event["expected_s"], rel=1e-3)
+    assert event["host"]
+    assert event["device"].startswith("cpu (")
+    assert event["against"] == "its own past"
+    assert event["cause"]
+    said = [line for line in capsys.readouterr().err.splitlines() if "straggler" in line]
+    assert len(said) == 1
+    assert f"warning: straggler: rank {SLOW_RANK} ({event['host']}, cpu, " in said[0]
+    assert f"since window {SLOW_FROM}" in said[0]

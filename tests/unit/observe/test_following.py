@@ -1,0 +1,117 @@
+"""Events of a run that goes on, look by look."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from evener.observe import following
+from evener.observe.following import EventFollower
+from evener.observe.jsonl import MOST_LINE_BYTES, to_line
+from helpers.event_cases import committed_window, started
+
+
+class Reader:
+    """A follower, and what it has told."""
+
+    def __init__(self, path: Path) -> None:
+        self.skipped: list[tuple[int | None, str]] = []
+        self.follower = EventFollower(path, lambda line, why: self.skipped.append((line, why)))
+
+    def windows(self) -> list[int]:
+        return [event["window"] for event in self.follower.look().events]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as stream:
+        stream.write(data)
+
+
+def test_each_look_takes_in_what_is_new(path: Path) -> None:
+    append(path, to_line(started()))
+    reader = Reader(path)
+    with reader.follower as follower:
+        first = follower.look()
+        assert [event["type"] for event in first.events] == ["run_started"]
+        assert (first.is_anew, first.read_part) == (False, 1.0)
+        assert reader.windows() == []
+        append(path, to_line(committed_window(0)) + to_line(committed_window(1)))
+        assert reader.windows() == [0, 1]
+    assert reader.skipped == []
+
+
+def test_a_line_that_is_being_written_is_left_for_the_next_look(path: Path) -> None:
+    line = to_line(committed_window(3))
+    append(path, line[:40])
+    reader = Reader(path)
+    with reader.follower:
+        assert reader.windows() == []
+        append(path, line[40:-1])
+        assert reader.windows() == []
+        append(path, b"\n")
+        assert reader.windows() == [3]
+    assert reader.skipped == []
+
+
+def test_what_is_not_an_event_is_named_and_left_out(path: Path) -> None:
+    good = to_line(committed_window(0))
+    append(path, b"{\n[1]\n\n" + b"\xff\xfe\n" + b"[" * 9000 + b"\n" + good[:50] + b"\n" + good)
+    reader = Reader(path)
+    with reader.follower:
+        assert reader.windows() == [0]
+    assert [line for line, _ in reader.skipped] == [1, 2, 4, 5, 6]
+
+
+def test_a_line_without_end_takes_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "MOST_LINE_BYTES", 1000)
+    monkeypatch.setattr(following, "LOOK_BYTES", 300)
+    append(path, b"x" * 5000 + b"\n" + to_line(committed_window(0)))
+    reader = Reader(path)
+    found = []
+    with reader.follower:
+        for _ in range(100):
+            found += reader.windows()
+    assert found == [0]
+    assert reader.skipped == [(1, "it has more than 1,000 bytes")]
+    assert MOST_LINE_BYTES > 1000
+
+
+def test_a_file_that_was_replaced_or_cut_is_read_anew(path: Path) -> None:
+    append(path, to_line(committed_window(0)) * 3)
+    reader = Reader(path)
+    with reader.follower as follower:
+        assert reader.windows() == [0, 0, 0]
+        path.write_bytes(to_line(committed_window(7)))
+        found = follower.look()
+        assert found.is_anew
+        assert [event["window"] for event in found.events] == [7]
+        other = path.with_name("other")
+        other.write_bytes(to_line(committed_window(8)) * 9)
+        other.replace(path)
+        assert follower.look().is_anew
+
+
+def test_further_parts_follow(path: Path) -> None:
+    append(path, to_line(committed_window(0)))
+    reader = Reader(path)
+    with reader.follower:
+        assert reader.windows() == [0]
+        append(path, to_line(committed_window(1)))
+        append(path.with_name("events.1.jsonl"), to_line(committed_window(2)))
+        append(path.with_name("events.10.jsonl"), to_line(committed_window(4)))
+        append(path.with_name("events.2.jsonl"), to_line(committed_window(3)))
+        found = [window for _ in range(5) for window in reader.windows()]
+    assert found == [1, 2, 3, 4]
+
+
+def test_a_folder_and_a_pipe_are_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        Reader(path).follower.look()
+    with pytest.raises(FileNotFoundError):
+        Reader(path.with_name("absent")).follower.look()

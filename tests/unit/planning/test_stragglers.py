@@ -1,0 +1,190 @@
+"""Ranks that have become slow are named, and no others; under virtual time."""
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from evener.planning.report import Report
+from evener.planning.speed import CostModel, num_micro_batches
+from evener.planning.stragglers import SlowCause, StragglerWatch
+from evener.planning.sync import SyncPolicy
+
+RECORDED = json.loads((Path(__file__).parents[2] / "helpers" / "recorded_noise.json").read_text())
+BATCH_SIZE, MICRO_BATCH = 64, 8
+STEP_S = 0.05
+
+
+class Noise:
+    """Factors of times: recorded ones, or normal with a heavy tail."""
+
+    def __init__(self, seed: int, ranks: int) -> None:
+        self.random = random.Random(seed)
+        self.recorded = RECORDED if seed % 2 else None
+        self.places = [self.random.randrange(250) for _ in range(ranks)]
+        self.tracks = [self.random.randrange(len(RECORDED)) for _ in range(ranks)]
+
+    def factor(self, rank: int) -> float:
+        if self.recorded:
+            track = self.recorded[self.tracks[rank]]
+            self.places[rank] += 1
+            return track[self.places[rank] % len(track)]
+        if self.random.random() < 0.04:
+            return 1.0 + min(20.0, 0.2 * self.random.paretovariate(1.2))
+        return abs(self.random.gauss(1.0, 0.06)) + 0.05
+
+
+class Run:
+    """A team in SYNC whose planner gives out shares by what was measured, two windows ahead."""
+
+    def __init__(self, speeds, *, seed=0, kinds=None, fixed=0.1):
+        self.policy = SyncPolicy([f"m{rank}" for rank in range(len(speeds))], [MICRO_BATCH] * 4)
+        micro_s = [STEP_S / speed for speed in speeds]
+        self.costs = [CostModel(fixed * s, (1 - fixed) * s / MICRO_BATCH) for s in micro_s]
+        self.noise = Noise(seed, len(speeds))
+        self.watch = StragglerWatch(kinds or [f"device of speed {speed}" for speed in speeds])
+        self.plans = deque(self.policy.plan(n, 0, 0, BATCH_SIZE) for n in range(2))
+        self.window = 0
+        self.found = []
+
+    def step(self, extra=None):
+        """A window; ``extra`` gives seconds for each micro-batch, by rank."""
+        plan = self.plans.popleft()
+        times = []
+        for rank, share in enumerate(plan.shares):
+            batches = num_micro_batches(share, MICRO_BATCH)
+            plain_s = self.costs[rank].seconds(share, MICRO_BATCH) * self.noise.factor(rank)
+            times.append(plain_s + (extra or {}).get(rank, 0.0) * batches)
+        reports = [
+            Report(
+                weight=float(share),
+                samples=share,
+                micro_batches=num_micro_batches(share, MICRO_BATCH),
+                compute_s=seconds,
+                wait_s=max(times) - seconds,
+            )
+            for share, seconds in zip(plan.shares, times, strict=True)
+        ]
+        self.found += self.watch.observe(self.window, reports)
+        self.policy.observe(reports, plan, 0.002)
+        self.window += 1
+        self.plans.append(self.policy.plan(self.window + 1, 0, 0, BATCH_SIZE))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nobody_is_named_in_a_run_in_which_nothing_is_wrong(seed):
+    speeds = [(1, 1, 1, 1), (1, 1, 0.5, 0.25), (1, 1 / 3, 1, 1), (1, 1, 1, 0.8)][seed % 4]
+    run = Run(speeds, seed=seed, fixed=0.05 + 0.3 * (seed % 3))
+    for _ in range(200):
+        run.step()
+    assert run.found == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("after", [20, 100])
+def test_a_rank_that_gets_200_ms_slower_is_named_within_five_windows(seed, after):
+    slow = seed % 4
+    run = Run((1, 1, 1, 1), seed=seed)
+    for _ in range(after):
+        run.step()
+    assert run.found == []
+    for _ in range(5):
+        run.step({slow: 0.2})
+    (one,) = run.found
+    assert (one.rank, one.is_over, one.against) == (slow, False, "its own past")
+    assert after - 1 <= one.since <= after + 1
+    assert one.window < after + 5
+    assert one.factor > 3
+    assert one.delay_s > 0.2
+    for _ in range(30):
+        run.step({slow: 0.2})
+    assert run.found == [one], "once for an episode"
+    for _ in range(40):
+        run.step()
+    (_, over) = run.found
+    assert (over.rank, over.since, over.is_over) == (slow, one.since, True)
+    assert over.delay_s >= one.delay_s
+
+
+def test_one_that_was_slow_from_the_start_is_named_beside_its_peers_and_an_unlike_device_is_not():
+    run = Run((1, 1, 1, 0.25), kinds=["gpu"] * 4)
+    for _ in range(40):
+        run.step()
+    assert [(one.rank, one.against) for one in run.found] == [(3, "ranks with the same device")]
+    assert run.found[0].window <= 5
+    other = Run((1, 1, 1, 0.25), kinds=["gpu"] * 3 + ["cpu"])
+    for _ in range(40):
+        other.step()
+    assert other.found == []
+
+
+def test_a_load_that_slows_all_ranks_down_makes_no_straggler():
+    run = Run((1, 1, 0.5, 0.5))
+    for window in range(120):
+        if window == 60:
+            run.costs = [cost.scaled(3.0) for cost in run.costs]
+        run.step()
+    assert run.found == []
+
+
+def reports(*seconds: float, samples: int = 8, **changes) -> list[Report]:
+    longest = max(seconds)
+    return [
+        Report(
+            **{"samples": samples, "micro_batches": 1, "compute_s": s, "wait_s": longest - s}
+            | changes
+        )
+        for s in seconds
+    ]
+
+
+def after(watch: StragglerWatch, windows: int, *seconds: float, first: int = 0, **changes) -> list:
+    found = []
+    for window in range(first, first + windows):
+        found += watch.observe(window, reports(*seconds, **changes))
+    return found
+
+
+def test_what_tells_nothing_of_speed_is_left_out():
+    watch = StragglerWatch(["a", "b"])
+    assert after(watch, 20, 0.1, 0.1) == []
+    warm = {"warmup_samples": 8, "warmup_micro_batches": 1, "warmup_s": 0.9}
+    assert after(watch, 10, 0.1, 0.9, first=20, **warm) == []
+    updates = [0.1, 0.9]
+    for window in range(30, 40):
+        rows = reports(*updates)
+        rows[1] = rows[1]._replace(update_s=0.8)
+        assert watch.observe(window, rows) == ()
+    assert watch.observe(40, [Report(), Report()]) == ()
+    assert not watch.is_suspected(1)
+
+
+def test_a_larger_share_makes_no_straggler():
+    watch = StragglerWatch(["a", "b"])
+    after(watch, 20, 0.1, 0.1)
+    for window in range(20, 40):
+        rows = reports(0.1, 0.35)
+        rows[1] = rows[1]._replace(samples=32)
+        assert watch.observe(window, rows) == ()
+
+
+def test_the_cause_is_slow_data_or_what_the_rank_has_said_of_itself():
+    watch = StragglerWatch(["a", "b"])
+    after(watch, 70, 0.1, 0.1)
+    found = []
+    for window in range(70, 74):
+        rows = reports(0.1, 0.1)
+        found += watch.observe(window, [rows[0], rows[1]._replace(data_s=0.2)])
+    assert [(one.rank, one.cause) for one in found] == [(1, SlowCause.DATA)]
+    watch = StragglerWatch(["a", "b"])
+    after(watch, 70, 0.1, 0.1)
+    found = []
+    for window in range(70, 74):
+        rows = reports(0.3, 0.1)
+        rows[0] = rows[0]._replace(slow_because=int(SlowCause.CPU))
+        found += watch.observe(window, rows)
+    assert [(one.rank, one.cause, one.cause.words) for one in found] == [
+        (0, SlowCause.CPU, "other programs take its cores")
+    ]
