@@ -118,9 +118,9 @@ class Assembly:
         self._move()
         training = describe_training(self.model, optimizers, scheduler, chosen, config)
         if membership is None and communicator is None:
-            membership = _join(training, backend, config, chosen)
+            membership = _join(training, backend, config)
         if membership is not None:
-            communicator = begin_generation(membership)
+            communicator = _begin(membership, config, chosen)
         comm, self.backend_reason = connect_team(
             environment, backend, chosen, self.device, config.timeout_s, communicator
         )
@@ -398,13 +398,20 @@ class Assembly:
         )
 
 
-def _join(
-    training: Sequence[Any], backend: str, config: DdpConfig, policy: ApplyPolicy
-) -> Membership | None:
+def _begin(membership: Membership, config: DdpConfig, policy: ApplyPolicy) -> Communicator:
+    """Return what joins the ranks with which a worker of an elastic team begins."""
+    try:
+        config.check_elastic(policy)
+        return begin_generation(membership)
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _join(training: Sequence[Any], backend: str, config: DdpConfig) -> Membership | None:
     """Return this process's place in an elastic team, where it was started for one."""
     if COORDINATOR not in os.environ:
         return None
-    config.check_elastic(policy)
     return join_team(
         os.environ,
         {"training": fingerprint(training)},

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from evener import Sink, WindowResult
-from helpers.elastic import Kill, ThreadMembership
-from helpers.elastic_runs import check, run
+from evener.errors import ConfigError
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
+from helpers.elastic_runs import begin, check, run
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
 # epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
@@ -97,3 +98,12 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
     ]
     assert all(event["reform_s"] >= 0 for event in events if event["type"] == "reformed")
     assert all(event["num_bytes"] > 0 for event in events if event["type"] == "healed")
+
+
+def test_a_policy_of_local_steps_is_refused() -> None:
+    def body(membership: ThreadMembership) -> None:
+        begin(membership, seed=1, policy="cadence")
+
+    (fate,) = ElasticThreads(1).run(body)
+    assert isinstance(fate.error, ConfigError)
+    assert "policy 'sync' so far" in str(fate.error)
