@@ -182,6 +182,7 @@ class Team:
     def form(self, formed: Formed) -> None:
         """Be the members of another generation of an elastic team."""
         formation = formed.formation
+        self.sent_before += sum(comm.sent_bytes for comm in {self.comm, self.whole})
         self.comm = self.whole = formed.comm
         self.members = formation.numbers
         self.rank = self.membership.number
