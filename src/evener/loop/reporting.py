@@ -73,6 +73,7 @@ class EventStream:
             "unit": "samples",
             "num_samples": 0,
             "total_windows": None,
+            "params": sum(parameter.numel() for parameter in assembly.flat.parameters),
             "backend": assembly.comm.backend,
             "backend_reason": assembly.backend_reason,
         }
@@ -199,6 +200,7 @@ class EventStream:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            update_parts=max(record.update_parts for record in result.ranks),
             parked=list(self.parked),
             **further,
         )
@@ -246,6 +248,8 @@ class EventStream:
                     record.sync_ago_s,
                 )
             ],
+            micro_batches=record.micro_batches,
+            update_s=_rounded(record.update_s),
         )
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
