@@ -34,7 +34,7 @@ from ways import Evener, Setting, Window, speed_of
 from evener.observe.tally import WARM_UP_WINDOWS
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.measured_team import measured_team
-from evener.simulation.prediction import Prediction, predict
+from evener.simulation.prediction import TeamPrediction, predict
 
 SYNC, CADENCE = ApplyPolicy.SYNC, ApplyPolicy.CADENCE
 #: The policy of an earlier run, and that of the run which is predicted from it.
@@ -52,7 +52,7 @@ class Pair:
 
     samples_per_s: float
     lost: float
-    predicted: Prediction
+    predicted: TeamPrediction
 
     def __str__(self) -> str:
         return (
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--local-windows", type=int, default=10, help="of one of CADENCE, about")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=4, help="also of a local step")
-    parser.add_argument("--anchor", type=int, default=8)
+    parser.add_argument("--anchor", type=int, default=8, help="of CADENCE; it does not grow")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one team of two; 2 runs")
@@ -145,7 +145,8 @@ def run_rank(team: Team, arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {cores[team.rank]})
     names = ("batch_size", "micro_batch_size", "windows", "anchor", "local_windows")
     sizes = {name: getattr(arguments, name) for name in (*names, "width", "layers")}
-    way = Evener(team, Setting(speeds=tuple(case["speeds"]), **sizes), case["policy"])
+    setting = Setting(speeds=tuple(case["speeds"]), max_anchor=arguments.anchor, **sizes)
+    way = Evener(team, setting, case["policy"])
     way.run(1)
     inner = [not way.is_tail(window, way.turns[-1]) for window in way.turns[-1]]
     way.close()
@@ -160,10 +161,12 @@ def measured(windows: Sequence[Window]) -> tuple[float, float]:
 
 def predicted_from(
     earlier: Sequence[Window], policy: ApplyPolicy, arguments: argparse.Namespace
-) -> Prediction:
+) -> TeamPrediction:
     """What a run of a policy would do, from the windows of an earlier run of SYNC."""
     team = measured_team(earlier, "the earlier run").team
-    team = replace(team, local_batch_size=arguments.micro_batch_size, anchor=arguments.anchor)
+    anchor = arguments.anchor
+    size = arguments.micro_batch_size
+    team = replace(team, local_batch_size=size, anchor=anchor, max_anchor=anchor)
     return predict(team, policy)
 
 

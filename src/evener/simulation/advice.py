@@ -6,7 +6,7 @@ from typing import Final
 
 from evener.observe.numbers import human_duration
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.prediction import Prediction, TeamSpec, predict
+from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
 """A policy with this part of the fastest one's throughput is preferred if its mathematics is nearer
@@ -15,7 +15,7 @@ to that of one machine; predictions are no more exact than that."""
 NOTEWORTHY: Final = 0.01
 """A change of the throughput by less than this part is none."""
 
-Predictions = Mapping[ApplyPolicy, Prediction]
+Predictions = Mapping[ApplyPolicy, TeamPrediction]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from evener.errors import ConfigError
 from evener.simulation.advice import Advice
-from evener.simulation.prediction import Prediction
+from evener.simulation.prediction import TeamPrediction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def draw(advice: Advice, source: str, path: Path) -> None:
         ) from None
 
 
-def _stack(panel: "Axes", names: Sequence[str], predictions: Sequence[Prediction]) -> None:
+def _stack(panel: "Axes", names: Sequence[str], predictions: Sequence[TeamPrediction]) -> None:
     bottoms = [0.0] * len(predictions)
     for part, color in _LOSSES.items():
         heights = [100.0 * getattr(one, part) for one in predictions]

@@ -94,7 +94,7 @@ def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
             f"{LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for longer, "
             "name another run, or give speeds by hand with --speeds"
         )
-    return _Reading(windows, start, run).result()
+    return _MeasuredWindows(windows, start, run).result()
 
 
 def _of_last_team(windows: list[Event]) -> list[Event]:
@@ -109,7 +109,7 @@ def _of_last_team(windows: list[Event]) -> list[Event]:
     return windows[first:]
 
 
-class _Reading:
+class _MeasuredWindows:
     """The windows of a run, summed up."""
 
     def __init__(self, windows: Sequence[Event], start: Mapping[str, Any], run: str) -> None:

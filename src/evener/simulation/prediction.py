@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Final
 
 from evener.planning.cadence import CadencePolicy
-from evener.planning.elche import ANCHOR, ElChe
+from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
 from evener.planning.guard import NoGuard
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
@@ -67,6 +67,7 @@ class TeamSpec:
         local_batch_size: The same of a local step in CADENCE and ASYNC.
         micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         anchor: Local steps of the slowest rank in a window, to begin with.
+        max_anchor: The anchor grows no further.
         divides_updates: In SYNC each rank makes its part of the optimizer's update.
     """
 
@@ -76,6 +77,7 @@ class TeamSpec:
     local_batch_size: int
     micro_batch_size: int | None = None
     anchor: int = ANCHOR
+    max_anchor: int = MAX_ANCHOR
     divides_updates: bool = False
 
     def without(self, rank: int) -> "TeamSpec":
@@ -93,7 +95,7 @@ class TeamSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class TeamPrediction:
     """What a team is predicted to do under a policy, in the middle of an epoch.
 
     Attributes:
@@ -132,7 +134,7 @@ class Prediction:
         return self.wait + self.exchange + self.bookkeeping
 
 
-def predict(team: TeamSpec, policy: ApplyPolicy) -> Prediction:
+def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
     """Simulate a team and sum up its windows once the planner has settled."""
     windows: list[SimulatedWindow] = []
     simulated, steps = simulate(team, policy), 0
@@ -163,14 +165,16 @@ def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLo
         )
     cadence = CadencePolicy(
         members,
-        ElChe(len(ranks), team.anchor),
+        ElChe(len(ranks), team.anchor).with_max_anchor(max(team.anchor, team.max_anchor)),
         NoGuard(),
         in_background=policy is ApplyPolicy.ASYNC,
     )
     return SimulatedLocal(ranks, team.link, cadence, batch_size=size, num_samples=_ENDLESS)
 
 
-def _sum_up(team: TeamSpec, policy: ApplyPolicy, windows: Sequence[SimulatedWindow]) -> Prediction:
+def _sum_up(
+    team: TeamSpec, policy: ApplyPolicy, windows: Sequence[SimulatedWindow]
+) -> TeamPrediction:
     ranks = range(len(team.ranks))
     samples = [sum(w.reports[rank].samples for w in windows) for rank in ranks]
     spent_s = [sum(w.elapsed_s[rank] for w in windows) for rank in ranks]
@@ -185,7 +189,7 @@ def _sum_up(team: TeamSpec, policy: ApplyPolicy, windows: Sequence[SimulatedWind
     speed = sum(samples) / max(spent_s)
     window_s = max(spent_s) / len(windows)
     sent_bytes = team.link.sent_bytes(len(present))
-    return Prediction(
+    return TeamPrediction(
         policy=policy,
         samples_per_s=speed,
         of_ideal=speed / team.ideal(policy),

@@ -29,7 +29,7 @@ _FLOP_PER_WEIGHT: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PlanAnswer:
     """What ``evener plan`` has found out.
 
     Attributes:
@@ -50,7 +50,7 @@ class Answer:
         return json.dumps(told, allow_nan=False) + "\n"
 
 
-def answer_plan(options: PlanOptions, calibrated: MeasuredTeam | None = None) -> Answer:
+def answer_plan(options: PlanOptions, calibrated: MeasuredTeam | None = None) -> PlanAnswer:
     """Predict what a team would do.
 
     Args:
@@ -64,7 +64,7 @@ def answer_plan(options: PlanOptions, calibrated: MeasuredTeam | None = None) ->
     asked = _asked(options) if calibrated is None else calibrated
     changed = _with_options(asked, options)
     _refuse_far_apart(changed.team)
-    return Answer(changed, advise(changed.team))
+    return PlanAnswer(changed, advise(changed.team))
 
 
 def check_options(options: PlanOptions) -> None:

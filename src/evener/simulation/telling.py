@@ -7,7 +7,7 @@ from evener.observe.jsonl import strict_json
 from evener.observe.numbers import aligned, human_bytes, human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.advice import NOTEWORTHY, Advice, Worth
-from evener.simulation.prediction import Prediction, TeamSpec
+from evener.simulation.prediction import TeamPrediction, TeamSpec
 from evener.version import __version__
 
 
@@ -93,7 +93,7 @@ def verdict(worth: Worth) -> str:
     return f"leave it out: {numbers} ({worth.gain:+.0%})"
 
 
-def _row(team: TeamSpec, one: Prediction) -> list[str]:
+def _row(team: TeamSpec, one: TeamPrediction) -> list[str]:
     sent = human_bytes(one.sent_bytes) if team.link.num_bytes else "?"
     return [
         str(one.policy),

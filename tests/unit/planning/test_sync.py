@@ -42,7 +42,17 @@ class Team:
 
     lag = 2
 
-    def __init__(self, costs, batch_size, *, micro_batch_size=8, noise=0.05, seed=0, hint=True):
+    def __init__(
+        self,
+        costs,
+        batch_size,
+        *,
+        micro_batch_size=8,
+        noise=0.05,
+        seed=0,
+        hint=True,
+        planned=lag - 1,
+    ):
         source = random.Random(seed)
         self.batch_size, self.size = batch_size, micro_batch_size
         self.policy = SyncPolicy(
@@ -54,7 +64,8 @@ class Team:
         self.team = SimulatedSync(
             self.ranks, Link(), self.policy, batch_size=batch_size, num_samples=10**9
         )
-        self.team.decide()
+        for _ in range(planned):
+            self.team.decide()
 
     def set_cost(self, rank, cost):
         """Makes a rank slower or faster from the next window on."""
@@ -505,20 +516,21 @@ def test_reports_of_another_team_are_refused():
 
 def reasons(team, num_windows, batch_size=64):
     """The windows whose plan differs from the one before, with the reason."""
-    first, found, before = team.window, {}, None
-    _, plans = team.run(batch_size, num_windows)
-    for number, plan in enumerate(plans, start=first):
-        if plan.shares != before:
+    first, found, before = team.team.windows, {}, None
+    team.team.batch_size = batch_size
+    _, shares = team.run(num_windows)
+    for number, share in enumerate(shares, start=first):
+        if share != before:
             found[number] = team.policy.why(number)
-        before = plan.shares
+        before = share
     return found
 
 
 def test_each_changed_plan_has_a_reason_and_others_have_none():
-    team = Team([CostModel(0.01, 0.01)] * 2, noise=0.0, hint=False)
+    team = Team([CostModel(0.01, 0.01)] * 2, 64, noise=0.0, hint=False, planned=0)
     assert reasons(team, 4)[0] == "the shares are equal until speeds are known"
     assert reasons(team, 4) == {4: ""}, "nothing changed"
-    team.costs[1] = CostModel(0.01, 0.03)
+    team.set_cost(1, CostModel(0.01, 0.03))
     changed = reasons(team, 8)
     assert changed.pop(8) == ""
     assert changed
@@ -532,7 +544,7 @@ def test_each_changed_plan_has_a_reason_and_others_have_none():
 
 
 def test_a_window_in_which_every_rank_gets_work_says_so():
-    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], noise=0.0).policy
+    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], 16, noise=0.0, planned=0).policy
     first = policy.plan(0, 0, 0, 16, work_for_all=math.inf)
     assert first.shares[1] == 1
     assert policy.why(0) == "every rank gets work in the first window"
