@@ -62,6 +62,12 @@ REPORTS = st.builds(
     elapsed_s=SECONDS,
     divergence=st.floats(allow_nan=False),
     stale_steps=WHOLE,
+    data_s=SECONDS,
+    sent_bytes=WHOLE,
+    work_ago_s=SECONDS,
+    wait_ago_s=SECONDS,
+    sync_ago_s=SECONDS,
+    slow_because=WHOLE,
 )
 ROWS = st.builds(
     Row,
