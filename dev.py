@@ -59,7 +59,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "dev-stamp"
 LOCK = ROOT / ".venv.lock"
 LOG = ROOT / ".venv.log"
-EXTRAS = "hf,data,tensorboard,dashboard,dev"
+EXTRAS = "hf,data,plot,tensorboard,dashboard,dev"
 
 # Programs of which one is enough for the tests marked `browser`.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -35,15 +35,19 @@ from evener.planning.elche import ElChe
 from evener.planning.guard import LevelGuard
 from evener.planning.plan import WindowPlan
 from evener.planning.report import Report
-from evener.planning.speed import CostModel, num_micro_batches
+from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.protocol.row import Purpose, Row, decode, encode, pack
+from evener.simulation.simulated_rank import Link, SimulatedRank
+from evener.simulation.simulated_sync import SimulatedSync
 
 RANKS = (2, 8, 64, 256, 1024, 10240)
 SAMPLES_A_RANK = 32
 MICRO_BATCH_SIZE = 8
 LOCAL_STEPS = 2
 SYNC_S = 0.01
+#: Samples of an epoch whose end is not reached.
+ENDLESS = 10**12
 #: Windows before the first round of a planner: more than a speed model remembers.
 SETTLING = 20
 
@@ -61,57 +65,59 @@ class Team(Protocol):
         """Plans another window."""
 
 
-class Timings:
-    """How long ranks of unlike speeds take, with noise."""
+class Disturbed(SimulatedRank):
+    """A rank whose times have noise, as they are measured."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._random = random.Random(num_ranks)
-        speeds = [self._random.uniform(0.25, 1.0) for _ in range(num_ranks)]
-        self.costs = [CostModel(0.002 / speed, 0.001 / speed) for speed in speeds]
+    def __init__(self, speed: float, source: random.Random) -> None:
+        super().__init__(CostModel(0.002 / speed, 0.001 / speed), MICRO_BATCH_SIZE)
+        self.source = source
 
-    def disturbed(self, seconds: float) -> float:
-        """What is measured of a time."""
-        outlier = 3.0 if self._random.random() < 0.05 else 1.0
-        return seconds * outlier * self._random.uniform(0.98, 1.02)
+    def next_factor(self) -> float:
+        """See ``SimulatedRank``."""
+        outlier = 3.0 if self.source.random() < 0.05 else 1.0
+        return outlier * self.source.uniform(0.98, 1.02)
+
+
+def unlike_ranks(num_ranks: int) -> list[Disturbed]:
+    """Ranks of unlike speeds."""
+    source = random.Random(num_ranks)
+    return [Disturbed(source.uniform(0.25, 1.0), source) for _ in range(num_ranks)]
 
 
 class SyncTeam:
     """A fixed global batch."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.timings = Timings(num_ranks)
         self.batch_size = SAMPLES_A_RANK * num_ranks
         members = [str(rank) for rank in range(num_ranks)]
-        self.policy = SyncPolicy(members, [MICRO_BATCH_SIZE] * num_ranks)
+        self.team = SimulatedSync(
+            unlike_ranks(num_ranks),
+            Link(meeting_s=SYNC_S),
+            SyncPolicy(members, [MICRO_BATCH_SIZE] * num_ranks),
+            batch_size=self.batch_size,
+            num_samples=ENDLESS,
+        )
         self.decide()
 
     def compute(self) -> None:
         """Makes the reports of the window that was planned last."""
-        self.reports = [
-            Report(
-                weight=float(share),
-                samples=share,
-                micro_batches=num_micro_batches(share, MICRO_BATCH_SIZE),
-                compute_s=self.timings.disturbed(cost.seconds(share, MICRO_BATCH_SIZE)),
-            )
-            for cost, share in zip(self.timings.costs, self.plan.shares, strict=True)
-        ]
+        self.team.compute()
 
     def observe(self) -> None:
         """Lets the planner learn from them."""
-        self.policy.observe(self.reports, self.plan, SYNC_S)
+        self.team.observe()
 
     def decide(self) -> None:
         """Plans another window, and asks for a rank to park."""
-        self.plan = self.policy.plan(0, 0, 0, self.batch_size)
-        self.policy.ranks_to_park(self.batch_size)
+        self.team.decide()
+        self.team.policy.ranks_to_park(self.batch_size)
 
 
 class CadenceTeam:
     """Windows of local steps."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.timings = Timings(num_ranks)
+        self.ranks = unlike_ranks(num_ranks)
         members = [str(rank) for rank in range(num_ranks)]
         elche = ElChe(num_ranks, anchor=10)
         self.policy = CadencePolicy(members, elche, LevelGuard(), max_batch_diff=100)
@@ -120,12 +126,8 @@ class CadenceTeam:
     def compute(self) -> None:
         """Makes the reports of the window that was planned last."""
         self.reports = [
-            Report(
-                steps=steps,
-                samples=MICRO_BATCH_SIZE * steps,
-                busy_s=self.timings.disturbed(steps * cost.seconds(MICRO_BATCH_SIZE, None)),
-            )
-            for cost, steps in zip(self.timings.costs, self.plan.steps, strict=True)
+            rank.share(MICRO_BATCH_SIZE * steps, 0.0)._replace(steps=steps)
+            for rank, steps in zip(self.ranks, self.plan.steps, strict=True)
         ]
 
     def observe(self) -> None:

@@ -25,6 +25,7 @@ from evener.config.options import (
     ClassifyOptions,
     Keys,
     LaunchOptions,
+    PlanOptions,
     PretrainOptions,
     TaskOptions,
 )
@@ -167,7 +168,7 @@ _TAKEN: Final = {
     "runs": typer.Argument(metavar="RUN...", help="Run folders; several are compared."),
     "page": typer.Option("-o", "--out", metavar="FILE", help="The page; report.html."),
     "trace": typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto."),
-    "numbers": typer.Option("--json", help="Print the numbers of the page as JSON."),
+    "numbers": typer.Option("--json", help="Print the numbers as JSON."),
     "address": typer.Argument(
         metavar="[ADDR]", help="HOST or HOST:PORT of the other machine, or where to listen."
     ),
@@ -180,6 +181,21 @@ _TAKEN: Final = {
     "program": typer.Argument(
         metavar="PROGRAM...", help="What the team runs: a script, pretrain or classify; arguments."
     ),
+    "run": typer.Argument(metavar="[RUN]", help="Folder of a run that has measured the team."),
+    "speeds": typer.Option(metavar="S,S", help="Samples per second of each rank alone."),
+    "calibrate": typer.Option("--calibrate", help="Time this machine's devices."),
+    "add": typer.Option(metavar="S,S", help="Samples per second of further ranks."),
+    "params": typer.Option(metavar="N", help="Parameters that are trained, such as 350M."),
+    "tokens": typer.Option(metavar="N", help="Tokens of a sample, for --calibrate."),
+    "bandwidth": typer.Option(metavar="B", help="Between ranks, such as 1Gbit."),
+    "latency": typer.Option(metavar="T", help="Until a message arrives, such as 0.1ms."),
+    "batch_size": typer.Option(metavar="N", help="Samples of an optimizer step."),
+    "local_batch_size": typer.Option(
+        metavar="N", help="Those of a local step in cadence and async; as --batch-size."
+    ),
+    "micro_batch_size": typer.Option(metavar="N", help="Most samples computed at once."),
+    "anchor": typer.Option(metavar="N", help="Local steps of the slowest rank, to begin with."),
+    "picture": typer.Option(metavar="FILE", help="Draw it: FILE.png or FILE.svg."),
     "script": typer.Argument(metavar="SCRIPT", help="A Python file."),
     "arguments": typer.Argument(metavar="ARGS", help="Handed to the script."),
     "config": typer.Argument(metavar="RUN.YAML", help="Keys of the run."),
@@ -537,6 +553,31 @@ def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> 
     finally:
         process.terminate()
         process.wait()
+
+
+@_command(PlanOptions)
+def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
+    """Predict what a team would do under each policy, and which devices are worth having."""
+    from evener.simulation.question import answer_plan, calibrated_team, check_options
+
+    check_options(options)
+    if options.picture is not None:
+        from evener.simulation.chart import check_picture
+
+        check_picture(options.picture)
+    calibrated = None
+    if options.calibrate:
+        with loading_libraries():
+            from evener.simulation.calibrated import time_devices
+        calibrated = calibrated_team(options, time_devices())
+    answer = answer_plan(options, calibrated)
+    if options.picture is not None:
+        from evener.simulation.chart import draw
+
+        draw(answer.advice, answer.asked.source, options.picture)
+        print(f"{options.picture}: written", file=sys.stderr)
+    print(answer.to_json() if options.numbers else answer.to_text(), end="")
+    return 0
 
 
 def _count_ranks(given: int | None, least: int = 1) -> int:

@@ -195,6 +195,21 @@ def test_simulate_scale(tmp_path):
         assert row["bytes"] > 0
 
 
+def test_plan(tmp_path):
+    sizes = ("--runs", "1", "--windows", "9", "--local-windows", "14", "--batch-size", "8")
+    model = ("--anchor", "2", "--width", "32", "--layers", "1", "--speeds", "1,0.5")
+    rows = run(tmp_path, "plan.py", *sizes, *model)["rows"]
+    assert [(row["told_by"], row["name"]) for row in rows] == [
+        ("sync", "evener.sync"),
+        ("sync", "evener.cadence"),
+        ("cadence", "evener.cadence"),
+    ]
+    for row in rows:
+        assert row["runs"] == 1
+        holds(row, "samples_per_s", "predicted", "lost")
+        assert row["error"] == abs(row["bias"])
+
+
 def test_size(tmp_path, load):
     now = run(tmp_path, "size.py")["rows"][-1]
     assert now["lines"] == sum(lines for lines, _ in now["packages"].values()) > 0

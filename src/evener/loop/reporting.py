@@ -74,6 +74,7 @@ class EventStream:
             "unit": "samples",
             "num_samples": 0,
             "total_windows": None,
+            "params": sum(parameter.numel() for parameter in assembly.flat.parameters),
             "backend": assembly.comm.backend,
             "backend_reason": assembly.backend_reason,
         }
@@ -201,6 +202,7 @@ class EventStream:
             lr=result.lr,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
+            update_parts=max(record.update_parts for record in result.ranks),
             parked=list(self.parked),
             **further,
         )
@@ -248,6 +250,8 @@ class EventStream:
                     record.sync_ago_s,
                 )
             ],
+            micro_batches=record.micro_batches,
+            update_s=_rounded(record.update_s),
         )
 
     def change(self, change: Change) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evener.observe.numbers import human_count, human_duration
+from evener.observe.numbers import aligned, human_count, human_duration
 
 # Loss is averaged over this last part of what a trial has done: single windows are noise.
 _TAIL = 0.2
@@ -209,11 +209,7 @@ def table(comparison: Comparison) -> str:
         ]
         for c in comparison.candidates
     ]
-    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
-        lines.append("  ".join([name.ljust(first), *aligned]))
+    lines = aligned(rows)
     if any(c.policy != "sync" for c in comparison.candidates):
         lines.append(_LOCAL_LOSSES)
     lines += [f"{name} skipped: {why}" for name, why in comparison.skipped.items()]

@@ -20,7 +20,7 @@ FIELDS: Final = {
     # A run begins with ``window``, also one that resumes; runs of earlier versions do not say with
     # which. ``members`` are in rank order, ``policy`` is such as ``sync`` and ``backend`` such as
     # ``gloo``; ``unit`` is what a weight counts, such as ``tokens``; ``num_samples`` are those of
-    # an epoch, ``total_windows`` may be null.
+    # an epoch, ``total_windows`` may be null. ``params`` counts what is trained, in newer runs.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
@@ -226,6 +226,9 @@ class RankRow(TypedDict):
         begins_s: Begin of its spans in ``SPANS``, in seconds before the ``t`` of the event. The
             length of each is in the field of its name. A span of several pieces, such as waiting
             for data before each micro-batch, has the begin of the first and the length of all.
+        micro_batches: Micro-batches in which it computed them.
+        update_s: Seconds of ``compute_s`` that an optimizer's update took in SYNC. Where ranks
+            divide the update (``update_parts`` of the event is above 1), that of its own part.
     """
 
     rank: int
@@ -240,6 +243,8 @@ class RankRow(TypedDict):
     data_s: NotRequired[float]
     sent_bytes: NotRequired[int]
     begins_s: NotRequired[list[float]]
+    micro_batches: NotRequired[int]
+    update_s: NotRequired[float]
 
 
 @dataclass(slots=True)

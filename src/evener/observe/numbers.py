@@ -1,5 +1,7 @@
 """Numbers as people read them."""
 
+from collections.abc import Sequence
+
 
 def human_duration(seconds: float) -> str:
     """Return a length of time with the precision that matters: ``80 ms``, ``12 s``, ``1 h 20 min``.
@@ -42,3 +44,13 @@ def human_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {suffix}"
     return f"{num_bytes:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]))
+    return lines

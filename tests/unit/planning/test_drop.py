@@ -2,27 +2,29 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 
 from evener.planning.cadence import CadencePolicy
-from evener.planning.clock import WindowClock
 from evener.planning.elche import ElChe
 from evener.planning.guard import NoGuard
 from evener.planning.report import Report
+from evener.planning.speed import CostModel
+from evener.simulation.simulated_local import SimulatedLocal
+from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 
-EXCHANGE_S = 0.004
 NEVER_ENDING = 10**9
 
 
-@dataclass
-class Window:
-    """How long a window took, how much of it each rank waited, and what each did."""
+class Changing(SimulatedRank):
+    """A rank whose steps take other times at other moments."""
 
-    elapsed_s: float
-    waits_s: list[float]
-    steps: list[int]
+    def __init__(self, rank: int, step_s: Callable[[int, float], float]) -> None:
+        super().__init__(CostModel(0.0, 1.0))
+        self.rank, self.step_s = rank, step_s
+
+    def step(self, samples: int, at_s: float) -> Report:
+        return Report(steps=1, samples=1, weight=1, busy_s=self.step_s(self.rank, at_s))
 
 
 def simulate(
@@ -31,7 +33,7 @@ def simulate(
     world_size: int,
     anchor: int,
     max_batch_diff: int | None = None,
-) -> list[Window]:
+) -> list[SimulatedWindow]:
     """Windows of CADENCE; ``step_s(rank, now)`` is what a step begun at ``now`` takes."""
     policy = CadencePolicy(
         [f"m{r}" for r in range(world_size)],
@@ -39,37 +41,19 @@ def simulate(
         NoGuard(),
         max_batch_diff=max_batch_diff,
     )
-    clocks = [WindowClock() for _ in range(world_size)]
-    windows: list[Window] = []
-    now_s, sync_s = 0.0, 0.0
-    for number in range(num_windows):
-        plan = policy.plan(number, 0, left=NEVER_ENDING, limit=None)
-        arrivals, steps = [], []
-        for rank, clock in enumerate(clocks):
-            clock.open(plan.most[rank])
-            clock.limit(plan.most[rank], now_s + plan.window_s, least=plan.least)
-            at_s = now_s
-            while clock.wants_another(at_s):
-                took_s = step_s(rank, at_s)
-                at_s += took_s
-                clock.count_step(took_s)
-            arrivals.append(at_s)
-            steps.append(clock.num_steps)
-        waits = [max(arrivals) - at for at in arrivals]
-        reports = [
-            Report(steps=n, samples=n, weight=n, busy_s=at - now_s)
-            for n, at in zip(steps, arrivals, strict=True)
-        ]
-        policy.observe(reports, sync_s)
-        sync_s = EXCHANGE_S
-        windows.append(Window(max(arrivals) + EXCHANGE_S - now_s, waits, steps))
-        now_s = max(arrivals) + EXCHANGE_S
-    return windows
+    ranks = [Changing(rank, step_s) for rank in range(world_size)]
+    link = Link(latency_s=0.002 / (world_size - 1))  # 4 ms for an exchange
+    team = SimulatedLocal(ranks, link, policy, batch_size=1, num_samples=NEVER_ENDING)
+    return team.run(num_windows)
 
 
-def waited(windows: Sequence[Window], ranks: Sequence[int]) -> float:
+def steps(window: SimulatedWindow) -> list[int]:
+    return [report.steps for report in window.reports]
+
+
+def waited(windows: Sequence[SimulatedWindow], ranks: Sequence[int]) -> float:
     """Part of the time that these ranks waited."""
-    total_s = sum(w.elapsed_s for w in windows) * len(ranks)
+    total_s = sum(w.length_s for w in windows) * len(ranks)
     return sum(w.waits_s[r] for w in windows for r in ranks) / total_s
 
 
@@ -81,7 +65,7 @@ def test_a_rank_that_becomes_four_times_slower_hardly_costs_the_others(speeds, d
     noise = random.Random(1)
     usual_s = [0.03 / s for s in speeds]
     settled = simulate(20, lambda r, _: usual_s[r], len(speeds), anchor)
-    begin_s = sum(w.elapsed_s for w in settled) - 0.6 * settled[-1].elapsed_s  # in mid-window
+    begin_s = sum(w.length_s for w in settled) - 0.6 * settled[-1].length_s  # in mid-window
 
     def step_s(rank: int, now_s: float) -> float:
         slow = 4.0 if rank == dropped and now_s >= begin_s else 1.0
@@ -91,8 +75,8 @@ def test_a_rank_that_becomes_four_times_slower_hardly_costs_the_others(speeds, d
     others = [r for r in range(len(speeds)) if r != dropped]
     assert waited(windows[20:], others) < 0.05
     # It goes on contributing, at its new pace.
-    assert all(w.steps[dropped] >= 1 for w in windows[20:])
-    rate = sum(w.steps[dropped] for w in windows[40:]) / sum(w.elapsed_s for w in windows[40:])
+    assert all(steps(w)[dropped] >= 1 for w in windows[20:])
+    rate = sum(steps(w)[dropped] for w in windows[40:]) / sum(w.length_s for w in windows[40:])
     assert rate == pytest.approx(1 / (4 * usual_s[dropped]), rel=0.1)
 
 
@@ -112,7 +96,7 @@ def test_unequal_ranks_do_nearly_all_that_they_can(speeds):
     windows = simulate(
         60, lambda r, _: 0.03 / speeds[r] * noise.uniform(0.95, 1.05), len(speeds), 8
     )[10:]
-    done = sum(sum(w.steps) for w in windows) / sum(w.elapsed_s for w in windows)
+    done = sum(sum(steps(w)) for w in windows) / sum(w.length_s for w in windows)
     assert done / sum(s / 0.03 for s in speeds) > 0.95
 
 
@@ -125,4 +109,4 @@ def test_max_batch_diff_holds_when_ranks_jitter_and_one_turns_slow(diff):
         return 0.03 * slow * noise.uniform(0.8, 1.2)
 
     windows = simulate(40, step_s, 3, 10, max_batch_diff=diff)
-    assert all(max(w.steps) - min(w.steps) <= diff for w in windows)
+    assert all(max(steps(w)) - min(steps(w)) <= diff for w in windows)

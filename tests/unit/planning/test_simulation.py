@@ -9,7 +9,6 @@ How good shares are is told by the finish that they have in truth, without noise
 best shares: this is what a window lasts, whereas shares that differ by a sample may last as long.
 """
 
-import itertools
 import json
 import math
 import random
@@ -22,6 +21,8 @@ from evener.planning.report import Report
 from evener.planning.shares import fastest_shares, finish_s
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
+from evener.simulation.simulated_rank import Link, SimulatedRank
+from evener.simulation.simulated_sync import SimulatedSync
 
 NOISE = json.loads((Path(__file__).parents[2] / "helpers" / "recorded_noise.json").read_text())
 SPEEDS = [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4), (1.0, 1.0), (1.0, 1 / 4), (1.0, 0.7, 0.4, 0.2)]
@@ -29,78 +30,90 @@ PRIORS = {"none": (), "right": (1.0, 1.0), "4x too fast": (4.0, 1.0), "4x too sl
 SEEDS = range(4)
 
 
-class Team:
-    """Ranks at given speeds; plans and reports travel as they do in a run.
+class Warming(SimulatedRank):
+    """A rank with recorded noise, whose first micro-batch of each size takes 5 to 20 times as long.
 
-    The plan of window w + 2 rests on the reports up to w - 1. The first micro-batch of each size on
-    a rank takes 5 to 20 times as long, and is reported as warm-up.
+    It reports that one as warm-up.
     """
 
+    def __init__(self, cost, size, noise, source):
+        super().__init__(cost, size, noise=noise)
+        self.random = source
+        self.known = set()
+        self.windows = 0
+        self.first = None
+
+    def share(self, samples, at_s, update_parts=1):
+        full, rest = divmod(samples, self.micro_batch_size)
+        spent_s = warmup_s = 0.0
+        warm = []
+        for size in [self.micro_batch_size] * full + [rest] * (rest > 0):
+            seconds = self.cost.seconds(size, None) * self.next_factor()
+            if size not in self.known:
+                self.known.add(size)
+                warm.append(size)
+                seconds *= self.random.uniform(5.0, 20.0)
+                warmup_s += seconds
+            spent_s += seconds
+        if sum(warm) < samples and self.first is None:
+            self.first = self.windows
+        self.windows += 1
+        return Report(
+            weight=float(samples),
+            samples=samples,
+            micro_batches=full + (rest > 0),
+            compute_s=spent_s,
+            busy_s=spent_s,
+            warmup_s=warmup_s,
+            warmup_samples=sum(warm),
+            warmup_micro_batches=len(warm),
+        )
+
+
+class Team:
+    """Ranks at given speeds."""
+
     def __init__(self, speeds, *, batch_size, micro_batch_size, fixed, prior, seed):
-        self.random = random.Random(seed)
-        self.size = micro_batch_size or math.ceil(batch_size / len(speeds))
+        source = random.Random(seed)
+        size = micro_batch_size or math.ceil(batch_size / len(speeds))
         self.costs = [
-            CostModel(fixed * self.size * 0.01 / speed, (1.0 - fixed) * 0.01 / speed)
-            for speed in speeds
+            CostModel(fixed * size * 0.01 / speed, (1.0 - fixed) * 0.01 / speed) for speed in speeds
         ]
-        self.sizes = [self.size] * len(speeds)
-        self.policy = SyncPolicy([str(rank) for rank in range(len(speeds))], self.sizes)
+        self.sizes = [size] * len(speeds)
+        policy = SyncPolicy([str(rank) for rank in range(len(speeds))], self.sizes)
         if wrong := PRIORS[prior]:
             # Only that of rank 0 is wrong.
             said = [speed * wrong[min(rank, 1)] for rank, speed in enumerate(speeds)]
-            self.policy.calibrate(said)
-        self.batch_size = batch_size
-        self.noise = []
-        for rank in range(len(speeds)):
+            policy.calibrate(said)
+        self.ranks = []
+        for rank, cost in enumerate(self.costs):
             recorded = NOISE[rank % len(NOISE)]
-            start = self.random.randrange(len(recorded))
-            self.noise.append(itertools.cycle(recorded[start:] + recorded[:start]))
-        self.known = [set() for _ in speeds]
-        self.first = [None] * len(speeds)
+            start = source.randrange(len(recorded))
+            noise = recorded[start:] + recorded[:start]
+            self.ranks.append(Warming(cost, size, noise, source))
+        self.team = SimulatedSync(
+            self.ranks,
+            Link(latency_s=0.0005 / (len(speeds) - 1)),
+            policy,
+            batch_size=batch_size,
+            num_samples=10**9,
+        )
         self.best_s = self.finish_s(fastest_shares(batch_size, self.costs, self.sizes))
 
     def finish_s(self, shares):
         """When these shares are done in truth."""
         return finish_s(shares, self.costs, self.sizes)
 
-    def compute(self, rank, share, window):
-        """The report of a rank."""
-        full, rest = divmod(share, self.size)
-        report = {"weight": float(share), "samples": share, "micro_batches": full + (rest > 0)}
-        spent_s = warmup_s = 0.0
-        warm = []
-        for samples in [self.size] * full + [rest] * (rest > 0):
-            seconds = self.costs[rank].seconds(samples, None) * next(self.noise[rank])
-            if samples not in self.known[rank]:
-                self.known[rank].add(samples)
-                warm.append(samples)
-                seconds *= self.random.uniform(5.0, 20.0)
-                warmup_s += seconds
-            spent_s += seconds
-        if sum(warm) < share and self.first[rank] is None:
-            self.first[rank] = window
-        return Report(
-            **report,
-            compute_s=spent_s,
-            warmup_s=warmup_s,
-            warmup_samples=sum(warm),
-            warmup_micro_batches=len(warm),
-        )
-
     def run(self, num_windows):
         """How much longer than the best windows last, from the third after the first timing."""
-        surplus, plans = [], [self.plan(0), self.plan(1)]
-        for window in range(num_windows):
-            plans.append(self.plan(window + 2))
-            plan = plans[window]
-            reports = [self.compute(r, share, window) for r, share in enumerate(plan.shares)]
-            surplus.append(self.finish_s(plan.shares) / self.best_s - 1.0)
-            self.policy.observe(reports, plan, 0.001)
-        assert None not in self.first
-        return surplus[max(self.first) + 3 :]
-
-    def plan(self, window):
-        return self.policy.plan(window, 0, 0, self.batch_size)
+        surplus = []
+        for window in self.team.run(num_windows):
+            assert len(window.present) == len(self.ranks)
+            shares = [report.samples for report in window.reports]
+            surplus.append(self.finish_s(shares) / self.best_s - 1.0)
+        firsts = [rank.first for rank in self.ranks]
+        assert None not in firsts
+        return surplus[max(firsts) + 3 :]
 
 
 @pytest.mark.parametrize(("batch_size", "micro_batch_size"), [(64, None), (256, 16)])

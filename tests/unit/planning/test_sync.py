@@ -1,6 +1,5 @@
 """The SYNC planner, alone and in a simulated team under virtual time."""
 
-import collections
 import itertools
 import json
 import math
@@ -18,59 +17,76 @@ from evener.planning.report import Report
 from evener.planning.shares import better_alone, finish_s
 from evener.planning.speed import CostModel, num_micro_batches
 from evener.planning.sync import SyncPolicy
+from evener.simulation.simulated_rank import Link, SimulatedRank
+from evener.simulation.simulated_sync import SimulatedSync
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=100, database=None)
 
 
+class Disturbed(SimulatedRank):
+    """A rank with even noise."""
+
+    def __init__(self, cost, size, noise, source):
+        super().__init__(cost, size)
+        self.scale, self.random = noise, source
+
+    def next_factor(self):
+        return 1.0 + self.random.uniform(-self.scale, self.scale)
+
+
 class Team:
-    """Ranks with known costs and a planner that sees a window's reports ``lag`` windows later."""
+    """Ranks with known costs and a planner that sees a window's reports two windows later.
 
-    def __init__(self, costs, *, micro_batch_size=8, noise=0.05, seed=0, lag=2, hint=True):
-        self.costs = list(costs)
-        self.size = micro_batch_size
-        self.noise = noise
-        self.lag = lag
-        self.random = random.Random(seed)
+    Nobody is parked: the planner alone keeps slow ranks from costing much.
+    """
+
+    lag = 2
+
+    def __init__(
+        self,
+        costs,
+        batch_size,
+        *,
+        micro_batch_size=8,
+        noise=0.05,
+        seed=0,
+        hint=True,
+        planned=lag - 1,
+    ):
+        source = random.Random(seed)
+        self.batch_size, self.size = batch_size, micro_batch_size
         self.policy = SyncPolicy(
-            [f"member-{rank}" for rank in range(len(self.costs))],
-            [micro_batch_size] * len(self.costs),
+            [f"member-{rank}" for rank in range(len(costs))], [micro_batch_size] * len(costs)
         )
-        self.window = 0
-        self.unseen = collections.deque()
+        self.ranks = [Disturbed(cost, micro_batch_size, noise, source) for cost in costs]
         if hint:
-            self.policy.hint([1.0 / cost.seconds(8, None) for cost in self.costs])
+            self.policy.hint([1.0 / cost.seconds(8, None) for cost in costs])
+        self.team = SimulatedSync(
+            self.ranks, Link(), self.policy, batch_size=batch_size, num_samples=10**9
+        )
+        for _ in range(planned):
+            self.team.decide()
 
-    def seconds(self, rank, samples):
-        disturbed = 1.0 + self.random.uniform(-self.noise, self.noise)
-        return self.costs[rank].seconds(samples, self.size) * disturbed
+    def set_cost(self, rank, cost):
+        """Makes a rank slower or faster from the next window on."""
+        self.ranks[rank].cost = cost
 
-    def run(self, batch_size, num_windows):
-        """Seconds of the windows, each ending with its slowest rank; and their plans."""
-        total_s, plans = 0.0, []
+    def run(self, num_windows):
+        """Seconds of the windows, each ending with its slowest rank; and their shares."""
+        total_s, shares = 0.0, []
         for _ in range(num_windows):
-            plan = self.policy.plan(self.window, 0, 0, batch_size)
-            reports = [
-                Report(
-                    weight=float(share),
-                    samples=share,
-                    micro_batches=num_micro_batches(share, self.size),
-                    compute_s=self.seconds(rank, share),
-                )
-                for rank, share in enumerate(plan.shares)
-            ]
-            total_s += max(report.compute_s for report in reports)
-            plans.append(plan)
-            self.unseen.append((reports, plan))
-            if len(self.unseen) >= self.lag:
-                self.policy.observe(*self.unseen.popleft(), sync_s=0.002)
-            self.window += 1
-        return total_s, plans
+            self.team.observe()
+            self.team.decide()
+            window = self.team.compute()
+            total_s += window.length_s
+            shares.append(tuple(report.samples for report in window.reports))
+        return total_s, shares
 
-    def efficiency(self, batch_size, num_windows):
+    def efficiency(self, num_windows):
         """Samples per second over the sum of what the ranks do alone."""
-        total_s, _ = self.run(batch_size, num_windows)
-        ideal = sum(cost.samples_per_s(batch_size, self.size) for cost in self.costs)
-        return batch_size * num_windows / total_s / ideal
+        total_s, _ = self.run(num_windows)
+        alone = [rank.cost.samples_per_s(self.batch_size, self.size) for rank in self.ranks]
+        return self.batch_size * num_windows / total_s / sum(alone)
 
 
 def timed(samples, seconds):
@@ -98,53 +114,54 @@ def at_speeds(*speeds, fixed_s=0.0):
 @pytest.mark.parametrize("speeds", [(1.0, 1 / 3), (1.0, 1 / 2, 1 / 4)])
 @pytest.mark.parametrize("seed", range(5))
 def test_uneven_ranks_pull_together(speeds, batch_size, hint, seed):
-    team = Team(at_speeds(*speeds), hint=hint, seed=seed)
-    team.run(batch_size, 10)
-    assert team.efficiency(batch_size, 150) >= 0.95
+    team = Team(at_speeds(*speeds), batch_size, hint=hint, seed=seed)
+    team.run(10)
+    assert team.efficiency(150) >= 0.95
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 16])
 def test_uneven_ranks_pull_together_with_costs_per_micro_batch(micro_batch_size):
-    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), micro_batch_size=micro_batch_size)
-    team.run(128, 10)
-    assert team.efficiency(128, 150) >= 0.93
+    team = Team(at_speeds(1.0, 0.3, fixed_s=0.005), 128, micro_batch_size=micro_batch_size)
+    team.run(10)
+    assert team.efficiency(150) >= 0.93
 
 
 def test_equal_ranks_keep_equal_shares():
-    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), noise=0.02)
-    _, plans = team.run(64, 200)
-    assert {plan.shares for plan in plans} == {(16, 16, 16, 16)}
+    team = Team(at_speeds(1.0, 1.0, 1.0, 1.0), 64, noise=0.02)
+    _, shares = team.run(200)
+    assert set(shares) == {(16, 16, 16, 16)}
 
 
 def test_shares_do_not_follow_noise():
-    team = Team(at_speeds(1.0, 0.37, 0.61), noise=0.02)
-    team.run(200, 20)
-    _, plans = team.run(200, 200)
-    assert len({plan.shares for plan in plans}) <= 2
+    team = Team(at_speeds(1.0, 0.37, 0.61), 200, noise=0.02)
+    team.run(20)
+    _, shares = team.run(200)
+    assert len(set(shares)) <= 2
 
 
 def test_a_rank_that_slows_down_is_followed():
-    team = Team(at_speeds(1.0, 1.0), noise=0.03)
-    team.run(64, 20)
-    team.costs[1] = team.costs[1].scaled(4.0)
-    _, plans = team.run(64, 5 + team.lag)
-    assert plans[0].shares == (32, 32)
-    assert plans[-1].shares[1] <= 15
-    assert team.efficiency(64, 50) >= 0.93
-    team.costs[1] = team.costs[1].scaled(0.25)
-    team.run(64, 5 + team.lag)
-    assert team.efficiency(64, 50) >= 0.95
+    team = Team(at_speeds(1.0, 1.0), 64, noise=0.03)
+    usual = team.ranks[1].cost
+    team.run(20)
+    team.set_cost(1, usual.scaled(4.0))
+    _, shares = team.run(5 + team.lag)
+    assert shares[0] == (32, 32)
+    assert shares[-1][1] <= 15
+    assert team.efficiency(50) >= 0.93
+    team.set_cost(1, usual)
+    team.run(5 + team.lag)
+    assert team.efficiency(50) >= 0.95
 
 
 def test_one_disturbed_window_moves_no_share():
-    team = Team(at_speeds(1.0, 0.5), noise=0.01)
-    team.run(66, 20)
-    usual = team.costs[1]
-    team.costs[1] = usual.scaled(10.0)
-    _, plans = team.run(66, 1)
-    team.costs[1] = usual
-    _, more = team.run(66, 20)
-    assert {plan.shares for plan in plans + more} == {(44, 22)}
+    team = Team(at_speeds(1.0, 0.5), 66, noise=0.01)
+    team.run(20)
+    usual = team.ranks[1].cost
+    team.set_cost(1, usual.scaled(10.0))
+    _, shares = team.run(1)
+    team.set_cost(1, usual)
+    _, more = team.run(20)
+    assert {*shares, *more} == {(44, 22)}
 
 
 @pytest.mark.parametrize("micro_batch_size", [8, 64])
@@ -152,33 +169,33 @@ def test_one_disturbed_window_moves_no_share():
 def test_a_wrong_hint_comes_to_light(micro_batch_size, factor):
     """Also of a rank whose share is then so small that it tells its fixed cost and no more."""
     cost = CostModel(0.008, 0.0002)
-    team = Team([cost] * 2, micro_batch_size=micro_batch_size, noise=0.03, hint=False)
+    team = Team([cost] * 2, 64, micro_batch_size=micro_batch_size, noise=0.03, hint=False)
     team.policy.hint((factor, 1.0))
-    team.run(64, 50)
-    seconds, plans = team.run(64, 50)
-    assert abs(plans[-1].shares[0] - 32) <= 2
+    team.run(50)
+    seconds, shares = team.run(50)
+    assert abs(shares[-1][0] - 32) <= 2
     assert seconds < 50 * 1.06 * cost.seconds(32, micro_batch_size)
 
 
 def test_a_rank_without_work_is_tried_again_but_rarely():
-    team = Team(at_speeds(1.0, 0.01), noise=0.0)
-    shares = [plan.shares for plan in team.run(32, 2000)[1][1:]]
+    team = Team(at_speeds(1.0, 0.01), 32, noise=0.0)
+    shares = team.run(2000)[1][1:]
     tried = [window for window, share in enumerate(shares) if share[1] > 0]
     assert tried[3] - tried[0] < 10, "the first windows are believed when there are three of them"
     tried = tried[3:]
     assert 5 <= len(tried) <= 40
     assert all(after - before > 40 for before, after in itertools.pairwise(tried))
-    assert team.efficiency(32, 2000) >= 0.94
-    team.costs[1] = team.costs[0]
-    team.run(32, 800)
-    assert team.run(32, 1)[1][0].shares == (16, 16)
+    assert team.efficiency(2000) >= 0.94
+    team.set_cost(1, team.ranks[0].cost)
+    team.run(800)
+    assert team.run(1)[1][0] == (16, 16)
 
 
 def test_fewer_samples_than_ranks():
-    team = Team(at_speeds(1.0, 1.0, 1.0))
-    _, plans = team.run(2, 200)
-    assert all(sum(plan.shares) == 2 and max(plan.shares) == 1 for plan in plans)
-    changes = sum(one.shares != other.shares for one, other in itertools.pairwise(plans))
+    team = Team(at_speeds(1.0, 1.0, 1.0), 2)
+    _, shares = team.run(200)
+    assert all(sum(share) == 2 and max(share) == 1 for share in shares)
+    changes = sum(one != other for one, other in itertools.pairwise(shares))
     assert changes <= 10, "work goes round in circles"
 
 
@@ -302,10 +319,10 @@ def test_every_plan_is_whole(seconds, size, work_for_all, avoid_ones):
 
 
 def test_the_short_last_window_of_an_epoch_leaves_the_usual_shares_alone():
-    team = Team(at_speeds(1.0, 0.4), noise=0.0)
-    usual = team.run(64, 10)[1][-1].shares
-    assert sum(team.run(5, 1)[1][0].shares) == 5
-    assert team.run(64, 1)[1][0].shares == usual
+    team = Team(at_speeds(1.0, 0.4), 64, noise=0.0)
+    usual = team.run(10)[1][-1]
+    assert sum(team.policy.plan(20, 0, 0, 5).shares) == 5
+    assert team.policy.plan(21, 0, 5, 64).shares == usual
 
 
 @pytest.mark.parametrize(
@@ -358,8 +375,8 @@ def test_exchange_is_the_usual_one():
 
 
 def test_parking_can_be_decided_from_what_the_policy_knows():
-    team = Team(at_speeds(1.0, 1 / 3, 0.01), noise=0.0)
-    team.run(32, 10)
+    team = Team(at_speeds(1.0, 1 / 3, 0.01), 32, noise=0.0)
+    team.run(10)
     policy = team.policy
     assert policy.costs is not None
     costs, sizes = policy.costs, policy.micro_batch_sizes
@@ -377,12 +394,12 @@ def test_a_decision_looks_for_the_best_shares_once(monkeypatch):
 
     fastest_shares = sync_module.fastest_shares
     monkeypatch.setattr(sync_module, "fastest_shares", counted)
-    team = Team(at_speeds(1.0, 0.6, 0.3))
-    team.run(64, 10)
+    team = Team(at_speeds(1.0, 0.6, 0.3), 64)
+    team.run(10)
     team.policy.plan(0, 0, 0, 64)
     asked.clear()
     for _ in range(5):
-        team.run(64, 1)  # its plan is that of before; then it reports
+        team.run(1)  # its plan is that of before; then it reports
         assert not team.policy.ranks_to_park(64)
         assert team.policy.plan(0, 0, 0, 64).size == 64
     assert asked == [64] * 5
@@ -423,8 +440,8 @@ def test_names_of_policies():
 
 
 def test_state_goes_on_in_a_team_of_another_size():
-    team = Team(at_speeds(1.0, 0.5, 0.25), noise=0.02)
-    team.run(64, 20)
+    team = Team(at_speeds(1.0, 0.5, 0.25), 64, noise=0.02)
+    team.run(20)
     state = json.loads(json.dumps(team.policy.state_dict()))
     other = SyncPolicy(["member-2", "newcomer", "member-0"], [8, 8, 8])
     other.load_state_dict(state)
@@ -439,8 +456,8 @@ def test_state_goes_on_in_a_team_of_another_size():
 
 
 def test_state_goes_on_alike():
-    team = Team(at_speeds(1.0, 0.4), noise=0.03)
-    team.run(64, 15)
+    team = Team(at_speeds(1.0, 0.4), 64, noise=0.03)
+    team.run(15)
     twin = SyncPolicy(team.policy.members, team.policy.micro_batch_sizes)
     twin.load_state_dict(json.loads(json.dumps(team.policy.state_dict())))
     assert twin.costs == team.policy.costs
@@ -499,20 +516,21 @@ def test_reports_of_another_team_are_refused():
 
 def reasons(team, num_windows, batch_size=64):
     """The windows whose plan differs from the one before, with the reason."""
-    first, found, before = team.window, {}, None
-    _, plans = team.run(batch_size, num_windows)
-    for number, plan in enumerate(plans, start=first):
-        if plan.shares != before:
+    first, found, before = team.team.windows, {}, None
+    team.team.batch_size = batch_size
+    _, shares = team.run(num_windows)
+    for number, share in enumerate(shares, start=first):
+        if share != before:
             found[number] = team.policy.why(number)
-        before = plan.shares
+        before = share
     return found
 
 
 def test_each_changed_plan_has_a_reason_and_others_have_none():
-    team = Team([CostModel(0.01, 0.01)] * 2, noise=0.0, hint=False)
+    team = Team([CostModel(0.01, 0.01)] * 2, 64, noise=0.0, hint=False, planned=0)
     assert reasons(team, 4)[0] == "the shares are equal until speeds are known"
     assert reasons(team, 4) == {4: ""}, "nothing changed"
-    team.costs[1] = CostModel(0.01, 0.03)
+    team.set_cost(1, CostModel(0.01, 0.03))
     changed = reasons(team, 8)
     assert changed.pop(8) == ""
     assert changed
@@ -526,7 +544,7 @@ def test_each_changed_plan_has_a_reason_and_others_have_none():
 
 
 def test_a_window_in_which_every_rank_gets_work_says_so():
-    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], noise=0.0).policy
+    policy = Team([CostModel(0.01, 0.01), CostModel(0.01, 1.0)], 16, noise=0.0, planned=0).policy
     first = policy.plan(0, 0, 0, 16, work_for_all=math.inf)
     assert first.shares[1] == 1
     assert policy.why(0) == "every rank gets work in the first window"

@@ -62,6 +62,12 @@ REPORTS = st.builds(
     elapsed_s=SECONDS,
     divergence=st.floats(allow_nan=False),
     stale_steps=WHOLE,
+    data_s=SECONDS,
+    sent_bytes=WHOLE,
+    work_ago_s=SECONDS,
+    wait_ago_s=SECONDS,
+    sync_ago_s=SECONDS,
+    slow_because=WHOLE,
 )
 ROWS = st.builds(
     Row,
@@ -294,7 +300,7 @@ def test_a_bad_report_is_refused(field, value, message):
 
 
 def test_a_short_report_is_refused():
-    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 26"):
+    with pytest.raises(ProtocolError, match="encoded Report of 6 numbers was received, it has 32"):
         unpack(Report, [0.0] * 6)
 
 

@@ -1,0 +1,250 @@
+"""A team as a run has measured it: costs, disturbances, exchanges, from its ``window`` events."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+from evener.config.folders import EVENTS
+from evener.errors import ConfigError
+from evener.observe.events import Event
+from evener.observe.jsonl import each_event
+from evener.observe.lineage import effective_events
+from evener.observe.tally import WARM_UP_WINDOWS
+from evener.parsing import MOST_WHOLE
+from evener.planning.elche import ANCHOR
+from evener.planning.policies import ApplyPolicy
+from evener.planning.speed import CostModel, SpeedModel
+from evener.simulation.prediction import RankSpec, TeamSpec
+from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link
+
+LEAST_WINDOWS: Final = 5
+"""Windows after the warm-up without which a run tells too little."""
+
+_MOST_NOISE: Final = 2000
+"""The newest windows whose disturbances are repeated."""
+
+_MOST_EVENTS: Final = 20_000
+"""The newest events of a run that are read: it may have been at work for weeks."""
+
+_PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
+"""Events whose time is in the window that follows, and is not the loop's."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTeam:
+    """What a run tells.
+
+    Attributes:
+        team: The team, as fast as it was.
+        source: Where it comes from, for people.
+        notes: What the run does not tell.
+    """
+
+    team: TeamSpec
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+def read_team(run: Path) -> MeasuredTeam:
+    """Read what the run of a folder has measured.
+
+    Args:
+        run: The folder, or its ``events.jsonl``.
+
+    Raises:
+        ConfigError: It is not a run, or has too few windows.
+        EvenerError: The events cannot be read.
+    """
+    path = run if run.name == EVENTS else run / EVENTS
+    if not path.exists():
+        raise ConfigError(
+            f"{run} is not the folder of a run: it has no {EVENTS}; give a folder such as "
+            "runs/NAME, or speeds by hand with --speeds"
+        )
+    starts: list[Event] = []
+    newest: deque[Event] = deque(maxlen=_MOST_EVENTS)
+    for event in each_event(path):
+        (starts if event["type"] == "run_started" else newest).append(event)
+    return measured_team([*starts[-1:], *newest], str(run))
+
+
+def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
+    """Return what a run has measured of the team that it had at its end.
+
+    Args:
+        events: All events of the run.
+        run: Its name, for people.
+
+    Raises:
+        ConfigError: There are too few windows.
+    """
+    kept = effective_events(events)
+    starts = [event for event in kept if event["type"] == "run_started"]
+    start: Event = starts[-1] if starts else {}
+    windows = _of_last_team([event for event in kept if event["type"] == "window"])
+    paused = {event["window"] for event in kept if event["type"] in _PAUSES}
+    windows = [one for one in windows[WARM_UP_WINDOWS:] if one["window"] not in paused]
+    if len(windows) < LEAST_WINDOWS:
+        raise ConfigError(
+            f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS}, at least "
+            f"{LEAST_WINDOWS} are needed to tell how fast its ranks are; let it run for longer, "
+            "name another run, or give speeds by hand with --speeds"
+        )
+    return _MeasuredWindows(windows, start, run).result()
+
+
+def _of_last_team(windows: list[Event]) -> list[Event]:
+    """Return the newest windows that were computed by the same members."""
+
+    def members(window: Event) -> list[str]:
+        return sorted(row["member"] for row in window["ranks"])
+
+    first = len(windows)
+    while first and members(windows[first - 1]) == members(windows[-1]):
+        first -= 1
+    return windows[first:]
+
+
+class _MeasuredWindows:
+    """The windows of a run, summed up."""
+
+    def __init__(self, windows: Sequence[Event], start: Mapping[str, Any], run: str) -> None:
+        self._windows = windows
+        self._run = run
+        self._policy = _policy_of(windows, start)
+        self._is_local = self._policy is not ApplyPolicy.SYNC
+        self._parts = _whole(windows[-1], "update_parts") or 1
+        self._params = _whole(start, "params")
+        self._by_rank: list[list[Mapping[str, Any]]] = [
+            [window["ranks"][rank] for window in windows]
+            for rank in range(len(windows[-1]["ranks"]))
+        ]
+        self._notes: list[str] = []
+
+    def result(self) -> MeasuredTeam:
+        """Return the team."""
+        batch_size = self._batch_size()
+        micro_batch_size = self._micro_batch_size()
+        ranks = tuple(self._rank(rows) for rows in self._by_rank)
+        self._notes_of_policy()
+        team = TeamSpec(
+            ranks=ranks,
+            link=self._link(),
+            batch_size=batch_size,
+            local_batch_size=batch_size,
+            micro_batch_size=micro_batch_size,
+            anchor=_whole(self._windows[0], "anchor") or ANCHOR,
+            divides_updates=self._parts > 1,
+        )
+        source = f"{self._run}: {len(self._windows):,} windows of policy {self._policy}"
+        return MeasuredTeam(team, source, tuple(self._notes))
+
+    def _rank(self, rows: Sequence[Mapping[str, Any]]) -> RankSpec:
+        speed = SpeedModel()
+        worked = [row for row in rows if row["samples"] > 0 and row["compute_s"] > 0]
+        for row in worked:
+            update_s = min(_seconds(row, "update_s"), row["compute_s"])
+            speed.observe(row["samples"], _micro_batches(row), row["compute_s"] - update_s)
+            speed.observe_update(update_s * self._parts)
+        name = f"rank {rows[-1]['rank']} ({rows[-1]['member']})"
+        if not speed.is_measured:
+            raise ConfigError(
+                f"{name} has computed nothing in {self._run}, so its speed is not known; name a "
+                "run in which it has, or give speeds by hand with --speeds"
+            )
+        cost = speed.cost
+        noise = tuple(row["compute_s"] / self._expected_s(row, cost) for row in worked)
+        beside = [_beside_s(row) / _micro_batches(row) for row in worked if "elapsed_s" in row]
+        return RankSpec(
+            name=name,
+            cost=cost,
+            overhead_s=max(0.0, fmean(beside)) if beside else 0.0,
+            noise=noise[-_MOST_NOISE:],
+        )
+
+    def _expected_s(self, row: Mapping[str, Any], cost: CostModel) -> float:
+        samples: int = row["samples"]
+        computed_s = cost.fixed_s * _micro_batches(row) + cost.per_sample_s * samples
+        return computed_s + cost.window_s / self._parts
+
+    def _link(self) -> Link:
+        num_bytes = BYTES_PER_PARAMETER * self._params
+        present = [[row for row in w["ranks"] if row["samples"] > 0] for w in self._windows]
+        num_ranks = max(map(len, present))
+        if not self._params:
+            self._notes.append("the run does not say how many parameters it trains: give --params")
+        if num_ranks < 2:
+            self._notes.append(
+                "the run had one rank at work, so what an exchange takes is not known: give "
+                "--bandwidth"
+            )
+            return Link(num_bytes)
+        if self._policy is ApplyPolicy.ASYNC:
+            self._notes.append(
+                "the run averaged in the background, so what an exchange takes is not known: "
+                "give --bandwidth"
+            )
+            return Link(num_bytes)
+        together = [rows for rows in present if len(rows) == num_ranks]
+        exchange_s = fmean([fmean(row["sync_s"] for row in rows) for rows in together])
+        meeting_s = fmean([min(row["wait_s"] for row in rows) for rows in together])
+        transfer_s = exchange_s * num_ranks / (2 * (num_ranks - 1))
+        return Link(num_bytes, transfer_s, meeting_s=meeting_s)
+
+    def _notes_of_policy(self) -> None:
+        if self._is_local:
+            self._notes.append(
+                "the run made local steps, in which updates are not timed by themselves: sync is "
+                "predicted with an update for each step's samples, and so as rather too slow"
+            )
+
+    def _batch_size(self) -> int:
+        sizes: list[int] = [
+            sum(row["samples"] for row in window["ranks"]) for window in self._windows
+        ]
+        if self._is_local:
+            rows = (row for rows in self._by_rank for row in rows)
+            sizes = [-(-row["samples"] // (_whole(row, "steps") or 1)) for row in rows]
+        return max(sizes)
+
+    def _micro_batch_size(self) -> int | None:
+        known = [
+            -(-row["samples"] // micro_batches)
+            for rows in self._by_rank
+            for row in rows
+            if (micro_batches := _whole(row, "micro_batches"))
+        ]
+        return max(known, default=None)
+
+
+def _policy_of(windows: Sequence[Event], start: Mapping[str, Any]) -> ApplyPolicy:
+    named = start.get("policy")
+    if named in list(ApplyPolicy):
+        return ApplyPolicy(named)
+    return ApplyPolicy.CADENCE if "anchor" in windows[-1] else ApplyPolicy.SYNC
+
+
+def _micro_batches(row: Mapping[str, Any]) -> int:
+    return _whole(row, "micro_batches") or _whole(row, "steps") or 1
+
+
+def _whole(fields: Mapping[str, Any], key: str) -> int:
+    """Return a field of which readers of events do not require anything; 0 where it is no count."""
+    value = fields.get(key)
+    return value if type(value) is int and 0 < value <= MOST_WHOLE else 0
+
+
+def _seconds(row: Mapping[str, Any], key: str) -> float:
+    """Return a field of seconds, 0 where it is none."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and 0.0 <= value < math.inf else 0.0
+
+
+def _beside_s(row: Mapping[str, Any]) -> float:
+    """Return the seconds of a window that are neither compute nor waiting nor exchange."""
+    named = ("compute_s", "wait_s", "sync_s")
+    return _seconds(row, "elapsed_s") - math.fsum(_seconds(row, key) for key in named)

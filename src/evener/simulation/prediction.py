@@ -1,0 +1,206 @@
+"""What a team would do under each policy: throughput, where time goes, bytes. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Final
+
+from evener.planning.cadence import CadencePolicy
+from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
+from evener.planning.guard import NoGuard
+from evener.planning.policies import ApplyPolicy
+from evener.planning.speed import CostModel
+from evener.planning.sync import SyncPolicy
+from evener.simulation.simulated_local import SimulatedLocal
+from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
+from evener.simulation.simulated_sync import SimulatedSync
+
+_WINDOWS: Final = {ApplyPolicy.SYNC: 160, ApplyPolicy.CADENCE: 36, ApplyPolicy.ASYNC: 36}
+"""Windows that are simulated."""
+
+_SETTLING: Final = 1 / 3
+"""Part of them in which the planner settles; the others count."""
+
+_MOST_STEPS: Final = 6000
+_LEAST_WINDOWS: Final = 6
+"""Very unequal ranks have thousands of local steps in a window: the simulation ends after so many
+steps, but not before so many windows."""
+
+_ENDLESS: Final = 2**50
+"""Samples of an epoch whose end no simulation reaches: predictions are of its middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """What is known of a rank before it is simulated.
+
+    Attributes:
+        name: For people, such as ``rank 1 (cpu)``.
+        cost: Seconds of compute; ``window_s`` is the optimizer's update.
+        overhead_s: Seconds beside compute for each micro-batch.
+        noise: Factors of the computed time, as measured; 1 where nothing is.
+    """
+
+    name: str
+    cost: CostModel
+    overhead_s: float = 0.0
+    noise: tuple[float, ...] = (1.0,)
+
+    def simulated(self, micro_batch_size: int | None) -> SimulatedRank:
+        """Return a rank of its own for one simulation."""
+        return SimulatedRank(self.cost, micro_batch_size, self.overhead_s, self.noise)
+
+    def alone(self, batch_size: int, micro_batch_size: int | None) -> float:
+        """Return samples per second of the rank alone, with an update for each batch."""
+        rank = replace(self, noise=(fmean(self.noise),)).simulated(micro_batch_size)
+        return batch_size / rank.share(batch_size, 0.0).busy_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamSpec:
+    """A team that may be simulated.
+
+    Attributes:
+        ranks: By rank.
+        link: What connects them.
+        batch_size: Samples of an optimizer step: of the team in SYNC.
+        local_batch_size: The same of a local step in CADENCE and ASYNC.
+        micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
+        anchor: Local steps of the slowest rank in a window, to begin with.
+        max_anchor: The anchor grows no further.
+        divides_updates: In SYNC each rank makes its part of the optimizer's update.
+    """
+
+    ranks: tuple[RankSpec, ...]
+    link: Link
+    batch_size: int
+    local_batch_size: int
+    micro_batch_size: int | None = None
+    anchor: int = ANCHOR
+    max_anchor: int = MAX_ANCHOR
+    divides_updates: bool = False
+
+    def without(self, rank: int) -> "TeamSpec":
+        """Return the team of the other ranks."""
+        return replace(self, ranks=(*self.ranks[:rank], *self.ranks[rank + 1 :]))
+
+    def batch_of(self, policy: ApplyPolicy) -> int:
+        """Return the samples of an optimizer step under a policy."""
+        return self.batch_size if policy is ApplyPolicy.SYNC else self.local_batch_size
+
+    def ideal(self, policy: ApplyPolicy) -> float:
+        """Return the sum of what ranks do alone, in samples per second."""
+        size = self.batch_of(policy)
+        return sum(rank.alone(size, self.micro_batch_size) for rank in self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeamPrediction:
+    """What a team is predicted to do under a policy, in the middle of an epoch.
+
+    Attributes:
+        policy: The policy.
+        samples_per_s: Throughput of the team.
+        of_ideal: That over the sum of what all ranks do alone.
+        wait: Part of the time of ranks at work in which they wait for others, from 0 to 1.
+        exchange: Part in which they exchange gradients, or average.
+        bookkeeping: Part that is neither that nor compute.
+        window_s: Seconds of a window.
+        samples_per_window: Of all ranks.
+        shares: Part of the samples by rank.
+        waits: Part of each rank's time in which it waits; 0 of a parked one.
+        parked: Ranks that the planner leaves out.
+        sent_bytes: Bytes that each rank at work sends in a window.
+        sent_bytes_per_s: The same in a second.
+    """
+
+    policy: ApplyPolicy
+    samples_per_s: float
+    of_ideal: float
+    wait: float
+    exchange: float
+    bookkeeping: float
+    window_s: float
+    samples_per_window: float
+    shares: tuple[float, ...]
+    waits: tuple[float, ...]
+    parked: tuple[int, ...]
+    sent_bytes: float
+    sent_bytes_per_s: float
+
+    @property
+    def lost(self) -> float:
+        """Part of the time that is not compute."""
+        return self.wait + self.exchange + self.bookkeeping
+
+
+def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
+    """Simulate a team and sum up its windows once the planner has settled."""
+    windows: list[SimulatedWindow] = []
+    simulated, steps = simulate(team, policy), 0
+    while len(windows) < _WINDOWS[policy]:
+        windows.append(simulated.window())
+        steps += sum(report.steps for report in windows[-1].reports)
+        if steps > _MOST_STEPS and len(windows) >= _LEAST_WINDOWS:
+            break
+    return _sum_up(team, policy, windows[round(_SETTLING * len(windows)) :])
+
+
+def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLocal:
+    """Return a team at the beginning of an epoch, with the planner that a run would have."""
+    ranks = [rank.simulated(team.micro_batch_size) for rank in team.ranks]
+    members = [str(rank) for rank in range(len(ranks))]
+    size = team.batch_of(policy)
+    if policy is ApplyPolicy.SYNC:
+        planner = SyncPolicy(members, [team.micro_batch_size] * len(ranks))
+        if len(ranks) > 1:
+            planner.calibrate([rank.alone(size, team.micro_batch_size) for rank in team.ranks])
+        return SimulatedSync(
+            ranks,
+            team.link,
+            planner,
+            batch_size=size,
+            num_samples=_ENDLESS,
+            divides_updates=team.divides_updates,
+        )
+    cadence = CadencePolicy(
+        members,
+        ElChe(len(ranks), team.anchor).with_max_anchor(max(team.anchor, team.max_anchor)),
+        NoGuard(),
+        in_background=policy is ApplyPolicy.ASYNC,
+    )
+    return SimulatedLocal(ranks, team.link, cadence, batch_size=size, num_samples=_ENDLESS)
+
+
+def _sum_up(
+    team: TeamSpec, policy: ApplyPolicy, windows: Sequence[SimulatedWindow]
+) -> TeamPrediction:
+    ranks = range(len(team.ranks))
+    samples = [sum(w.reports[rank].samples for w in windows) for rank in ranks]
+    spent_s = [sum(w.elapsed_s[rank] for w in windows) for rank in ranks]
+    waits_s = [sum(w.waits_s[rank] for w in windows) for rank in ranks]
+    exchanges_s = [sum(w.exchanges_s[rank] for w in windows) for rank in ranks]
+    computes_s = [sum(w.reports[rank].compute_s for w in windows) for rank in ranks]
+    present = windows[-1].present
+    # Ranks that were parked meanwhile are not at work; see "present".
+    wait = fmean(waits_s[rank] / spent_s[rank] for rank in present)
+    exchange = fmean(exchanges_s[rank] / spent_s[rank] for rank in present)
+    compute = fmean(computes_s[rank] / spent_s[rank] for rank in present)
+    speed = sum(samples) / max(spent_s)
+    window_s = max(spent_s) / len(windows)
+    sent_bytes = team.link.sent_bytes(len(present))
+    return TeamPrediction(
+        policy=policy,
+        samples_per_s=speed,
+        of_ideal=speed / team.ideal(policy),
+        wait=wait,
+        exchange=exchange,
+        bookkeeping=max(0.0, 1.0 - compute - wait - exchange),
+        window_s=window_s,
+        samples_per_window=sum(samples) / len(windows),
+        shares=tuple(own / sum(samples) for own in samples),
+        waits=tuple(waits_s[rank] / spent_s[rank] if rank in present else 0.0 for rank in ranks),
+        parked=tuple(rank for rank in ranks if rank not in present),
+        sent_bytes=sent_bytes,
+        sent_bytes_per_s=sent_bytes / window_s,
+    )

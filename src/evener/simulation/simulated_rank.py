@@ -1,0 +1,127 @@
+"""Ranks, links and windows under virtual time. Pure: times come in as numbers and go out so."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import NamedTuple
+
+from evener.planning.report import Report
+from evener.planning.speed import CostModel, num_micro_batches
+
+#: Bytes of a parameter, or a gradient, in an exchange.
+BYTES_PER_PARAMETER = 4
+
+
+@dataclass
+class SimulatedRank:
+    """How long a rank computes.
+
+    Subclasses may take other times; everything that is simulated goes through ``share`` and
+    ``step``.
+
+    Attributes:
+        cost: Seconds of compute; ``window_s`` is the optimizer's update.
+        micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
+        overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
+        noise: Factors of the computed time, one for each share or local step, over and over.
+    """
+
+    cost: CostModel
+    micro_batch_size: int | None = None
+    overhead_s: float = 0.0
+    noise: Sequence[float] = (1.0,)
+    _factors: Iterator[float] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._factors = cycle(self.noise)
+
+    def next_factor(self) -> float:
+        """Return the factor of the next share or step."""
+        return next(self._factors)
+
+    def share(self, samples: int, at_s: float, update_parts: int = 1) -> Report:
+        """Return what the rank reports of its share of a window of SYNC.
+
+        Args:
+            samples: Samples of the share.
+            at_s: When it begins.
+            update_parts: Into how many parts ranks have divided the update.
+        """
+        factor = self.next_factor()
+        update_s = self.cost.window_s / update_parts * factor
+        compute_s = self.cost.seconds(samples, self.micro_batch_size) - self.cost.window_s
+        compute_s = compute_s * factor + update_s
+        micro_batches = num_micro_batches(samples, self.micro_batch_size)
+        return Report(
+            weight=float(samples),
+            samples=samples,
+            micro_batches=micro_batches,
+            compute_s=compute_s,
+            update_s=update_s,
+            update_parts=update_parts,
+            busy_s=compute_s + micro_batches * self.overhead_s,
+        )
+
+    def step(self, samples: int, at_s: float) -> Report:
+        """Return what the rank reports of a local step on ``samples``; see ``share``."""
+        return self.share(samples, at_s)._replace(steps=1, update_s=0.0, update_parts=0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long ranks take to exchange, and what each of them sends.
+
+    An exchange is a ring: each of n ranks sends its tensor in n parts, 2 (n - 1) of them.
+
+    Attributes:
+        num_bytes: Bytes of what is exchanged.
+        transfer_s: Seconds that it takes to send all of it from one rank to another.
+        latency_s: Seconds until a message arrives, however small.
+        meeting_s: Seconds of the round of rows before an exchange, once all have arrived.
+    """
+
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    latency_s: float = 0.0
+    meeting_s: float = 0.0
+
+    def exchange_s(self, num_ranks: int) -> float:
+        """Return the seconds of an exchange between so many ranks."""
+        messages = 2 * (num_ranks - 1)
+        return messages * (self.transfer_s / num_ranks + self.latency_s)
+
+    def wait_s(self, num_ranks: int) -> float:
+        """Return the seconds for which also the last rank waits for the others' rows."""
+        return self.meeting_s if num_ranks > 1 else 0.0
+
+    def sent_bytes(self, num_ranks: int) -> float:
+        """Return the bytes that each rank sends in an exchange."""
+        return 2 * (num_ranks - 1) * self.num_bytes / num_ranks
+
+
+class SimulatedWindow(NamedTuple):
+    """A window that has been applied; sequences are by rank.
+
+    Attributes:
+        present: Ranks that took part; the figures of others are 0.
+        reports: What ranks did.
+        elapsed_s: Seconds from applying the window before to applying this one.
+        waits_s: Seconds of waiting for others.
+        exchanges_s: Seconds of the exchange in which a rank did nothing else.
+    """
+
+    present: tuple[int, ...]
+    reports: tuple[Report, ...]
+    elapsed_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+    exchanges_s: tuple[float, ...]
+
+    @property
+    def length_s(self) -> float:
+        """Seconds of the rank that took longest."""
+        return max(self.elapsed_s)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all ranks."""
+        return sum(report.samples for report in self.reports)

@@ -1,0 +1,145 @@
+"""A team in SYNC under virtual time: planner and cursor of a run, without a device. Pure."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from evener.data.cursor import Cursor, Slice
+from evener.planning.plan import WindowPlan
+from evener.planning.policies import Policy
+from evener.planning.report import NOTHING, Report
+from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
+
+
+class SimulatedSync:
+    """Windows over a fixed batch, planned, parked and committed as the engine does it.
+
+    The plan of window w + 2 rests on what ranks reported up to w - 1.
+
+    Args:
+        ranks: The ranks.
+        link: What connects them.
+        policy: Plans; knows nothing but what it was told by the caller.
+        batch_size: Samples of a window; may be changed between windows.
+        num_samples: Samples of an epoch.
+        divides_updates: Each rank that is present makes its part of the update.
+        ahead: Windows between a plan and its window.
+
+    Attributes:
+        now_s: Virtual seconds since the beginning.
+        parked: Ranks that are parked.
+        windows: Windows so far.
+        reports: What ranks reported of the newest window.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[SimulatedRank],
+        link: Link,
+        policy: Policy,
+        *,
+        batch_size: int,
+        num_samples: int,
+        divides_updates: bool = False,
+        ahead: int = 2,
+    ) -> None:
+        self.ranks = ranks
+        self.policy = policy
+        self.batch_size = batch_size
+        self.cursor = Cursor(num_samples, seed=0)
+        self.parked: frozenset[int] = frozenset()
+        self.now_s = 0.0
+        self.windows = 0
+        self.reports: tuple[Report, ...] = ()
+        self._link = link
+        self._divides_updates = divides_updates
+        self._ahead = ahead
+        self._planned: deque[tuple[Slice, WindowPlan]] = deque()
+        self._unlearnt: list[tuple[Sequence[Report], WindowPlan, float]] = []
+        self._recall_at = 0
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks that are not parked."""
+        return tuple(rank for rank in range(len(self.ranks)) if rank not in self.parked)
+
+    def run(self, num_windows: int) -> list[SimulatedWindow]:
+        """Simulate some windows."""
+        return [self.window() for _ in range(num_windows)]
+
+    def window(self) -> SimulatedWindow:
+        """Simulate a window, and the change of the team that follows from it."""
+        if not self._planned:
+            self.cursor.begin(self.cursor.epoch)
+            self._plan(self._ahead)
+        self.observe()
+        self.decide()
+        misfits = self.policy.ranks_to_park(self.batch_size)
+        window = self.compute()
+        if misfits:
+            self._park(self.parked | misfits)
+        elif self.parked and self.windows >= self._recall_at:
+            self._change(frozenset(), work_for_all=math.inf)
+        return window
+
+    def observe(self) -> None:
+        """Let the planner learn from the newest window."""
+        for reports, plan, exchange_s in self._unlearnt:
+            self.policy.observe(reports, plan, exchange_s)
+        self._unlearnt.clear()
+
+    def decide(self, *, work_for_all: float = 0.0) -> None:
+        """Lease the samples of a further window and plan it; nothing at the end of an epoch."""
+        piece = self.cursor.take(self.batch_size)
+        if piece is not None:
+            number = self.windows + len(self._planned)
+            plan = self.policy.plan(
+                number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
+            )
+            self._planned.append((piece, plan))
+
+    def compute(self) -> SimulatedWindow:
+        """Simulate the window whose plan is the oldest, and commit its samples."""
+        lease, plan = self._planned.popleft()
+        present = self.present
+        parts = len(present) if self._divides_updates else 1
+        self.reports = reports = tuple(
+            rank.share(plan.shares[number], self.now_s, parts) if number in present else NOTHING
+            for number, rank in enumerate(self.ranks)
+        )
+        exchange_s = self._link.exchange_s(len(present))
+        meeting_s = self._link.wait_s(len(present))
+        last_s = max(reports[rank].busy_s for rank in present)
+        length_s = last_s + meeting_s + exchange_s
+        self.now_s += length_s
+        self.windows += 1
+        self._unlearnt.append((reports, plan, meeting_s + exchange_s))
+        self.cursor.commit(lease)
+        here = [number in present for number in range(len(self.ranks))]
+        return SimulatedWindow(
+            present=present,
+            reports=reports,
+            elapsed_s=tuple(length_s * is_here for is_here in here),
+            waits_s=tuple(
+                (last_s - report.busy_s + meeting_s) * is_here
+                for report, is_here in zip(reports, here, strict=True)
+            ),
+            exchanges_s=tuple(exchange_s * is_here for is_here in here),
+        )
+
+    def _plan(self, num_windows: int, *, work_for_all: float = 0.0) -> None:
+        for _ in range(num_windows):
+            self.decide(work_for_all=work_for_all)
+
+    def _park(self, ranks: frozenset[int]) -> None:
+        self._change(ranks)
+        self._recall_at = self.windows + self.policy.windows_apart(self.batch_size, 0.0)
+
+    def _change(self, parked: frozenset[int], *, work_for_all: float = 0.0) -> None:
+        """Form the next generation: plans are dropped, and made anew by those who are present."""
+        self.observe()
+        self.parked = parked
+        self.policy.set_parked(parked)
+        self._planned.clear()
+        self.cursor.release()
+        self._plan(self._ahead, work_for_all=work_for_all)

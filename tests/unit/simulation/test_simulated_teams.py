@@ -1,0 +1,177 @@
+"""Teams under virtual time: small ones worked out by hand, and what holds for all of them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evener.planning.cadence import CadencePolicy
+from evener.planning.elche import ElChe
+from evener.planning.guard import NoGuard
+from evener.planning.speed import CostModel
+from evener.planning.sync import SyncPolicy
+from evener.simulation.simulated_local import SimulatedLocal
+from evener.simulation.simulated_rank import Link, SimulatedRank
+from evener.simulation.simulated_sync import SimulatedSync
+
+BOUNDED = settings(deadline=None, derandomize=True, max_examples=25, database=None)
+ENDLESS = 10**9
+
+
+def ranks_at(*speeds: float, **options) -> list[SimulatedRank]:
+    """Ranks that do so many samples per second."""
+    return [SimulatedRank(CostModel(0.0, 1.0 / speed), **options) for speed in speeds]
+
+
+def sync_team(ranks, link=None, *, batch_size, num_samples=ENDLESS, **options) -> SimulatedSync:
+    policy = SyncPolicy(list(map(str, range(len(ranks)))), [r.micro_batch_size for r in ranks])
+    policy.calibrate([1.0 / rank.cost.per_sample_s for rank in ranks])
+    sizes = {"batch_size": batch_size, "num_samples": num_samples}
+    return SimulatedSync(ranks, link or Link(), policy, **sizes, **options)
+
+
+def local_team(
+    ranks, link=None, *, anchor=3, late=False, batch_size=1, num_samples=ENDLESS
+) -> SimulatedLocal:
+    members = list(map(str, range(len(ranks))))
+    elche = ElChe(len(ranks), anchor).with_max_anchor(0)
+    policy = CadencePolicy(members, elche, NoGuard(), in_background=late)
+    sizes = {"batch_size": batch_size, "num_samples": num_samples}
+    return SimulatedLocal(ranks, link or Link(), policy, **sizes)
+
+
+# ── by hand ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_exchange_is_a_ring():
+    link = Link(num_bytes=80, transfer_s=1.0, latency_s=0.1, meeting_s=0.01)
+    assert [link.exchange_s(n) for n in (1, 2, 4)] == pytest.approx([0.0, 1.2, 2.1])
+    assert [link.sent_bytes(n) for n in (1, 2, 4)] == [0, 80, 120]
+    assert [link.wait_s(n) for n in (1, 2, 4)] == [0.0, 0.01, 0.01]
+
+
+def test_a_share_takes_what_its_parts_take():
+    rank = SimulatedRank(CostModel(0.1, 0.01, 0.5), 4, overhead_s=0.001, noise=(1.0, 2.0))
+    usual, slow = rank.share(10, 0.0), rank.share(10, 0.0, update_parts=2)
+    assert usual.compute_s == pytest.approx(3 * 0.1 + 10 * 0.01 + 0.5)
+    assert usual.busy_s == pytest.approx(usual.compute_s + 3 * 0.001)
+    assert slow.compute_s == pytest.approx(2 * (3 * 0.1 + 10 * 0.01 + 0.25))
+    assert (slow.update_s, slow.update_parts) == (pytest.approx(0.5), 2)
+
+
+def test_sync_divides_a_batch_by_speed():
+    team = sync_team(ranks_at(100, 50), Link(transfer_s=0.01, meeting_s=0.001), batch_size=6)
+    for window in team.run(20)[2:]:
+        assert [report.samples for report in window.reports] == [4, 2]
+        assert window.elapsed_s == pytest.approx((0.051, 0.051))
+        assert window.exchanges_s == pytest.approx((0.01, 0.01))
+        assert window.waits_s == pytest.approx((0.001, 0.001))
+
+
+def test_sync_waits_for_the_last_rank():
+    team = sync_team(ranks_at(100, 50), batch_size=7)
+    window = team.run(20)[-1]
+    # Five samples and two: whoever has the odd one is 10 ms later.
+    assert [report.samples for report in window.reports] == [5, 2]
+    assert window.waits_s == pytest.approx((0.0, 0.01))
+
+
+def test_equal_ranks_have_equal_shares_and_wait_for_nobody():
+    for window in sync_team(ranks_at(10, 10, 10), batch_size=12).run(30):
+        assert [report.samples for report in window.reports] == [4, 4, 4]
+        assert window.waits_s == pytest.approx((0.0, 0.0, 0.0))
+
+
+def test_a_rank_that_is_too_slow_is_parked():
+    team = sync_team(ranks_at(1000, 900, 1), Link(transfer_s=0.001), batch_size=64)
+    windows = team.run(40)
+    assert team.parked == {2}
+    assert windows[-1].present == (0, 1)
+    assert windows[-1].elapsed_s[2] == 0.0
+    assert windows[-1].length_s < windows[0].length_s
+
+
+def test_cadence_gives_the_slowest_rank_its_anchor():
+    team = local_team(ranks_at(100, 50), Link(transfer_s=0.01), anchor=3)
+    for window in team.run(10)[3:]:
+        assert [report.steps for report in window.reports] == [6, 3]
+        assert window.length_s == pytest.approx(0.07)
+        assert window.exchanges_s == pytest.approx((0.01, 0.01))
+        assert window.waits_s == pytest.approx((0.0, 0.0))
+
+
+def test_async_exchanges_while_ranks_compute():
+    windows = local_team(ranks_at(100, 50), Link(transfer_s=0.01), anchor=3, late=True).run(20)[3:]
+    steps = sum(report.steps for window in windows for report in window.reports)
+    assert sum(sum(window.exchanges_s) for window in windows) == 0.0
+    assert sum(sum(window.waits_s) for window in windows) == pytest.approx(0.0)
+    assert steps / sum(window.length_s for window in windows) == pytest.approx(150, rel=0.05)
+
+
+def test_async_waits_for_an_exchange_that_takes_longer_than_a_window():
+    windows = local_team(ranks_at(100, 50), Link(transfer_s=1.0), anchor=3, late=True).run(20)[3:]
+    assert min(min(window.waits_s) for window in windows) > 0.5
+
+
+# ── in general ───────────────────────────────────────────────────────────────────────────────────
+
+
+def speeds_within(powers: float) -> st.SearchStrategy[list[float]]:
+    one = st.floats(-powers, powers).map(lambda power: 10.0**power)
+    return st.lists(one, min_size=1, max_size=4)
+
+
+LINKS = st.sampled_from([Link(), Link(transfer_s=0.01), Link(transfer_s=1.0, latency_s=0.1)])
+
+
+@BOUNDED
+@given(
+    speeds=speeds_within(2.0),
+    link=LINKS,
+    batch_size=st.integers(1, 24),
+    num_samples=st.integers(1, 300),
+)
+def test_sync_commits_every_sample_of_an_epoch_once(speeds, link, batch_size, num_samples):
+    team = sync_team(ranks_at(*speeds), link, batch_size=batch_size, num_samples=num_samples)
+    samples = 0
+    for epoch in (1, 2):
+        while not team.cursor.is_committed(epoch - 1):
+            samples += team.window().samples  # the cursor refuses to commit a sample twice
+        assert samples == epoch * num_samples
+
+
+@BOUNDED
+@given(
+    speeds=speeds_within(0.5),
+    link=LINKS,
+    batch_size=st.integers(1, 4),
+    num_samples=st.integers(1, 300),
+    late=st.booleans(),
+)
+def test_local_steps_commit_every_sample_of_an_epoch_once(
+    speeds, link, batch_size, num_samples, late
+):
+    sizes = {"batch_size": batch_size, "num_samples": num_samples}
+    team = local_team(ranks_at(*speeds), link, late=late, **sizes)
+    samples = 0
+    for epoch in (1, 2):
+        while not team.cursor.is_committed(epoch - 1):
+            samples += team.window().samples
+        assert samples == epoch * num_samples
+
+
+@BOUNDED
+@given(speeds=speeds_within(0.5), link=LINKS, late=st.booleans())
+def test_times_of_ranks_add_up(speeds, link, late):
+    teams = (
+        sync_team(ranks_at(*speeds, overhead_s=0.001), link, batch_size=16),
+        local_team(ranks_at(*speeds, overhead_s=0.001), link, late=late),
+    )
+    for team in teams:
+        windows = team.run(12)
+        for rank in range(len(speeds)):
+            busy_s = sum(w.reports[rank].busy_s for w in windows)
+            idle_s = sum(w.waits_s[rank] + w.exchanges_s[rank] for w in windows)
+            elapsed_s = sum(w.elapsed_s[rank] for w in windows)
+            # In ASYNC a rank may be in the middle of the next window.
+            assert busy_s + idle_s <= elapsed_s * (1 + 1e-9)
+            assert late or busy_s + idle_s == pytest.approx(elapsed_s)
