@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -23,10 +23,16 @@ import evener
 from evener.config.options import (
     BenchOptions,
     ClassifyOptions,
+    CoordinateOptions,
+    DashboardOptions,
+    DoctorOptions,
+    JoinOptions,
     Keys,
     LaunchOptions,
     PlanOptions,
     PretrainOptions,
+    ReportOptions,
+    ScriptOptions,
     TaskOptions,
 )
 from evener.engine.emulate import EMULATE_SLOW, parse_emulation
@@ -59,106 +65,6 @@ DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
 DEMO_NPROC: Final = 2
 #: How much slower the second rank of the demo is.
 DEMO_EMULATE_SLOW: Final = ("1:3",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptOptions(LaunchOptions):
-    """Options of ``evener launch``.
-
-    Attributes:
-        script: The user's Python file.
-        arguments: What follows it on the command line.
-    """
-
-    script: Path
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOptions:
-    """Options of ``evener join``.
-
-    Attributes:
-        coordinator: Its ``HOST:PORT``.
-        program: What the team runs, with its arguments: a script, ``pretrain`` or ``classify``.
-        token_file: What workers must know.
-        nproc: Workers to add here.
-        max_failures: Give up when more of them have failed.
-    """
-
-    coordinator: str
-    program: tuple[str, ...]
-    token_file: Path | None = None
-    nproc: int = 1
-    max_failures: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
-    """Options of ``evener report``.
-
-    Attributes:
-        runs: Run folders, or their ``events.jsonl``.
-        page: Where the page goes; ``report.html`` here unless only numbers or a trace are wanted.
-        trace: Where the Chrome trace goes.
-        numbers: Print the numbers as JSON.
-    """
-
-    runs: tuple[str, ...]
-    page: Path | None = None
-    trace: Path | None = None
-    numbers: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinateOptions:
-    """Options of ``evener coordinator``.
-
-    Attributes:
-        team: Fewest and most workers, as ``MIN:MAX``.
-        host: Where it listens.
-        port: Its port; a free one by default.
-        token_file: Holds what workers must know.
-        timeout_s: How long it waits for workers that are missing.
-    """
-
-    team: str
-    host: str = "127.0.0.1"
-    port: int | None = None
-    token_file: Path | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """Options of ``evener doctor``.
-
-    Attributes:
-        address: Another machine, or where to listen.
-        listen: Answer other machines.
-        token_file: Holds what both machines must know.
-        as_json: Print JSON instead of a table.
-    """
-
-    address: str | None = None
-    listen: bool = False
-    token_file: Path | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions:
-    """Options of ``evener dashboard``.
-
-    Attributes:
-        folder: A run's folder, or one of runs.
-        bind: Where to listen; loopback without it.
-        token_file: Holds what browsers must know; needed on any other address.
-    """
-
-    folder: Path = Path("runs")
-    bind: str | None = None
-    token_file: Path | None = None
 
 
 _Options = TypeVar("_Options")

@@ -14,8 +14,7 @@ from helpers.source import PACKAGE
 
 #: Files of evener that ``ddp.step()`` of a plain script may pass through. The leaf that carries the
 #: exchange counts as one, whatever it consists of: a reader stops at the seam, ``comm/base.py``.
-#: Two files judge who is slow.
-MOST_FILES = 14
+MOST_FILES = 12
 LEAF = ("comm/shared", "comm/groups")
 #: The first windows measure devices, make plans and cache what every later one finds ready.
 FIRST_TRACED = 4

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from evener.data.cursor import Cursor
 from evener.engine.engine import Engine, EngineOptions
 from evener.engine.results import Progress, pack_applied, unpack_applied
@@ -292,7 +294,7 @@ class ElasticEngine(Engine):
             {
                 "is_new": is_new,
                 "plans": self._wants_plans,
-                "fp16": self.options.is_fp16,
+                "fp16": self.options.dtype == torch.float16,
                 "kind": self.options.kind,
                 "asked": self._num_asked,
                 "answer": self._answer,

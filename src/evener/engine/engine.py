@@ -31,6 +31,7 @@ from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
 from evener.planning.report import NOTHING, TOLD_LATER, RankRecord, Report
+from evener.planning.stragglers import Straggler
 from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
@@ -52,7 +53,6 @@ class EngineOptions:
     stop_requested: Callable[[], bool] | None
     habits: Habits
     slowness: Slowness
-    is_fp16: bool = False
     kind: tuple[str, str] = ("", "")
 
 
@@ -106,15 +106,15 @@ class Engine(ABC):
         self.queue = queue_of(self.device)
         self.share = self._open(0, 1.0)
         self.spans, self.slowness = WindowSpans(team), options.slowness
-        self.in_epoch = self.committing = self.was_parked = False
-        self._wants_stop = False
+        self._unjudged: list[WindowResult] = []
+        self._stragglers: tuple[Straggler, ...] = ()
+        self.in_epoch = self.committing = self.was_parked = self._wants_stop = False
         self._applied: Applied | None = None
         self.windows_s: deque[float] = deque(maxlen=64)
         self._on_commit: list[Callable[[WindowResult], None]] = []
         self._on_left_out: list[Callable[[int], None]] = []
         self.habits = options.habits
         self._skips = options.non_finite == "skip"
-        self._stop_requested = options.stop_requested
         self._check = ReplicaCheck(
             training.model, self.flat, self.buffers, every=options.verify_every
         )
@@ -193,7 +193,7 @@ class Engine(ABC):
 
     def _is_interrupted(self) -> bool:
         """Return whether a signal, or who else is asked, wants this rank to stop without delay."""
-        return self._stop_requested is not None and self._stop_requested()
+        return bool(self.options.stop_requested and self.options.stop_requested())
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
         """Exchange numbers between the ranks that are present; all of them call it together.
@@ -313,7 +313,9 @@ class Engine(ABC):
 
     def plan_ahead(self) -> None:
         """Use the time in which a device computes gradients; called after each backward."""
-        return
+        if self._unjudged:
+            self._stragglers += self.slowness.judge(self._unjudged, speaks=self.is_main)
+            self._unjudged.clear()
 
     @abstractmethod
     def end_micro_batch(self) -> WindowResult | None:
@@ -527,17 +529,17 @@ class Engine(ABC):
         assert applied is not None
         for lease in applied.leases:
             self.cursor.commit(lease)
-        result = self._completed(applied.result, rows)
-        result = self.slowness.judge(result, speaks=self.is_main)
+        self._unjudged.append(self._completed(applied.result, rows))
         if self._on_commit:
-            self._tell_committed(result)
+            self._tell_committed(self._unjudged[-1])
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         """Return the result with what ranks tell of it a round later: waits, exchange times."""
         ranks = list(result.ranks)
         for rank, row in rows.items():
             ranks[rank] = ranks[rank]._replace(**{k: getattr(row.report, k) for k in TOLD_LATER})
-        return replace(result, ranks=tuple(ranks))
+        found, self._stragglers = self._stragglers, ()
+        return replace(result, ranks=tuple(ranks), stragglers=found)
 
     def _tell_committed(self, result: WindowResult) -> None:
         """Call the functions of ``on_commit``, while the model shows the consensus."""

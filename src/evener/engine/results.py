@@ -74,8 +74,8 @@ class WindowResult:
             is committed, and 0 before.
         ranges: The ranges of the epoch's permutation that it covers, ends exclusive.
         cadence: How it was planned, in CADENCE and ASYNC.
-        stragglers: Ranks that have become slow, or have stopped being slow, with this window; known
-            when it is committed.
+        stragglers: Ranks that have become slow, or have stopped being slow, with the window before;
+            known when this one is committed.
     """
 
     window: int

@@ -1,7 +1,6 @@
 """Names ranks that have become slow, and finds out why this one is."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import final
 
 from evener.engine.results import WindowResult
@@ -42,26 +41,23 @@ class Slowness:
         self._warn = warn
         self._is_looking = False
 
-    def judge(self, result: WindowResult, *, speaks: bool) -> WindowResult:
-        """Return a committed window's result with the ranks that have just become slow, or fast.
+    def judge(self, results: Sequence[WindowResult], *, speaks: bool) -> tuple[Straggler, ...]:
+        """Return the ranks that have become slow, or have stopped being slow, with some windows.
 
         Args:
-            result: Of the window.
+            results: Of windows that were committed, in order.
             speaks: Whether this rank tells the user of them.
         """
-        found = self._watch.observe(result.window, result.ranks)
+        found = [one for r in results for one in self._watch.observe(r.window, r.ranks)]
         if self._watch.is_suspected(self._rank):
             self.because = self._diagnosis.look()
             self._is_looking = True
         elif self._is_looking:
             self.because, self._is_looking = SlowCause.UNKNOWN, False
             self._diagnosis.forget()
-        if not found:
-            return result
-        if speaks:
-            for one in found:
-                self._warn(describe_straggler(one, self._names[one.rank]))
-        return replace(result, stragglers=found)
+        for one in found if speaks else ():
+            self._warn(describe_straggler(one, self._names[one.rank]))
+        return tuple(found)
 
 
 def describe_straggler(one: Straggler, name: str) -> str:

@@ -480,6 +480,7 @@ class SyncEngine(DraftingEngine):
 
         Only the planner plans, and decides whether a rank should be parked or called back.
         """
+        super().plan_ahead()
         if self.state.plans and self._draft is None:
             self._learn()
             self._make_draft()

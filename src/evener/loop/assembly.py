@@ -393,7 +393,6 @@ class Assembly:
                 diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
                 warn=warn,
             ),
-            is_fp16=own.precision == "fp16",
             kind=(own.device.partition(":")[0], own.device_name),
         )
 
