@@ -134,12 +134,12 @@ def connect(
 class GroupCommunicator(Communicator, NotInherited):
     """Ranks in processes, over process groups built for them alone.
 
-    A sum of up to 912 bytes is formed on each rank in rank order, longer ones and those that travel
+    A sum of up to 976 bytes is formed on each rank in rank order, longer ones and those that travel
     with others by Gloo or NCCL, each element on one rank and then copied: either way all ranks get
     the same bits. Both add in the tensor's dtype: float16 and bfloat16 are rounded after each
     addition. They are not sent in a wider dtype, since half the bytes are why one would use them.
 
-    Mismatches are noticed at once where a rank is in an exchange of at most 912 bytes per rank, or
+    Mismatches are noticed at once where a rank is in an exchange of at most 976 bytes per rank, or
     in one whose kind and size are not among its latest 256; else at the deadline. Only where ranks
     are at the same time in exchanges of one kind, larger or with others, and of unlike sizes that
     each has seen lately, does Gloo abort the process that receives too much.
