@@ -316,7 +316,7 @@ def test_dashboard(tmp_path):
 
 
 def test_event_cost(tmp_path):
-    report = run(tmp_path, "event_cost.py", "--windows", "3", "--ranks", "1,2")
+    report = run(tmp_path, "event_cost.py", "--windows", "50", "--ranks", "1,2")
     assert [row["ranks"] for row in report["rows"]] == [1, 2]
     for row in report["rows"]:
         assert row["cpu_us"] > 0

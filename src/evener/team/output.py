@@ -32,7 +32,7 @@ class OutputPump:
 
     def __init__(self) -> None:
         self._new: deque[_Stream] = deque()
-        self._wake_end, self._wake = socket.socketpair()
+        self._wakers: tuple[socket.socket, ...] = ()  # made by ``start``: its end, and ours
         self._is_last = False  # no more pipes will come
         self._closed_targets: set[int] = set()
         self._writing = False
@@ -47,10 +47,12 @@ class OutputPump:
             target: Descriptor that its lines go to.
         """
         self._new.append(_Stream(prefix, source, target))
-        self._wake.send(b"x")
+        self._wake()
 
     def start(self) -> None:
         """Start copying."""
+        self._wakers = socket.socketpair()
+        self._wake()
         self._thread.start()
 
     @property
@@ -69,23 +71,26 @@ class OutputPump:
         """
         if not self._is_last:
             self._is_last = True
-            self._wake.close()
+            for ours in self._wakers[1:]:
+                ours.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        else:
-            self._wake_end.close()
         return not self._thread.is_alive()
 
+    def _wake(self) -> None:
+        for ours in self._wakers[1:]:
+            ours.send(b"x")
+
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_end, selectors.EVENT_READ)
+        woken = self._wakers[0]
+        with woken, selectors.DefaultSelector() as selector:
+            selector.register(woken, selectors.EVENT_READ)
             while selector.get_map():
                 for key, _ in selector.select():
                     stream: _Stream | None = key.data
                     if stream is None:
-                        if not self._wake_end.recv(64):  # ``finish`` was called
-                            selector.unregister(self._wake_end)
-                            self._wake_end.close()
+                        if not woken.recv(64):  # ``finish`` was called
+                            selector.unregister(woken)
                         while self._new:
                             new = self._new.popleft()
                             selector.register(new.source, selectors.EVENT_READ, new)

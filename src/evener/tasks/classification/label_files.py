@@ -95,11 +95,12 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     delimiter = "\t" if path.name.lower().endswith(".tsv") else ","
-    limit, where = csv.field_size_limit(_LONGEST_FIELD), f"{path}:1"
+    where = f"{path}:1"
     # Bytes that are no UTF-8 go through as surrogates, and are refused with the line they are in.
     stream = io.TextIOWrapper(
         open_for_reading(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
+    limit = csv.field_size_limit(_LONGEST_FIELD)
     try:
         with stream:
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
