@@ -209,7 +209,7 @@ def test_a_checkpoint_in_mid_epoch_with_an_exchange_under_way(policy: str, tmp_p
         first: list[int] = []
         with walk.ddp as ddp:
             for ids, x in walk.loader.epoch(0):
-                here = ddp.window == 3 and not first
+                here = ddp.window >= 3 and not first  # a rank that was held up may skip a window
                 if here and (policy == "cadence" or is_time(comm.rank, walk)):
                     ddp.save(tmp_path)
                     first = list(walk.seen)
