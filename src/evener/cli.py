@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import MISSING, fields, replace
 from importlib.util import find_spec
 from inspect import Parameter, Signature
@@ -44,6 +44,7 @@ from evener.team.environment import DistributedTrainConfig
 from evener.team.host import local_devices
 from evener.team.meeting import DEFAULT_PORT, DEFAULT_TIMEOUT_S, Node, choose_node
 from evener.team.signals import end_in_silence
+from evener.team.terminal import printable
 
 app = typer.Typer(
     name="evener",
@@ -60,6 +61,9 @@ _PYTHON: Final = (sys.executable, "-P", "-m")
 
 #: Set by a launcher for the dashboard that ends with it: the launcher's process number.
 DASHBOARD_OF: Final = "EVENER_DASHBOARD_OF"
+
+#: So long a dashboard gets to end with the run, in seconds.
+_DASHBOARD_END_S: Final = 5.0
 
 #: Ranks of the pretraining demo, and of a classification of which nothing is said.
 DEMO_NPROC: Final = 2
@@ -323,7 +327,8 @@ def launch(options: ScriptOptions, _arguments: Sequence[str]) -> int:
             stream.flush()
         os.execv(command[0], command)  # a rank already: become the script
     if options.elastic is not None:
-        return _launch_elastic(options, command, ("torch", "evener.ddp"), str(options.script))
+        with _with_dashboard(Path("runs"), options, None):
+            return _launch_elastic(options, command, ("torch", "evener.ddp"), str(options.script))
     _check_fixed(options)
     node = choose_node(options, DEFAULT_TIMEOUT_S)
     nproc = _count_ranks(options.nproc)
@@ -458,7 +463,9 @@ def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> 
         yield
     finally:
         process.terminate()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_DASHBOARD_END_S)
+        process.kill()  # as where a disk that it reads does not answer; else it has ended
 
 
 @_command(PlanOptions)
@@ -482,7 +489,9 @@ def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
 
         draw(answer.advice, answer.asked.source, options.picture)
         print(f"{options.picture}: written", file=sys.stderr)
-    print(answer.to_json() if options.numbers else answer.to_text(), end="")
+    # Names come from a file of events: they may hold what a terminal would obey.
+    text = "\n".join(map(printable, answer.to_text().split("\n")))
+    print(answer.to_json() if options.numbers else text, end="")
     return 0
 
 
@@ -533,7 +542,8 @@ def _launch_task(
     if options.elastic is not None:
         command = [*_PYTHON, "evener", *arguments]
         libraries = ("torch", "transformers", "evener.tasks.job")
-        return _launch_elastic(options, command, libraries, " ".join(arguments[:2]))
+        with _with_dashboard(options.out, options, None):
+            return _launch_elastic(options, command, libraries, " ".join(arguments[:2]))
     _check_fixed(options)
     node = choose_node(options, timeout_s)
     if node is None:

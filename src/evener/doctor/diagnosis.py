@@ -161,4 +161,4 @@ def _limit(limit: int | None) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GB"
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -71,18 +71,19 @@ def examine_host() -> HostFacts:
 
 def _examine_device(device: torch.device) -> DeviceFacts:
     kind = kind_of(device)
-    model, memory_bytes = kind.describe(device)
-    failure = ""
+    model, memory_bytes, architecture, failure = device.type, 0, "", ""
     try:
+        model, memory_bytes = kind.describe(device)
+        architecture = kind.architecture(device)
         total = float(torch.ones(64, device=device).sum())
         failure = "" if total == 64 else f"the sum of 64 ones is {total:g}"
-    except RuntimeError as error:  # also without kernels for it, or without free memory
+    except RuntimeError as error:  # without kernels for it, free memory, or a driver that fits
         failure = first_line(error)
     return DeviceFacts(
         name=str(device),
         model=model,
         memory_bytes=memory_bytes,
-        architecture=kind.architecture(device),
+        architecture=architecture,
         failure=failure,
     )
 

@@ -254,6 +254,7 @@ class ElasticEngine(Engine):
         told = self._introduce(is_new=is_new)
         formed_s = time.perf_counter()
         num_bytes = self._heal(formation) if formation.receivers else 0
+        self._set_progress(self.progress)  # a team in which nobody held state may have loaded one
         self._compare(formation.base)
         self._is_in = True
         if self._applied is not None:
@@ -402,6 +403,7 @@ class ElasticEngine(Engine):
             donor=formation.donor,
             **known,
         )
+        self.slowness.restart(change.joined)
         self.habits.notice(str(change))
         for tell in self._on_change:
             tell(change)

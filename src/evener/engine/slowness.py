@@ -1,6 +1,6 @@
 """Names ranks that have become slow, and finds out why this one is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from evener.engine.results import WindowResult
@@ -35,11 +35,24 @@ class Slowness:
     ) -> None:
         self.because = SlowCause.UNKNOWN
         self._rank = rank
-        self._names = tuple(names)
+        self._kinds, self._names = list(kinds), list(names)
         self._watch = StragglerWatch(kinds)
         self._diagnosis = diagnosis
         self._warn = warn
         self._is_looking = False
+
+    def restart(self, newcomers: Mapping[int, str]) -> None:
+        """Forget what was seen, as others have come under these numbers; on all ranks together.
+
+        Args:
+            newcomers: What the ranks that have come are called.
+        """
+        for rank, name in newcomers.items():
+            self._names[rank] = f"rank {rank} ({name})"
+            self._kinds[rank] = name  # its device is not known: it is judged by its own past
+        self._watch = StragglerWatch(self._kinds)
+        self.because, self._is_looking = SlowCause.UNKNOWN, False
+        self._diagnosis.forget()
 
     def judge(self, results: Sequence[WindowResult], *, speaks: bool) -> tuple[Straggler, ...]:
         """Return the ranks that have become slow, or have stopped being slow, with some windows.

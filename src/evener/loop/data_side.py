@@ -269,8 +269,9 @@ class DataSide:
         engine.settle()  # parameters may be a window ahead of the data position
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
-        failure, written = "", None
+        failure, written = f"the rank that wrote {path} was lost; save again", None
         if engine.is_main:
+            failure = ""
             positions = [loader.state_dict() for loader in self._loaders]
             with engine.consensus():
                 try:

@@ -158,7 +158,9 @@ class EventStream:
         emulated = {str(m.rank): m.emulated for m in self._members if m.emulated != 1}
         told = {"resumed_from", "new_data"}
         facts = {name: fact for name, fact in self._facts.items() if name not in told}
-        return make_event("run_started", members=list(self._names), emulated=emulated, **facts)
+        # In an elastic team nobody may have a number.
+        names = [name for name in self._names if name]
+        return make_event("run_started", members=names, emulated=emulated, **facts)
 
     def window(self, result: WindowResult) -> None:
         """Record a committed window, its plan where shares changed, and stragglers."""
@@ -181,7 +183,11 @@ class EventStream:
             piece = {"start": result.start, "size": result.size, "shares": shares}
             self.tell("plan", **place, **piece, reason=policy.why(result.window))
         self.parked = tuple(sorted(team.parked))
-        rows: list[Any] = [self._row(rank, record) for rank, record in enumerate(result.ranks)]
+        rows: list[Any] = [
+            self._row(rank, record)
+            for rank, record in enumerate(result.ranks)
+            if not team.is_elastic or rank in team.members or record.samples
+        ]
         further: dict[str, Any] = {}
         if cadence is not None:  # local steps
             for row, record in zip(rows, result.ranks, strict=True):
@@ -211,7 +217,8 @@ class EventStream:
 
     def _straggler(self, one: Straggler) -> None:
         member = self._members[one.rank]
-        who: dict[str, Any] = {"rank": one.rank, "member": member.member, "window": one.window}
+        name = self._names[one.rank]
+        who: dict[str, Any] = {"rank": one.rank, "member": name, "window": one.window}
         who |= {"since": one.since, "delay_s": _rounded(one.delay_s)}
         if one.is_over:
             self.tell("straggler_over", **who)
@@ -219,8 +226,9 @@ class EventStream:
         self.tell(
             "straggler",
             **who,
-            host=member.host,
-            device=f"{member.device} ({member.device_name})",
+            # One that has joined an elastic team was not there when members introduced themselves.
+            host=member.host if member.member == name else "",
+            device=f"{member.device} ({member.device_name})" if member.member == name else "",
             factor=round(one.factor, 3),
             against=one.against,
             cause=one.cause.words,

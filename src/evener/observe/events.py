@@ -105,6 +105,12 @@ def make_event(kind: str, *, t: float, **fields: Any) -> dict[str, Any]:
     return {"t": t, "type": kind, **fields}
 
 
+#: Types of events that belong to a window.
+_AT_A_WINDOW: Final = frozenset(
+    ("checkpoint", "checkpoint_missed", "eval", "reformed", "run_finished", "run_resumed", "window")
+)
+
+
 def check_fields(value: Any) -> None:
     """Check the fields that readers of events rely on; types and fields that are new pass.
 
@@ -114,7 +120,7 @@ def check_fields(value: Any) -> None:
     event = Fields(value)
     kind = event.text("type")
     event.number("t")
-    if kind in ("eval", "reformed", "run_finished", "run_resumed", "window"):
+    if kind in _AT_A_WINDOW:
         event.whole("window")
     if kind == "window":
         _check_window(event)

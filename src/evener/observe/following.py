@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple, Self
 
@@ -59,16 +60,18 @@ class EventFollower:
         if is_anew:
             self._begin_anew()
         if self._stream is None:
+            self._begin_anew()
             self._stream = open_for_reading(self._path)
         following = part_after(self._path, self._part)
         data = self._stream.read(LOOK_BYTES)
         events = self._take(data)
         if following is not None and len(data) < LOOK_BYTES:
             # It was there before this part was read to its end, so nothing more comes here.
-            self._stream.close()
             events += self._take(b"\n") if self._rest else []
-            self._part = following
-            self._stream = open_for_reading(following)
+            self._stream.close()
+            self._stream, self._part = None, following
+            with suppress(FileNotFoundError):  # removed meanwhile: the next look begins anew
+                self._stream = open_for_reading(following)
         return Look(events, is_anew, self._read_part())
 
     def close(self) -> None:
@@ -93,11 +96,15 @@ class EventFollower:
         own = os.fstat(self._stream.fileno())
         if own.st_size < self._stream.tell():
             return True
-        there = self._part.stat()
+        try:
+            there = self._part.stat()
+        except FileNotFoundError:  # too old to be kept, or the folder was begun anew
+            return True
         return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 
     def _read_part(self) -> float:
-        assert self._stream is not None
+        if self._stream is None:
+            return 0.0
         size = os.fstat(self._stream.fileno()).st_size
         return min(1.0, self._stream.tell() / size) if size else 1.0
 

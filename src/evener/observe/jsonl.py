@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -126,7 +127,10 @@ class JsonlSink(Sink):
             if isinstance(found, threading.Event):
                 found.set()
                 continue
-            self._write(found)
+            try:
+                self._write(found)
+            except Exception as error:  # such as of a key that JSON does not know
+                self._warn(f"{type(error).__name__}: {error}")
             if self._dropped:
                 num_events, self._dropped = self._dropped, 0
                 self._write(make_event("events_dropped", t=time.time(), num_events=num_events))
@@ -176,7 +180,11 @@ class JsonlSink(Sink):
 
     def _warn(self, cause: str) -> None:
         on_warning, self._on_warning = self._on_warning, None
-        if on_warning is not None:
+        if on_warning is None:
+            return
+        with suppress(
+            Exception
+        ):  # where nobody can be warned, later events are written all the same
             on_warning(
                 f"events are missing from {self._path}: {cause}; training goes on, "
                 "but reports will have gaps: free disk space there"

@@ -54,21 +54,21 @@ class SlowDiagnosis:
 
     def look(self) -> SlowCause:
         """Return the likely cause, from what has happened since the suspicion began."""
-        if (cause := self._throttled()) is not SlowCause.UNKNOWN:
-            return cause
+        if (throttled := self._throttled()) is SlowCause.HEAT:
+            return throttled
         before, now = self._before, self._count()
         if before is None:
             self._before = before = now
         seconds = now.at_s - before.at_s
         if seconds < _LEAST_S:
-            return SlowCause.UNKNOWN
+            return throttled
         if (now.faults - before.faults) / seconds > _MOST_FAULTS and self._swapped_kb():
             return SlowCause.SWAP
         pressure = (now.pressure_us - before.pressure_us) / 1e6 / seconds
         crowded = pressure > _MOST_PRESSURE or self._load() > (os.cpu_count() or 1) + 1
         if crowded and (now.switches - before.switches) / seconds > _MOST_SWITCHES:
             return SlowCause.CPU
-        return SlowCause.UNKNOWN
+        return throttled  # last, as a GPU that is busy may be at its power limit as a rule
 
     def _count(self) -> _Counts:
         switches = faults = 0.0

@@ -363,7 +363,7 @@ class Visitor(asyncio.Protocol):
             self.tell("left", {})
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)
-        elif kind == "store" and not roster.is_member(self.member):
+        elif kind == "store" and not (roster.is_member(self.member) or _reads(fields)):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)
         elif kind == "store":
@@ -481,6 +481,11 @@ class GenerationStore:
 
 def _encode(value: bytes) -> str:
     return base64.b64encode(value).decode()
+
+
+def _reads(fields: Fields) -> bool:
+    """Whether a request changes nothing: who is about to join asks where the team is."""
+    return fields.text("what") in ("fetch", "holds")
 
 
 def _decode(text: str) -> bytes:

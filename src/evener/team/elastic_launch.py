@@ -345,9 +345,11 @@ class _ElasticLauncher(TerminalSupervisor):
 
     def _replace(self, child: Child, slot: _Slot) -> None:
         """Start another worker in the place of one that has failed, or give the run up."""
+        if self._is_over:  # it came too late: the others have done the run to its end
+            return
         code, words = judge([child], None)
         report = child.report
-        if not self._has_begun or self._is_over:
+        if not self._has_begun:
             self._give_up(code, words)
         elif report is not None and report.user_error:
             # It would fail in the same way again; the others may still do the run to its end.

@@ -109,6 +109,20 @@ def test_further_parts_follow(path: Path) -> None:
     assert found == [1, 2, 3, 4]
 
 
+def test_a_part_that_is_removed_while_it_is_read_is_left(path: Path) -> None:
+    append(path, to_line(committed_window(0)))
+    second, third = (path.with_name(f"events.{number}.jsonl") for number in (1, 2))
+    append(second, to_line(committed_window(1)))
+    reader = Reader(path)
+    with reader.follower as follower:
+        assert [reader.windows() for _ in range(2)] == [[0], [1]]
+        second.unlink()
+        append(third, to_line(committed_window(2)))
+        looks = [follower.look() for _ in range(2)]
+    assert looks[0].is_anew
+    assert [event["window"] for look in looks for event in look.events] == [0, 2]
+
+
 def test_a_folder_and_a_pipe_are_not_waited_for(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):

@@ -128,6 +128,17 @@ def test_emit_after_close_warns_and_close_may_be_repeated(tmp_path: Path) -> Non
     assert len(warnings) == 1
 
 
+def test_an_event_that_is_no_json_costs_itself_alone(tmp_path: Path) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("nobody can be warned")
+
+    path = tmp_path / "events.jsonl"
+    with JsonlSink(path, on_warning=refuse) as sink:
+        sink.emit(event(0, table={(1, 2): 3}))
+        sink.emit(event(1))
+    assert numbers(path) == [1]
+
+
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with JsonlSink(path) as sink:

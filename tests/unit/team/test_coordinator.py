@@ -195,6 +195,14 @@ def test_members_meet_in_the_store_of_their_generation() -> None:
             a.store(7).set("key", "value")
 
 
+def test_who_is_about_to_join_may_read_what_members_have_set() -> None:
+    with serving() as address, team_of(address, "a", "b") as (a, _), link(address, "c") as c:
+        a.store(1).set("epoch", b"3")
+        assert c.store(1).get("epoch") == b"3"
+        with pytest.raises(RuntimeError, match="its generation is over"):
+            c.store(1).set("epoch", b"4")
+
+
 def test_a_restarted_coordinator_continues_the_team() -> None:
     with ExitStack() as stack:
         with serving() as address:
