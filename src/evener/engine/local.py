@@ -116,14 +116,16 @@ class LocalEngine(ElasticEngine):
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
 
+    # Nobody calls these: elastic teams refuse policies of local steps, and fixed ones park no rank.
+
     def _break_off(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("an elastic team has policy 'sync'")
 
     def _exchange_plans(self, *work_for_all: float) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("an elastic team has policy 'sync'")
 
     def _use_team(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("an elastic team has policy 'sync'")
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
