@@ -23,6 +23,8 @@ micro-batch each.
 
 At last, a rank with a fiftieth of the speed on a small model: it is parked, with a warning, and
 ``of_fastest`` is the throughput from the 20th window on over that of the fast rank alone.
+
+The table of a team is printed, and the report written, once the team has been measured.
 """
 
 import argparse
@@ -68,9 +70,10 @@ def main() -> int:
         for speeds in arguments.speeds:
             os.environ[_CASE] = f"{slowed_by} {','.join(map(str, speeds))}"
             with quota.Quotas(speeds) if slowed_by == "quota" else nullcontext():
-                rows += run_ranks(len(speeds), threads=1)
-    print(text_of(rows))
-    write_report(arguments, before, rows)
+                of_team = run_ranks(len(speeds), threads=1)
+            print(text_of(of_team), flush=True)
+            rows += of_team
+            write_report(arguments, before, rows)  # a run that is cut off keeps these teams
     return 0
 
 

@@ -52,7 +52,10 @@ TUNED = TunedDdp.name
 MAIN = ("solo", "ceiling", "evener.sync", TorchDdp.name, TUNED)
 #: Rounds between two in which the other ways take part.
 OTHERS_EVERY = 3
-MOST_ANCHOR = 8
+LEAST_ANCHOR, MOST_ANCHOR = 4, 8
+#: Windows of a turn of a local policy that count. The first one does not: in ASYNC it lasts until
+#: its average has been applied, which is one or more steps of the next window.
+LEAST_LOCAL_WINDOWS = 3
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,9 @@ def make_setting(team: Team, model: Model, per_rank: int, turn_s: float) -> Sett
         step_s = setting.batch_size * 4 / trial.run(4)
     # On all ranks alike: a turn has this many steps of each policy, of a local policy in windows.
     steps = team.first(max(1, round(turn_s / step_s)))
-    anchor = max(2, min(MOST_ANCHOR, steps // 2))
-    return replace(setting, windows=steps, anchor=anchor, local_windows=max(1, steps // anchor))
+    anchor = max(LEAST_ANCHOR, min(MOST_ANCHOR, steps // 2))
+    local_windows = max(LEAST_LOCAL_WINDOWS, steps // anchor)
+    return replace(setting, windows=steps, anchor=anchor, local_windows=local_windows)
 
 
 class Case:
