@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
-from evener.errors import LaunchError, PeerLostError
+from evener.errors import LaunchError, LeftOutError, PeerLostError
 from evener.protocol.formation import Formation, Standing
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
@@ -68,6 +68,7 @@ class ElasticThreads:
         self.standings: dict[str, Standing | None] = {}
         self.living: list[str] = []
         self.lost: set[str] = set()
+        self.left_out: set[str] = set()
         self.numbers: dict[str, int] = {}
         self.epoch = 0
         self.threads: list[threading.Thread] = []
@@ -126,6 +127,21 @@ class ElasticThreads:
                 self.team.fail(self.formations[-1].members.index(member))
             self.condition.notify_all()
 
+    def leave_out(self, member: str) -> None:
+        """A member is stopped for so long that the others go on without it."""
+        with self.condition:
+            self.left_out.add(member)
+            self.living.remove(member)
+            if self.team is not None:
+                self.team.fail(self.formations[-1].members.index(member))
+            self.condition.notify_all()
+            number = len(self.formations)
+            while len(self.formations) == number:
+                if self._may_form():
+                    self._form()
+                else:
+                    self.condition.wait(PATIENCE_S)
+
     def die(self, member: str) -> None:
         """Ends the thread that calls it, as that of a member which is killed."""
         self.end(member)
@@ -139,6 +155,10 @@ class ElasticThreads:
     def next_generation(self, member: str, standing: Standing | None) -> Formed:
         with self.condition:
             number = len(self.formations)
+            if member in self.left_out and standing is not None:
+                self.left_out.remove(member)
+                self.living.append(member)
+                raise LeftOutError(f"the team went on without {member}")
             self.standings[member] = standing
             if number and member in self.formations[-1].members and self.team is not None:
                 self.team.fail(self.formations[-1].members.index(member))
@@ -192,6 +212,7 @@ class ThreadMembership(Membership):
     def __init__(self, team: ElasticThreads, member: str, *, joins: bool) -> None:
         self.team, self.member, self._joins = team, member, joins
         self.number, self.most = team.numbers[member], team.most
+        self.is_told_to_leave = self.has_left = False
 
     @property
     def is_elastic(self) -> bool:
@@ -206,13 +227,26 @@ class ThreadMembership(Membership):
         return bool(self.team.joiners)
 
     @property
+    def is_leaving(self) -> bool:
+        return self.is_told_to_leave and not self.has_left
+
+    @property
     def is_over(self) -> bool:
         return False
 
     def next_generation(self, standing: Standing | None) -> Formed:
-        formed = self.team.next_generation(self.member, standing)
+        try:
+            formed = self.team.next_generation(self.member, standing)
+        except LeftOutError:
+            self._joins = True
+            raise
         self._joins, self.generation = False, formed.formation.generation
         return formed
+
+    def leave(self, *, finished: bool) -> None:
+        if not self.has_left:
+            self.has_left = True
+            self.team.end(self.member)
 
     def await_lease(self) -> None:
         pass

@@ -104,8 +104,11 @@ def run(
     return team, {fate.member: fate.value for fate in fates if fate.error is None}
 
 
-def check(team: ElasticThreads, trained: dict[str, Trained]) -> None:
-    """Every sample once an epoch, all members alike, and as an undisturbed team by these plans."""
+def check(team: ElasticThreads, trained: dict[str, Trained], *, replays: bool = True) -> None:
+    """Every sample once an epoch, all members alike, and as an undisturbed team by these plans.
+
+    Without ``replays`` the last is left out: the order of ranks, in which sums are formed, changed.
+    """
     one = next(iter(trained.values()))
     windows = NUM_SAMPLES // BATCH * EPOCHS
     complete = max(trained.values(), key=lambda other: len(other.committed))
@@ -118,6 +121,8 @@ def check(team: ElasticThreads, trained: dict[str, Trained]) -> None:
             (r.window, r.loss) for r in expected
         ]
         assert other.values[-1] == EPOCHS - 1
+    if not replays:
+        return
     shares = {r.window: [record.samples for record in r.ranks] for r in complete.committed}
     order = {number: place for place, number in enumerate(team.formations[0].numbers)}
     assert all(

@@ -55,6 +55,9 @@ class RunView:
         elif kind == "worker_lost":
             if len(self._gone) < len(self.history.lanes) + 1:
                 self._gone[str(event["member"])] = str(event["reason"])
+        elif kind == "worker_left":
+            if len(self._gone) < len(self.history.lanes) + 1:
+                self._gone[str(event["member"])] = "it left as it was told to"
         elif kind == "worker_joined":
             self._gone.pop(str(event["member"]), None)
         if kind in ("run_resumed", "reformed"):

@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,12 @@ from evener.engine.engine import Engine, EngineOptions
 from evener.engine.results import Progress, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveError, CollectiveMismatchError, ReplicasDifferError
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    LeftOutError,
+    ReplicasDifferError,
+)
 from evener.places import here
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import Formation, Standing
@@ -38,7 +43,8 @@ class Change:
         window: Its first window.
         why: What led to it.
         members: Names of its ranks, in order.
-        lost: Names of ranks that are no longer in it, by number.
+        lost: Names of ranks that are gone, by number.
+        left: Names of ranks that have left as they were told to, by number.
         joined: Names of ranks that are new in it, by number.
         healed: Names of ranks that have received the state, by number.
         donor: Name of the rank that has sent it.
@@ -52,6 +58,7 @@ class Change:
     why: str
     members: tuple[str, ...]
     lost: Mapping[int, str]
+    left: Mapping[int, str]
     joined: Mapping[int, str]
     healed: Mapping[int, str]
     donor: str
@@ -62,6 +69,7 @@ class Change:
     def __str__(self) -> str:
         """Return one line for the terminal."""
         said = [f"lost {_named(self.lost)}"] if self.lost else []
+        said += [f"{_named(self.left)} left"] if self.left else []
         said += [f"{_named(self.joined)} joined"] if self.joined else []
         times = f"re-formed in {self.reform_s:.2f} s"
         if self.healed:
@@ -84,6 +92,9 @@ class ElasticEngine(Engine):
     drops what it has begun and waits for the next generation. There, ranks that are behind or new
     receive the state of the donor, all compare what they hold, the newest window that was applied
     is committed, and new plans are made. A leaf says what it drops, and how it makes plans.
+
+    A rank may find that the team has gone on without it, such as one that was stopped. It then
+    drops its state, and joins again as a rank does that has just come.
     """
 
     def __init__(
@@ -105,6 +116,8 @@ class ElasticEngine(Engine):
         self._wants_plans = False
         #: Names of the ranks of the last generation that has begun.
         self._known = {} if self.is_joining else {r: team.names[r] for r in team.members}
+        #: Names of ranks that were to leave in it.
+        self._leaving: set[str] = set()
         #: Rounds in which ranks asked one another, and what came of the last one.
         self._num_asked = 0
         self._answer: Any = None
@@ -202,20 +215,39 @@ class ElasticEngine(Engine):
             self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
             try:
                 self._renew("")
-                self._is_new = True
-                self.team.stand_aside()
             except CollectiveMismatchError:
                 raise
             except CollectiveError:
                 continue  # a rank was lost before this one was in
 
+    def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
+        """Be a rank that joins, as the team has gone on without this one.
+
+        Args:
+            left_out: How this rank has learnt of it; raised where it cannot join again.
+            may_join: Whether it can: it goes through epochs of a map-style loader.
+        """
+        if self._cursor is None or not may_join:
+            raise left_out
+        self._applied, self._is_in, self._is_new = None, False, False
+        self._num_asked, self._answer = 0, None
+        self._cursor.release()
+        self.team.be_alone()
+        state = self.state.release()
+        self.state = state._replace(planner=-1, own=None, flight=None, applied=False)
+        self._use_team()
+
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
-    def _survive(self, error: CollectiveError) -> bool:
+    def _survive(self, error: CollectiveError, *, may_join: bool = True) -> bool:
         """Go on with those who remain, as a rank was lost; all of them call it.
+
+        If the others have gone on without this rank, it joins again: at once if it is in an epoch
+        of plans and so are they, otherwise when it begins the next one.
 
         Args:
             error: How this rank has learnt of it; raised where the team cannot go on.
+            may_join: See ``_drop_out``.
 
         Returns:
             Whether new plans were made.
@@ -232,19 +264,30 @@ class ElasticEngine(Engine):
                 raise
             except CollectiveError as again:
                 why = str(again)
+            except LeftOutError as left_out:
+                self._drop_out(left_out, may_join=may_join)
+                if not self._wants_plans or self.cursor.epoch != self.team.known_epoch():
+                    return False
+                why = ""
 
     def _renew(self, why: str) -> bool:
         """Leave the generation, and begin the next one; return whether new plans were made.
 
         Raises:
             CollectiveError: A rank was lost meanwhile.
+            LeftOutError: The team has gone on without this rank.
+            KeyboardInterrupt: This rank has left, as it was told to.
         """
         started_s = time.perf_counter()
+        epoch = None if self._cursor is None else self._cursor.epoch
+        self._leaving |= {self.team.names[rank] for rank in self.state.leaving}
         team, membership, is_new = self.team, self.team.membership, self.is_joining
         self._break_off()
         # Gloo ends the waits of ranks that are no neighbours of the lost one only when every other
         # rank drops its group.
         team.comm.close()
+        if self.rank in self.state.leaving and not self.stopping:
+            self._leave_team()
         formed = membership.next_generation(None if is_new else self._standing())
         formation = formed.formation
         team.form(formed)
@@ -268,10 +311,27 @@ class ElasticEngine(Engine):
         )
         if self._cursor is not None:
             self.announce(self._cursor.epoch)
-        are_planning = all(one["plans"] for one in told.values() if not one["is_new"])
-        if are_planning and not is_new:
+        plans = all(one["plans"] for one in told.values() if not one["is_new"])
+        if is_new:  # unless it comes back into the epoch that it was in
+            plans &= self._wants_plans and self.cursor.epoch == epoch
+            self._is_new = not plans
+        if self._is_new:
+            self.team.stand_aside()
+        elif plans:
             self._exchange_plans(math.inf, math.inf)
-        return are_planning
+        return plans
+
+    def _leave_team(self) -> NoReturn:
+        """Leave for good, as this rank was told to; the others continue without it.
+
+        Raises:
+            KeyboardInterrupt: Always: what has told it takes effect now.
+        """
+        if self.is_main:
+            self.team.hand_over()
+        self.team.leave()
+        self.state = self.state.end()._replace(planner=-1)
+        raise KeyboardInterrupt(f"rank {self.rank} has left the team in window {self.window}")
 
     def _standing(self) -> Standing:
         return Standing(
@@ -391,13 +451,16 @@ class ElasticEngine(Engine):
     def _tell_change(self, formation: Formation, why: str, **known: Any) -> None:
         names = dict(zip(formation.numbers, formation.members, strict=True))
         before, self._known = self._known, names
+        leaving, self._leaving = self._leaving, set()
         stayed = {rank for rank, name in before.items() if names.get(rank) == name}
+        gone = {rank: name for rank, name in before.items() if rank not in stayed}
         change = Change(
             generation=formation.generation,
             window=self.window,
             why=why,
             members=formation.members,
-            lost={rank: name for rank, name in before.items() if rank not in stayed},
+            lost={rank: name for rank, name in gone.items() if name not in leaving},
+            left={rank: name for rank, name in gone.items() if name in leaving},
             joined={rank: name for rank, name in names.items() if rank not in stayed},
             healed={rank: name for rank, name in names.items() if name in formation.receivers},
             donor=formation.donor,

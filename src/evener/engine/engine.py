@@ -434,7 +434,7 @@ class Engine(ABC):
         """
         started_s = time.perf_counter()
         stop = self.wants_stop() or self.stopping
-        self.state = self.state.say(purpose, stop=stop, **said)
+        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.comm, self.team.members)
         verdict = judge(self.state, rows)

@@ -22,7 +22,7 @@ from evener.engine.share import Share, Stopwatch
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.waste import EqualBatches
-from evener.errors import CollectiveError, UsageError
+from evener.errors import CollectiveError, LeftOutError, UsageError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import LOSS, Report
@@ -204,7 +204,7 @@ class SyncEngine(DraftingEngine):
         try:
             self._say(purpose, part, drop)
         except CollectiveError as error:
-            self._survive(error)
+            self._survive(error, may_join=self.in_epoch)
             if self.window == window:
                 return None  # the window is done again
         return self._result
@@ -216,13 +216,17 @@ class SyncEngine(DraftingEngine):
             purpose,
             part=ALL if part is None else part,
             drop=drop,
-            change=self._wish,
+            change=self._wish if self.state.plans else self._unplanned_wish(),
             trainable=len(self.flat.parameters),
             rates=checksum([float(g["lr"]) for o in self.optimizers for g in o.param_groups]),
             hooked=self.habits.are_hooked,
             report=report,
             body=self._draft or (),
         )
+
+    def _unplanned_wish(self) -> int:
+        """Return what the planner of an elastic team wishes in a window without a plan."""
+        return self._wanted_change() if self.team.is_elastic and self.is_main else 0
 
     def _meet(self, purpose: Purpose, **said: Any) -> Round:
         """Add to the row what a device has found not finite in the window before."""
@@ -460,6 +464,10 @@ class SyncEngine(DraftingEngine):
             plan = self._unplanned(self._reports(rows))
         error = non_finite_on(rank, code, plan, self.flat.names, self.progress.steps + 1)
         raise self._scale.exhausted(error)
+
+    def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
+        super()._drop_out(left_out, may_join=may_join)
+        self._result = None  # the others may have done it otherwise
 
     def _break_off(self) -> None:
         share = self.share

@@ -73,6 +73,20 @@ class Team:
         return self.membership.wants_change
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether this rank was told to leave an elastic team."""
+        return self.membership.is_leaving
+
+    def leave(self) -> None:
+        """Leave an elastic team for good: the others continue without this rank."""
+        self.comm.close()
+        self.membership.leave(finished=False)
+
+    def finish(self) -> None:
+        """Let an elastic team know that this rank has done the run to its end."""
+        self.membership.leave(finished=True)
+
+    @property
     def name(self) -> str:
         """What this rank is called."""
         return self.membership.member
@@ -188,6 +202,12 @@ class Team:
         self.rank = self.membership.number
         self._report_waits()
         self.know(dict(zip(formation.numbers, formation.members, strict=True)))
+
+    def be_alone(self) -> None:
+        """Have no part in any generation, as the team has gone on without this rank."""
+        self.sent_before += sum(comm.sent_bytes for comm in {self.comm, self.whole})
+        self.comm = self.whole = SingleCommunicator(number=self.rank)
+        self.members = (self.rank,)
 
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""

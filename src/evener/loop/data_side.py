@@ -164,9 +164,15 @@ class DataSide:
         """
         num_epochs = whole_number("num_epochs", num_epochs, 0)
         planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
-        for loader in planned[:1]:
-            loader.join()
-        yield from range(max((one.cursor.epoch for one in planned), default=0), num_epochs)
+        epoch = 0
+        while True:
+            for loader in planned[:1]:
+                loader.join()  # also when the team has gone on without this rank meanwhile
+            epoch = max([epoch, *(one.cursor.epoch for one in planned)])
+            if epoch >= num_epochs:
+                return
+            yield epoch
+            epoch += 1
 
     def eval_loader(
         self,

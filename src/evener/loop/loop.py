@@ -366,6 +366,8 @@ class Loop(DataSide):
             for loader in [*self._loaders, *self._eval_loaders]:
                 loader.close()
             self.events.end(failed=failed, error=error)
+            if not (failed or engine.stopping):
+                engine.team.finish()
             self.assembly.close()
 
     def _is_lost(self, error: BaseException | None) -> bool:

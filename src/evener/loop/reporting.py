@@ -267,6 +267,8 @@ class EventStream:
         window, generation = change.window, change.generation
         for rank, name in change.lost.items():
             self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
+        for rank, name in change.left.items():
+            self.tell("worker_left", rank=rank, member=name, window=window)
         self.tell(
             "reformed",
             window=window,

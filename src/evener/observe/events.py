@@ -41,6 +41,8 @@ FIELDS: Final = {
     "checkpoint_missed": "window reason",
     # A member is gone; ``window`` is the one that was under way.
     "worker_lost": "rank member window reason",
+    # A member has left as it was told to; it contributed last to the window before ``window``.
+    "worker_left": "rank member window",
     # A member contributes from ``window`` on, in a new generation.
     "worker_joined": "rank member window generation",
     # A member took the live state of member ``donor``, as it was before ``window``.

@@ -244,6 +244,8 @@ def describe(event: Event) -> str | None:
         )
     if kind == "worker_lost":
         return f"lost rank {event['rank']} ({event['member']}): {event['reason']}"
+    if kind == "worker_left":
+        return f"rank {event['rank']} ({event['member']}) left"
     if kind == "worker_joined":
         return f"rank {event['rank']} ({event['member']}) joined"
     if kind == "run_resumed":

@@ -101,6 +101,7 @@ def renewed(state: State, formation: Formation, me: int) -> State:
         flight=None,
         applied=False,
         phase=Phase.OUT,
+        leaving=(),
     )
 
 

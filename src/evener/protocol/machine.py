@@ -138,6 +138,8 @@ class State(NamedTuple):
         again: Ranks that were parked when the last epoch ended, and are parked again when the next
             one begins.
         is_elastic: Whether members may join and leave; no rank is parked then.
+        leaving: Ranks that were told to leave an elastic team for good, as they said in the last
+            round.
     """
 
     me: int
@@ -160,6 +162,7 @@ class State(NamedTuple):
     led_out: bool = False
     again: tuple[int, ...] = ()
     is_elastic: bool = False
+    leaving: tuple[int, ...] = ()
 
     @property
     def plan(self) -> Plan | None:
@@ -287,8 +290,11 @@ def judge(state: State, rows: Mapping[int, Row]) -> Ruling:
     if purpose is None or len(places) > 1:
         error = CollectiveMismatchError(wording.mismatch(rows, {}))
         return Ruling(state=state.end(), error=error)
-    stops = any(row.stop or row.drop is Drop.STOP for row in rows.values())
-    state = state._replace(own=None, stopping=state.stopping or stops)
+    leaving = tuple(rank for rank, row in rows.items() if row.leaving)
+    # Nobody would go on without them all: then they stop together, and save what they have.
+    stops = len(leaving) == len(rows)
+    stops |= any(row.stop or row.drop is Drop.STOP for row in rows.values())
+    state = state._replace(own=None, stopping=state.stopping or stops, leaving=leaving)
     if announced:
         return _judge_announcements(state, rows)
     if purpose in _ANSWERS:
@@ -433,6 +439,8 @@ def _close(verdict: Ruling, rows: Mapping[int, Row], do: tuple[Do, ...]) -> Ruli
         state = _accept(state._replace(plans=state.plans[1:]), rows[state.planner].body)
         if rows[state.planner].change and state.plans and not state.stopping:
             do = (*do, Do.CHANGE)
+    elif rows[state.planner].change and not state.stopping:
+        do = (*do, Do.CHANGE)
     return verdict._replace(state=state, do=do)
 
 

@@ -108,6 +108,7 @@ class Row(NamedTuple):
         stop: Whether it wants the team to stop after this window.
         drop: Whether it asks that nobody applies the window.
         left: Whether its loop was left by ``break``.
+        leaving: Whether it was told to leave an elastic team for good.
         busy: Whether an exchange of its own has not landed (ASYNC).
         part: Optimizer that is to be stepped alone; ``ALL`` closes the window.
         turns: Optimizers' turns taken in this window.
@@ -131,6 +132,7 @@ class Row(NamedTuple):
     stop: bool = False
     drop: Drop = Drop.NO
     left: bool = False
+    leaving: bool = False
     busy: bool = False
     part: int = ALL
     turns: int = 0

@@ -30,7 +30,7 @@ MOST_REASONS: Final = 250
 """Of the changed plans, so many first ones are kept, and so many last ones."""
 
 _INCIDENTS: Final = frozenset(
-    {"worker_lost", "worker_joined", "healed", "straggler", "straggler_over"}
+    {"worker_lost", "worker_left", "worker_joined", "healed", "straggler", "straggler_over"}
     | {"checkpoint_missed", "events_dropped"}
 )
 

@@ -171,11 +171,15 @@ class CoordinatorLink(CoordinatorConnection):
         """
         self._micro_batches, self._phase = micro_batches, phase
 
-    def leave(self) -> None:
-        """Leave the team for good, after this worker's last commit; waits until that is known."""
+    def leave(self, *, finished: bool = False) -> None:
+        """Leave the team for good, after this worker's last commit; waits until that is known.
+
+        Args:
+            finished: This worker has done the run to its end: nobody needs to begin it anew.
+        """
         with self._changed:
             self._lease_end_s = 0.0
-            self._post({"type": "leave"})
+            self._post({"type": "leave", "finished": finished})
             self._changed.wait_for(
                 lambda: self._has_left or self._failure, self.deadlines.reconnect_s
             )

@@ -1,8 +1,10 @@
 """The elastic team of processes: generations that the coordinator forms, joined by Gloo."""
 
+import signal
+import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -11,7 +13,7 @@ from evener.comm.groups import GroupCommunicator
 from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
-from evener.errors import ConfigError, LaunchError, PeerLostError
+from evener.errors import ConfigError, LaunchError, LeftOutError, PeerLostError
 from evener.protocol.formation import NO_NUMBER, Formation, Standing, parse_team_limits
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -20,6 +22,7 @@ from evener.team.elastic import TRAINING, CoordinatorLink
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.membership import Formed, Membership
 from evener.team.sealed import read_token
+from evener.team.signals import StopSignals
 
 #: Longest wait for members that connect to one another; one that dies meanwhile does not come.
 _CONNECT_S = 10.0
@@ -33,6 +36,9 @@ class ElasticMembership(Membership):
 
     Every generation has connections of its own, and memory of its own where members share a host:
     a process that was stopped and wakes up reaches nobody in the team that has gone on.
+
+    Ctrl-C (SIGINT) tells a member to leave after its window; a second one ends it at once, as does
+    the first one while it is no member.
 
     Args:
         link: To the coordinator.
@@ -59,7 +65,10 @@ class ElasticMembership(Membership):
         self.number = self._await_number()
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
-        self._closed = False
+        self._has_left = self._closed = False
+        self._handlers = ExitStack()
+        interrupts = StopSignals([signal.SIGINT], max_interrupts=0)
+        self._interrupts = self._handlers.enter_context(interrupts)
 
     def _await_number(self) -> int:
         """Return this worker's number; that of a lost member is free a moment after it is lost."""
@@ -90,6 +99,11 @@ class ElasticMembership(Membership):
         return self._link.wants_change
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether Ctrl-C has told this worker to leave."""
+        return self._interrupts.requested is not None and not self._has_left
+
+    @property
     def is_over(self) -> bool:
         """Whether the coordinator has said that the generation is over."""
         return bool(self._link.why_over(self.generation))
@@ -100,7 +114,13 @@ class ElasticMembership(Membership):
         Raises:
             PeerLostError: A member did not connect: the next generation has to do without it.
         """
-        formation = self._link.next_generation(standing)
+        self._interrupts.take_interrupts(0)  # who waits for a generation need finish no window
+        try:
+            formation = self._link.next_generation(standing)
+        except LeftOutError:
+            self._joins = True
+            raise
+        self._interrupts.take_interrupts(0 if self.is_leaving else 1)
         self._joins, self.generation = False, formation.generation
         self.number = formation.numbers[formation.members.index(self.member)]
         self._link.heartbeat(0, TRAINING)
@@ -168,12 +188,28 @@ class ElasticMembership(Membership):
                 return int(store.get(_EPOCH))
         return 0
 
+    def leave(self, *, finished: bool) -> None:
+        """Tell the coordinator."""
+        if not self._has_left:
+            self._has_left = True
+            self._link.leave(finished=finished)
+
     def close(self) -> None:
-        """Leave the team, and end the connection to its coordinator."""
-        if not self._closed:
-            self._closed = True
-            self._link.leave()
-            self._link.close()
+        """Leave the team, and end the connection to its coordinator.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C had come, and the team has stopped before this worker could
+                leave: all of them were to leave, or this was the last one.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        interrupted = self.is_leaving
+        self.leave(finished=False)
+        self._link.close()
+        self._handlers.close()
+        if interrupted and sys.exception() is None:
+            raise KeyboardInterrupt
 
 
 def join_team(
@@ -207,7 +243,10 @@ def join_team(
     token_file = environ.get(TOKEN_FILE)
     token = read_token(Path(token_file) if token_file else None)
     tell(place=JOINING)
-    link = CoordinatorLink(address, token=token, member=member, facts=facts, timeout_s=timeout_s)
+    wish = int(environ.get("RANK", NO_NUMBER))  # so that "rank 2" is the launcher's worker 2
+    link = CoordinatorLink(
+        address, token=token, member=member, facts=facts, timeout_s=timeout_s, wish=wish
+    )
     try:
         return ElasticMembership(
             link, address, most, shares_memory=shares_memory, timeout_s=timeout_s

@@ -54,6 +54,11 @@ class Membership(Closing):
 
     @property
     @abstractmethod
+    def is_leaving(self) -> bool:
+        """Whether this worker was told to leave for good, and is still a member."""
+
+    @property
+    @abstractmethod
     def is_over(self) -> bool:
         """Whether the generation is known to have ended: nobody need be waited for in it."""
 
@@ -66,6 +71,14 @@ class Membership(Closing):
 
         Raises:
             EvenerError: This worker is not in it; says why.
+        """
+
+    @abstractmethod
+    def leave(self, *, finished: bool) -> None:
+        """Leave the team for good, after this worker's last commit; idempotent.
+
+        Args:
+            finished: This worker has done the run to its end.
         """
 
     @abstractmethod
@@ -110,6 +123,11 @@ class FixedMembership(Membership):
         return False
 
     @property
+    def is_leaving(self) -> bool:
+        """Never."""
+        return False
+
+    @property
     def is_over(self) -> bool:
         """Never."""
         return False
@@ -117,6 +135,9 @@ class FixedMembership(Membership):
     def next_generation(self, standing: Standing | None) -> Formed:
         """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
         raise AssertionError("a fixed team forms no generation")
+
+    def leave(self, *, finished: bool) -> None:
+        """Do nothing: the others notice that the connections end."""
 
     def await_lease(self) -> None:
         """Return: nobody goes on without this rank."""

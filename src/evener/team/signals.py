@@ -36,6 +36,10 @@ class StopSignals:
         self._interrupts_left = max_interrupts
         self._previous: dict[signal.Signals, Any] = {}
 
+    def take_interrupts(self, number: int) -> None:
+        """Take so many Ctrl-C from now on as requests; the next one raises KeyboardInterrupt."""
+        self._interrupts_left = number
+
     @property
     def exit_code(self) -> int:
         """128 + number of the signal, as shells expect; 0 if none arrived."""

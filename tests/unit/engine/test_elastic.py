@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from evener import Sink, WindowResult
 from evener.errors import ConfigError
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
-from helpers.elastic_runs import begin, check, run
+from helpers.elastic_runs import DATA, Trained, begin, check, loop, run, train
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
 # epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
@@ -70,6 +71,87 @@ def test_two_ranks_die_one_after_the_other() -> None:
     assert [formation.base for formation in team.formations] == [0, 1, 5]
 
 
+@pytest.mark.parametrize("leaver", ["w0", "w1"])
+def test_a_rank_that_is_told_to_leave_finishes_its_window_and_nothing_is_done_again(
+    leaver: str,
+) -> None:
+    events: list[Mapping[str, Any]] = []
+
+    def tell(membership: ThreadMembership, result: WindowResult) -> None:
+        membership.is_told_to_leave |= membership.member == leaver and result.window == 1
+
+    team = ElasticThreads(3)
+
+    def body(membership: ThreadMembership) -> Trained:
+        sinks = [lambda: Kept(events)]
+        return train(membership, lambda _, result: tell(membership, result), sinks=sinks)
+
+    team.run(body)
+    assert isinstance(team.fate(leaver).error, KeyboardInterrupt)
+    trained = {fate.member: fate.value for fate in team.fates if fate.error is None}
+    check(team, trained)
+    assert len(trained) == 2
+    # All had committed the leaver's last window: nobody had anything in hand.
+    base = team.formations[1].base
+    assert team.formations[1].receivers == ()
+    assert [one.committed[base - 1].ranks[int(leaver[1])].samples > 0 for one in trained.values()]
+    assert [(e["type"], e.get("rank")) for e in events] == [
+        ("worker_left", int(leaver[1])),
+        ("reformed", None),
+    ]
+
+
+@pytest.mark.parametrize(("member", "window"), [("w2", 0), ("w2", 3), ("w2", 5), ("w0", 2)])
+def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: int) -> None:
+    def stop(membership: ThreadMembership, result: WindowResult) -> None:
+        team = membership.team
+        if membership.member == member and result.window == window and len(team.formations) == 1:
+            team.leave_out(member)
+
+    team, trained = run(3, at_commit=stop)
+    # It misses windows that the others have committed meanwhile.
+    again, others = trained[member], trained["w1"]
+    missed = {r.window for r in others.committed} - {r.window for r in again.committed}
+    after = [r for r in again.committed if r.window > max(missed, default=-1)]
+    trained[member] = again._replace(committed=after)
+    check(team, trained, replays=member == "w2")
+    assert [len(formation.members) for formation in team.formations] == [3, 2, 3]
+    assert team.formations[2].receivers == (member,)
+
+
+def test_ranks_that_are_all_told_to_leave_stop_together() -> None:
+    def tell(membership: ThreadMembership, result: WindowResult) -> None:
+        membership.is_told_to_leave |= result.window == 1
+
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> tuple[int, bool]:
+        with begin(membership, seed=1) as ddp:
+            trained = loop(ddp, ddp.assembly.model, lambda result: tell(membership, result))
+            return len(trained.committed), ddp.stopping
+
+    assert [fate.value for fate in team.run(body)] == [(4, True)] * 2
+    assert len(team.formations) == 1
+
+
+def test_a_rank_leaves_a_loop_without_a_loader() -> None:
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> tuple[int, int]:
+        with begin(membership, seed=1) as ddp:
+            results = 0
+            while ddp.window < 6:
+                membership.is_told_to_leave |= membership.member == "w0" and ddp.window == 2
+                x, y = DATA[ddp.window]
+                ddp.backward(((ddp.assembly.model(torch.stack([x, x])) - y) ** 2).mean())
+                results += ddp.step() is not None
+            return results, ddp.window
+
+    team.run(body)
+    assert isinstance(team.fate("w0").error, KeyboardInterrupt)
+    assert team.fate("w1").value == (6, 6), "no window is done again"
+
+
 class Kept(Sink):
     """Keeps the events of changes."""
 
@@ -77,7 +159,7 @@ class Kept(Sink):
         self.events = events
 
     def emit(self, event: Mapping[str, Any]) -> None:
-        if event["type"] in ("worker_lost", "reformed", "healed", "worker_joined"):
+        if event["type"] in ("worker_lost", "worker_left", "reformed", "healed", "worker_joined"):
             self.events.append(event)
 
     def close(self) -> None:
