@@ -433,8 +433,8 @@ class Engine(ABC):
             **said: Further fields of its ``Row``.
         """
         started_s = time.perf_counter()
-        stop = self.wants_stop() or self.stopping
-        self.state = self.state.say(purpose, stop=stop, leaving=self.team.is_leaving, **said)
+        said["leaving"] = self.state.is_elastic and self.team.is_leaving
+        self.state = self.state.say(purpose, stop=self.wants_stop() or self.stopping, **said)
         assert self.state.own is not None
         rows = self._swap(self.state.own, self.comm, self.team.members)
         verdict = judge(self.state, rows)
