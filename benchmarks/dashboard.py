@@ -8,13 +8,13 @@ each, and the processor time of the server is a part of them.
 """
 
 import http.client
-import json
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from machine import load_before, write_report
 from options import make_parser, numbers
 from report_page import write_events
 from runs import command_line
+
+from evener.observe.event_lines import to_line
+from evener.observe.following import each_event
 
 WINDOWS_PER_S = 5
 PATIENCE_S = 1800.0
@@ -81,7 +84,7 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
         path.parent.mkdir()
         write_events(path, windows, ranks)
         events_mb = path.stat().st_size / 1e6
-        last = path.read_bytes()[-100_000:].splitlines(keepends=True)[-1]
+        last = deque(each_event(path), maxlen=1)[0]
         server = subprocess.Popen(
             [*command_line(), "dashboard", name], stderr=subprocess.PIPE, text=True
         )
@@ -96,7 +99,7 @@ def measure(windows: int, ranks: int, readers: int, seconds: float) -> dict[str,
             process = psutil.Process(server.pid)
             reading_cpu_s = cpu_s(process)
             updates = sum(reader.updates for reader in looking)
-            go_on(path, json.loads(last), seconds)
+            go_on(path, last, seconds)
             row = {
                 "windows": windows,
                 "ranks": ranks,
@@ -130,8 +133,8 @@ def go_on(path: Path, window: dict[str, Any], seconds: float) -> None:
     for _ in range(max(1, round(seconds * WINDOWS_PER_S))):
         window["window"] += 1
         window["t"] += 1 / WINDOWS_PER_S
-        with path.open("a") as stream:
-            stream.write(json.dumps(window, separators=(",", ":")) + "\n")
+        with path.open("ab") as stream:
+            stream.write(to_line(window))
         time.sleep(1 / WINDOWS_PER_S)
 
 

@@ -90,13 +90,15 @@ def record(ddp: Ddp, path: Path, windows: int) -> dict[str, Any]:
 
 def result(number: int, ranks: int, draws: random.Random) -> WindowResult:
     """A window in the middle of a run."""
+    shares = [511 - rank for rank in range(ranks)]  # as they stay, there is no event of a plan
     records = tuple(
         RankRecord(
-            samples=512,
-            weight=524288.0,
-            loss_sum=draws.uniform(1e6, 2e6),
+            samples=samples,
+            weight=1024.0 * samples,
+            loss_sum=1024.0 * samples * draws.uniform(2, 3),
             micro_batches=8,
             compute_s=draws.uniform(0.2, 0.3),
+            update_s=draws.uniform(0.01, 0.02),
             wait_s=draws.uniform(0.01, 0.02),
             sync_s=draws.uniform(0.01, 0.02),
             elapsed_s=draws.uniform(0.3, 0.4),
@@ -106,15 +108,15 @@ def result(number: int, ranks: int, draws: random.Random) -> WindowResult:
             wait_ago_s=draws.uniform(0.02, 0.03),
             sync_ago_s=draws.uniform(0.01, 0.02),
         )
-        for _ in range(ranks)
+        for samples in shares
     )
     return WindowResult(
         window=100_000 + number,
         epoch=3,
         start=51_200_000,
-        size=512 * ranks,
+        size=sum(shares),
         loss=draws.uniform(2, 3),
-        weight=524288.0 * ranks,
+        weight=1024.0 * sum(shares),
         grad_norm=draws.uniform(0, 1),
         lr=draws.uniform(1e-4, 1e-3),
         skipped=False,

@@ -21,8 +21,8 @@ from machine import load_before, write_report
 from options import make_parser, numbers
 from runs import command_line
 
+from evener.observe.event_lines import LineWriter
 from evener.observe.events import make_event
-from evener.observe.jsonl import to_line
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -68,10 +68,10 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
     facts = {"run": "long", "policy": "sync", "backend": "shared", "unit": "tokens"}
     members = [f"host/cpu/{rank}" for rank in range(ranks)]
     sizes = {"num_samples": 8 * ranks * windows, "total_windows": windows}
+    lines = LineWriter()
     with path.open("wb") as stream:
-        stream.write(
-            to_line(make_event("run_started", t=t, window=0, members=members, **facts, **sizes))
-        )
+        start = make_event("run_started", t=t, window=0, members=members, **facts, **sizes)
+        stream.write(lines.line(start))
         for window in range(windows):
             spent = [draw.uniform(0.08, 0.12) for _ in members]
             spent[-1] += 3.0 * (window == windows // 2)
@@ -87,6 +87,14 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
                     "compute_s": spent[rank],
                     "wait_s": last - spent[rank],
                     "sync_s": sync_s,
+                    "elapsed_s": last + sync_s,
+                    "data_s": 0.001,
+                    "sent_bytes": 1_234_567,
+                    "work_ago_s": last + sync_s - 0.001,
+                    "wait_ago_s": last + sync_s - spent[rank],
+                    "sync_ago_s": sync_s,
+                    "micro_batches": 1,
+                    "update_s": spent[rank] / 20,
                 }
                 for rank, member in enumerate(members)
             ]
@@ -96,7 +104,8 @@ def write_events(path: Path, windows: int, ranks: int) -> None:
                 "epoch": 0,
                 "committed": [[size * window, size * window + size]],
             }
-            stream.write(to_line(make_event("window", t=t, window=window, ranks=rows, **place)))
+            event = make_event("window", t=t, window=window, ranks=rows, **place)
+            stream.write(lines.line(event))
 
 
 def open_page(page: Path, rounds: int) -> list[float]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evener.observe.following import read_events
+
 RUN_TIMEOUT_S = 300.0
 
 
@@ -58,7 +60,7 @@ def pretrain(folder: Path, *arguments: str, name: str) -> Run:
         began_t=began_t,
         elapsed_s=elapsed_s,
         summary=json.loads((folder / name / "summary.json").read_text()),
-        events=[json.loads(li) for li in (folder / name / "events.jsonl").read_text().splitlines()],
+        events=read_events(folder / name / "events.jsonl"),
     )
 
 

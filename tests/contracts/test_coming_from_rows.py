@@ -54,7 +54,7 @@ from evener import (
 )
 from evener.cli import app
 from evener.comm.base import Communicator
-from evener.observe.jsonl import to_line
+from evener.observe.event_lines import to_line
 from helpers.classification import TINY_LLAMA, config, samples
 from helpers.event_cases import committed_window, started
 from helpers.language import llama, lm_batch

@@ -17,7 +17,9 @@ from evener.config.runs import ModelConfig
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
-from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.event_lines import to_line
+from evener.observe.following import read_events
+from evener.observe.jsonl import JsonlSink
 from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from evener.observe.tally import EventTally
 from evener.tasks.classification.adapter import read_document
@@ -98,7 +100,10 @@ def test_any_yaml_gives_a_configuration_or_an_error_that_names_it(
 
 EVENTS = [
     started(),
-    *(committed_window(window) for window in range(3)),
+    *(
+        committed_window(window) | {"skipped": False, "update_parts": 1, "parked": []}
+        for window in range(3)
+    ),
     {"t": 9.0, "type": "eval", "window": 3, "name": "heldout", "loss": 1.0, "weight": 2.0,
      "elapsed_s": 0.5},
     {"t": 9.5, "type": "run_finished", "window": 3, "reason": "stopped", "message": None},
@@ -121,7 +126,7 @@ BAD_LINES = {
 def test_an_event_of_a_far_epoch_is_named_and_nothing_is_counted_up_to_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     events = [*EVENTS[:2], committed_window(1, epoch=2**52)]
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    path.write_bytes(b"".join(map(to_line, events)))
     problems = check_exactly_once(read_events(path), 10)
     assert f"epochs 1 to {2**52 - 1} are never committed" in problems
 
@@ -136,7 +141,7 @@ def read_all(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", BAD_LINES)
 def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Path) -> None:
-    good = [json.dumps(event).encode() for event in EVENTS]
+    good = [to_line(event).strip() for event in EVENTS]
     path, skipped = tmp_path / "events.jsonl", []
     path.write_bytes(b"\n".join([*good[:3], BAD_LINES[kind], *good[3:]]) + b"\n" + BAD_LINES[kind])
     events = read_events(path, lambda line, why: skipped.append(line))
@@ -145,17 +150,17 @@ def test_a_bad_line_is_left_out_of_the_events_and_named(kind: str, tmp_path: Pat
     read_all(path)
 
 
-@given(st.sampled_from(EVENTS).flatmap(changed))
+@given(st.sampled_from([json.loads(to_line(event)) for event in EVENTS]).flatmap(changed))
 def test_whatever_an_event_holds_its_readers_go_on(
     tmp_path_factory: pytest.TempPathFactory, event: Any
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
-    lines = [json.dumps(one) for one in (*EVENTS[:2], event, *EVENTS[2:])]
-    path.write_text("\n".join(lines) + "\n")
+    lines = [to_line(one) for one in EVENTS]
+    path.write_bytes(b"".join([*lines[:2], json.dumps(event).encode() + b"\n", *lines[2:]]))
     read_all(path)
 
 
-@given(damaged(b"".join(json.dumps(event).encode() + b"\n" for event in EVENTS)))
+@given(damaged(b"".join(map(to_line, EVENTS))))
 def test_whatever_bytes_are_in_the_event_file_its_readers_go_on(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from evener.data.cursor import Permutation
 from evener.observe.events import FIELDS
-from evener.observe.jsonl import read_events
+from evener.observe.following import read_events
 from evener.observe.lineage import effective_events
 from helpers.event_cases import check_kinds
 from helpers.forking import Zygote

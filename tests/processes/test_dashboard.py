@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from evener.cli import main
-from evener.observe.jsonl import to_line
+from evener.observe.event_lines import to_line
 from helpers.dashboards import Served, serve
 from helpers.event_cases import committed_window, started
 from helpers.launched import Sandbox

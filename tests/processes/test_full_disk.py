@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evener.checkpoint import find_newest
-from evener.observe.jsonl import read_events
+from evener.observe.following import read_events
 from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
 from helpers.pretraining import (

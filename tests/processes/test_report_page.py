@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from evener import cli
+from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
-from evener.observe.jsonl import to_line
 from helpers.browsers import find_browser
 from helpers.event_cases import committed_window, started
 from helpers.limits import PATIENCE_S

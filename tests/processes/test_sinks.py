@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from evener import ConfigError, Ddp, DdpConfig, Sink, pretrain
+from evener.observe.following import read_events
 from helpers.ranks import Rank, run_ranks
 
 DATA = torch.arange(24.0).view(8, 3)
@@ -170,8 +171,7 @@ def test_a_sink_is_named_in_yaml_by_an_import_path(
             pretrain({**keys, "sinks": [path]}, quiet=True)
     result = pretrain({**keys, "sinks": ["my_tracking:File"]}, quiet=True)
     seen = [json.loads(text) for text in (tmp_path / "seen.jsonl").read_text().splitlines()]
-    kept = [json.loads(t) for t in (result.run_folder / "events.jsonl").read_text().splitlines()]
-    assert seen == kept
+    assert seen == read_events(result.run_folder / "events.jsonl")
     sys.modules.pop("my_tracking")
 
 

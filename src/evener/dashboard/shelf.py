@@ -47,7 +47,7 @@ class Shelf:
     def find(self, name: str) -> Path | None:
         """Return the folder of a run; ``None`` for what is not the name of a run here.
 
-        A name is one part of a path, and links that lead out of the root are not followed.
+        A name is one part of a path. Links out of the root are not followed, nor is any to a file.
         """
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
             return None
@@ -73,4 +73,5 @@ class Shelf:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / EVENTS).is_file()
+    events = folder / EVENTS
+    return events.is_file() and not events.is_symlink()

@@ -32,13 +32,14 @@ class RunWatch:
         self._folder = folder
         self._skipped = SkippedLines()
         self._view = RunView()
-        self._follower = EventFollower(folder / EVENTS, self._skipped.add)
+        self._follower = EventFollower(folder / EVENTS, self._skipped.add, follow=False)
         self._facts = SummaryFacts()
         self._summary_changed_s = -1.0
         self._summary_note = ""
         self._is_running: bool | None = None
         self._is_stale = True
         self._read_part = 0.0
+        self._is_all = False
         self._rest_until_s = 0.0
 
     def look(self) -> bytes | None:
@@ -64,7 +65,7 @@ class RunWatch:
     @property
     def pause_s(self) -> float:
         """Seconds until the next look: hardly any while there is more to be read."""
-        return INTERVAL_S if self._read_part >= 1 else _SHORT_PAUSE_S
+        return INTERVAL_S if self._is_all else _SHORT_PAUSE_S
 
     def close(self) -> None:
         """Close the files."""
@@ -94,7 +95,8 @@ class RunWatch:
             self._is_stale |= bool(found.events) or found.is_anew
             self._is_stale |= found.read_part != self._read_part
             self._read_part = found.read_part
-            if found.read_part >= 1 or time.monotonic() >= until_s:
+            self._is_all = found.is_all
+            if found.is_all or time.monotonic() >= until_s:
                 return
 
     def _read_summary(self) -> None:
@@ -107,14 +109,14 @@ class RunWatch:
             self._summary_changed_s, self._is_stale = changed_s, True
             self._summary_note = ""
             try:
-                self._facts = read_facts(read_json(path))
+                self._facts = read_facts(read_json(path, follow=False))
             except (OSError, ValueError) as error:
                 self._summary_note = f"{SUMMARY} is left out: {error}"
 
     def _document(self) -> dict[str, Any]:
         notes = self._skipped.notes()
         notes += [self._summary_note] if self._summary_note else []
-        if self._read_part < 1:
+        if not self._is_all:
             notes.append(f"{self._read_part:.0%} of {EVENTS} have been read so far")
         # Until the end, the summary is that of an earlier session.
         facts = self._facts if self._view.history.ending is not None else SummaryFacts()

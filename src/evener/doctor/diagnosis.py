@@ -14,7 +14,7 @@ from evener.doctor.asking import ask
 from evener.doctor.examination import examine_host
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem, judge_host, judge_pair
-from evener.observe.jsonl import strict_json
+from evener.observe.event_lines import strict_json
 from evener.observe.numbers import human_bytes, human_count, human_duration
 from evener.team.terminal import printable
 

@@ -169,7 +169,7 @@ class EventStream:
             return
         state, team = self._engine.state, self._engine.team
         place: dict[str, Any] = {
-            "t": result.applied_t,
+            "t": round(result.applied_t, 5),
             "window": result.window,
             "generation": state.generation,
             "epoch": result.epoch,
@@ -195,8 +195,8 @@ class EventStream:
             further = {
                 "turns": result.progress.steps + result.progress.skipped,
                 "anchor": cadence.anchor,
-                "window_s": cadence.window_s if math.isfinite(cadence.window_s) else None,
-                "divergence": cadence.divergence,
+                "window_s": _short(cadence.window_s) if math.isfinite(cadence.window_s) else None,
+                "divergence": _short(cadence.divergence),
                 "guard": cadence.guard,
             }
         self.tell(
@@ -204,9 +204,9 @@ class EventStream:
             **place,
             committed=[list(part) for part in result.ranges or [result.committed]],
             ranks=rows,
-            loss=result.loss,
-            lr=result.lr,
-            grad_norm=result.grad_norm,
+            loss=_short(result.loss),
+            lr=_short(result.lr),
+            grad_norm=_short(result.grad_norm),
             skipped=result.skipped,
             update_parts=max(record.update_parts for record in result.ranks),
             parked=list(self.parked),
@@ -242,22 +242,16 @@ class EventStream:
             member=self._names[rank],
             samples=record.samples,
             weight=record.weight,
-            loss=record.loss_sum / record.weight if record.weight else None,
+            loss=_short(record.loss_sum / record.weight) if record.weight else None,
             compute_s=_rounded(record.compute_s),
             wait_s=_rounded(record.wait_s),
             sync_s=_rounded(record.sync_s),
             elapsed_s=_rounded(record.elapsed_s),
             data_s=_rounded(record.data_s),
             sent_bytes=record.sent_bytes,
-            begins_s=[
-                round(seconds, 5)
-                for seconds in (
-                    record.work_ago_s,
-                    max(0.0, record.work_ago_s - record.data_s),
-                    record.wait_ago_s,
-                    record.sync_ago_s,
-                )
-            ],
+            work_ago_s=_rounded(record.work_ago_s),
+            wait_ago_s=_rounded(record.wait_ago_s),
+            sync_ago_s=_rounded(record.sync_ago_s),
             micro_batches=record.micro_batches,
             update_s=_rounded(record.update_s),
         )
@@ -389,4 +383,9 @@ def open_sinks(sinks: Sequence[Sink | SinkMaker]) -> Fanout:
 
 def _rounded(seconds: float) -> float:
     """Return seconds in whole microseconds: further digits are noise, and make long lines."""
-    return round(seconds, 6)
+    return int(1e6 * seconds + 0.5) / 1e6 if 0 < seconds < math.inf else 0.0
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with the six digits that tell something."""
+    return None if value is None else float(f"{value:.6g}")

@@ -17,10 +17,10 @@ Event = Mapping[str, Any]
 
 #: The fields of each type of event besides ``t`` and ``type``.
 FIELDS: Final = {
-    # A run begins with ``window``, also one that resumes; runs of earlier versions do not say with
-    # which. ``members`` are in rank order, ``policy`` is such as ``sync`` and ``backend`` such as
-    # ``gloo``; ``unit`` is what a weight counts, such as ``tokens``; ``num_samples`` are those of
-    # an epoch, ``total_windows`` may be null. ``params`` counts what is trained, in newer runs.
+    # A run begins with ``window``, also one that resumes. ``members`` are in rank order. ``policy``
+    # is such as ``sync`` and ``backend`` such as ``gloo``; ``unit`` is what a weight counts, such
+    # as ``tokens``; ``num_samples`` are those of an epoch, ``total_windows`` may be null. The
+    # further field ``params`` counts what is trained.
     "run_started": "run window members policy backend unit num_samples total_windows",
     # A worker process is ready; ``device`` is its name for people, such as ``cuda:0 (L40S)``.
     "worker_started": "rank member pid host device",
@@ -29,7 +29,10 @@ FIELDS: Final = {
     "plan": "window generation epoch start size shares",
     # It is known that every rank applied a window. ``window`` is its number over the whole run,
     # ``committed`` are the ranges [start, stop] of the epoch's permutation that it holds, and
-    # ``ranks`` has a ``RankRow`` for each rank.
+    # ``ranks`` has a ``RankRow`` for each rank. Further fields: ``loss``, ``lr``, ``grad_norm``,
+    # whether it was ``skipped``, into how many ``update_parts`` ranks divided the update, and which
+    # are ``parked``; of local steps also ``turns``, ``anchor``, ``window_s``, ``divergence`` and
+    # ``guard``.
     "window": "window generation epoch committed ranks",
     # An evaluation after ``window`` windows: mean loss over ``weight`` units of the set ``name``.
     "eval": "window name loss weight elapsed_s",
@@ -142,13 +145,6 @@ def _check_window(event: Fields) -> None:
             raise ValueError(f"committed holds {short(part)}, not two positions")
         for bound in part:
             whole(bound, "a position of committed")
-    for row in event.tables("ranks"):
-        row.whole("rank")
-        row.text("member")
-        row.whole("samples")
-        for key in ("weight", "compute_s", "wait_s", "sync_s"):
-            row.number(key)
-        _check_loss(row)
 
 
 def _check_loss(fields: Fields) -> None:
@@ -215,7 +211,7 @@ SPANS: Final = ("data", "compute", "wait", "sync")
 
 
 class RankRow(TypedDict):
-    """One rank's part of a committed window, as it stands in a ``window`` event.
+    """One rank's part of a committed window; files hold it as ``event_lines`` says.
 
     Attributes:
         rank: Its rank in that window's generation.
@@ -231,9 +227,11 @@ class RankRow(TypedDict):
             bookkeeping: fetching data, planning, events, and whatever the loop does besides.
         data_s: Seconds for which it waited for data.
         sent_bytes: Bytes that it sent to other ranks from applying the window before on.
-        begins_s: Begin of its spans in ``SPANS``, in seconds before the ``t`` of the event. The
-            length of each is in the field of its name. A span of several pieces, such as waiting
-            for data before each micro-batch, has the begin of the first and the length of all.
+        work_ago_s: When it asked for its first data, in seconds before the ``t`` of the event. It
+            computes after ``data_s``; both may come in several pieces, such as one for each
+            micro-batch, and are as long as all of them.
+        wait_ago_s: When it began to wait for others.
+        sync_ago_s: When it began to exchange.
         micro_batches: Micro-batches in which it computed them.
         update_s: Seconds of ``compute_s`` that an optimizer's update took in SYNC. Where ranks
             divide the update (``update_parts`` of the event is above 1), that of its own part.
@@ -247,10 +245,12 @@ class RankRow(TypedDict):
     compute_s: float
     wait_s: float
     sync_s: float
-    elapsed_s: NotRequired[float]  # runs of earlier versions have none, nor what follows
+    elapsed_s: NotRequired[float]  # rows that are made up need not have it, nor what follows
     data_s: NotRequired[float]
     sent_bytes: NotRequired[int]
-    begins_s: NotRequired[list[float]]
+    work_ago_s: NotRequired[float]
+    wait_ago_s: NotRequired[float]
+    sync_ago_s: NotRequired[float]
     micro_batches: NotRequired[int]
     update_s: NotRequired[float]
 

@@ -1,18 +1,24 @@
-"""Events of a run that goes on: each look takes in what has been written since the one before."""
+"""Events of a run, read from its files: all that are there, or what is new at each look."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple, Self
+from typing import Any, BinaryIO, Final, NamedTuple, Self
 
+from evener.errors import EvenerError
 from evener.files import open_for_reading
-from evener.observe.events import Event, check_fields
-from evener.observe.jsonl import MOST_LINE_BYTES, part_after
-from evener.parsing import parse_json
+from evener.observe.event_lines import LineReader
+from evener.observe.jsonl import part_after, parts_of
+from evener.observe.lineage import VOIDING, Voids
+
+MOST_LINE_BYTES: Final = 16 * 1024 * 1024
+"""A longer line is not an event; that of a window of 1,000 ranks has 90 kB."""
 
 #: Most bytes that one look takes in.
 LOOK_BYTES: Final = 4 << 20
+
+_END_BYTES: Final = 1 << 20  # the last event of a run that has ended takes less
 
 
 class Look(NamedTuple):
@@ -22,11 +28,13 @@ class Look(NamedTuple):
         events: Those that are new, in the order in which they were written.
         is_anew: Whether the file is another one than before: earlier events are void.
         read_part: How much of the file has been read, from 0 to 1.
+        is_all: Whether there was nothing more to be read.
     """
 
-    events: list[Event]
+    events: list[dict[str, Any]]
     is_anew: bool
     read_part: float
+    is_all: bool
 
 
 class EventFollower:
@@ -34,21 +42,32 @@ class EventFollower:
 
     A line that has no end yet is left for the next look. A file that has become shorter, or was
     replaced, is read from its beginning. ``events.jsonl`` may be followed by ``events.1.jsonl`` and
-    so on.
+    so on; one of these that is removed as too old is read to its end.
 
     Args:
         path: The first file.
-        on_skip: Called with line number and reason for lines that are not events.
+        on_skip: Called with line number (counted over all files) and reason for lines that are not
+            events, such as one torn by a kill.
+        follow: Whether the files may be symbolic links.
+        words: Lines that hold none of these are passed over, unread.
     """
 
-    def __init__(self, path: Path, on_skip: Callable[[int | None, str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_skip: Callable[[int, str], None],
+        *,
+        follow: bool = True,
+        words: Sequence[bytes] = (b"",),
+    ) -> None:
         self._path = path
         self._on_skip = on_skip
+        self._follow = follow
+        self._words = words
         self._stream: BinaryIO | None = None
-        self._part = path
-        self._rest = b""
-        self._is_too_long = False  # the line that is being read: it is left out
-        self._line = 0
+        self._part, self._rest, self._line = path, b"", 0
+        self._has_begun = self._is_too_long = False
+        self._lines = LineReader()
 
     def look(self) -> Look:
         """Take in what is new, up to ``LOOK_BYTES``.
@@ -56,23 +75,28 @@ class EventFollower:
         Raises:
             OSError: The file cannot be read, or is not a regular file.
         """
-        is_anew = self._stream is not None and self._is_replaced()
+        is_anew = self._has_begun and self._is_replaced()
         if is_anew:
             self._begin_anew()
+        self._has_begun = True
         if self._stream is None:
-            self._begin_anew()
-            self._stream = open_for_reading(self._path)
+            self._stream = self._open()
         following = part_after(self._path, self._part)
         data = self._stream.read(LOOK_BYTES)
         events = self._take(data)
-        if following is not None and len(data) < LOOK_BYTES:
+        is_end = len(data) < LOOK_BYTES
+        if following is not None and is_end:
             # It was there before this part was read to its end, so nothing more comes here.
             events += self._take(b"\n") if self._rest else []
-            self._stream.close()
-            self._stream, self._part = None, following
-            with suppress(FileNotFoundError):  # removed meanwhile: the next look begins anew
-                self._stream = open_for_reading(following)
-        return Look(events, is_anew, self._read_part())
+            self.close()
+            self._part = following
+        return Look(events, is_anew, self._read_part(), is_end and following is None)
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """Return the event of a last line that lacks its end, if it is whole otherwise."""
+        with suppress(ValueError):
+            return [self._lines.event(self._rest)]
+        return []
 
     def close(self) -> None:
         """Close the file."""
@@ -88,19 +112,30 @@ class EventFollower:
 
     def _begin_anew(self) -> None:
         self.close()
-        self._part, self._rest, self._is_too_long = self._path, b"", False
-        self._line = 0
+        self._part, self._rest, self._line = self._path, b"", 0
+        self._is_too_long = False
+        self._lines = LineReader()
+
+    def _open(self) -> BinaryIO:
+        while True:
+            try:
+                return open_for_reading(self._part, follow=self._follow)
+            except FileNotFoundError:
+                following = part_after(self._path, self._part)
+                if self._part == self._path or following is None:
+                    raise
+                self._part = following  # this one was too old
 
     def _is_replaced(self) -> bool:
-        assert self._stream is not None
-        own = os.fstat(self._stream.fileno())
-        if own.st_size < self._stream.tell():
-            return True
         try:
             there = self._part.stat()
-        except FileNotFoundError:  # too old to be kept, or the folder was begun anew
-            return True
-        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
+        except FileNotFoundError:
+            return part_after(self._path, self._part) is None
+        if self._stream is None:
+            return False
+        own = os.fstat(self._stream.fileno())
+        is_other = (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
+        return is_other or own.st_size < self._stream.tell()
 
     def _read_part(self) -> float:
         if self._stream is None:
@@ -108,23 +143,94 @@ class EventFollower:
         size = os.fstat(self._stream.fileno()).st_size
         return min(1.0, self._stream.tell() / size) if size else 1.0
 
-    def _take(self, data: bytes) -> list[Event]:
+    def _take(self, data: bytes) -> list[dict[str, Any]]:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        events: list[Event] = []
+        events: list[dict[str, Any]] = []
         for line in lines:
             self._line += 1
             is_whole, self._is_too_long = not self._is_too_long, False
-            if not line.strip():
+            if not line.strip() or not any(word in line for word in self._words):
                 continue
             try:
                 if not is_whole or len(line) > MOST_LINE_BYTES:
                     raise ValueError(f"it has more than {MOST_LINE_BYTES:,} bytes")
-                event = parse_json(line)
-                check_fields(event)
+                events.append(self._lines.event(line))
             except ValueError as error:
                 self._on_skip(self._line, str(error))
-            else:
-                events.append(event)
         if len(self._rest) > MOST_LINE_BYTES:
             self._rest, self._is_too_long = b"", True
         return events
+
+
+def read_events(
+    path: Path, on_skip: Callable[[int, str], None] | None = None
+) -> list[dict[str, Any]]:
+    """Return the events of a run, in the order in which they were written; see ``each_event``."""
+    return list(each_event(path, on_skip))
+
+
+def each_event(
+    path: Path,
+    on_skip: Callable[[int, str], None] | None = None,
+    *,
+    words: Sequence[bytes] = (b"",),
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run one by one, however many there are.
+
+    Args:
+        path: The first file; the parts that follow it are read, too.
+        on_skip: As for ``EventFollower``. A last line that is just being written is left out
+            without a word.
+        words: As for ``EventFollower``.
+
+    Raises:
+        EvenerError: The file cannot be read.
+    """
+    with EventFollower(path, on_skip or (lambda _line, _why: None), words=words) as follower:
+        is_all = False
+        while not is_all:
+            try:
+                found = follower.look()
+            except OSError as error:
+                raise EvenerError(
+                    f"event file {path} cannot be read: {error}; give the file or folder of a run"
+                ) from error
+            if found.is_anew:
+                raise EvenerError(f"event file {path} was replaced while it was read; try again")
+            yield from found.events
+            is_all = found.is_all and not found.events
+        yield from follower.unfinished()
+
+
+def each_effective_event(
+    path: Path, on_skip: Callable[[int, str], None] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run but for windows that a later event in it made void.
+
+    Raises:
+        EvenerError: The file cannot be read.
+    """
+    voids = find_voids(path)
+    return (event for event in each_event(path, on_skip) if voids.counts(event))
+
+
+def find_voids(path: Path) -> Voids:
+    """Return which windows of a run are void, from a quick look at its files.
+
+    Raises:
+        EvenerError: They cannot be read.
+    """
+    words = [kind.encode() for kind in VOIDING]
+    found = each_event(path, words=words)
+    return Voids([event["window"] for event in found if event["type"] in VOIDING])
+
+
+def newest_event(path: Path) -> dict[str, Any] | None:
+    """Return the last event of a run; ``None`` for a window, or where there is none."""
+    *_, part = parts_of(path)
+    try:
+        with open_for_reading(part) as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _END_BYTES))
+            return LineReader().event(stream.read().rstrip().rpartition(b"\n")[2])
+    except (OSError, ValueError):
+        return None

@@ -5,29 +5,23 @@ to ``events.2.jsonl`` and so on; no file is ever renamed, so readers simply go o
 """
 
 import atexit
-import json
-import math
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Final
 
 from evener.errors import EvenerError
-from evener.files import open_for_reading, open_regular
-from evener.observe.events import Event, Sink, check_fields, make_event
-from evener.parsing import parse_json
-
-MOST_LINE_BYTES: Final = 16 * 1024 * 1024
-"""A longer line is not an event; that of a window of 1,000 ranks has 250 kB."""
+from evener.files import open_regular
+from evener.observe.event_lines import LineWriter
+from evener.observe.events import Event, Sink, make_event
 
 MOST_BYTES: Final = 2**30
-"""The files of a run together, unless told otherwise: a million windows of four ranks."""
+"""The files of a run together, unless told otherwise: 1.7 million windows of four ranks."""
 
 NUM_PARTS: Final = 8
 """Into so many files that space is divided. The first one is kept, as it tells how the run began;
@@ -38,8 +32,6 @@ MOST_WAITING: Final = 4096
 
 _FLUSH_S: Final = 1.0
 _CLOSE_S: Final = 30.0
-
-_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)
 
 
 class JsonlSink(Sink):
@@ -86,6 +78,7 @@ class JsonlSink(Sink):
                 f"event file {path} cannot be opened: {error}; choose a folder that is writable"
             ) from error
         self._torn = _ends_torn(self._file)
+        self._lines = LineWriter()
         self._waiting: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
         self._closed = False
@@ -143,21 +136,25 @@ class JsonlSink(Sink):
             os.close(self._file)
 
     def _write(self, event: Event) -> None:
-        line = to_line(event)
+        line = self._lines.line(event)
         try:
             state = os.fstat(self._file)
             if state.st_nlink == 0:
                 self._begin_anew()
+                line = self._lines.line(event)
             elif state.st_size and state.st_size + len(line) > self._part_bytes:
                 self._begin_part()
+                line = self._lines.line(event)
             data = b"\n" + line if self._torn else line
             written = os.write(self._file, data)
         except OSError as error:
+            self._lines = LineWriter()  # the line may have named the team
             self._warn(str(error))
             return
         # One newline in front at most, so that any cut leaves a torn line.
         self._torn = written < len(data)
         if self._torn:
+            self._lines = LineWriter()
             self._warn("the disk is full")
 
     def _begin_anew(self) -> None:
@@ -177,6 +174,7 @@ class JsonlSink(Sink):
         fresh = _open(path)
         os.close(self._file)
         self._file, self._path, self._torn = fresh, path, _ends_torn(fresh)
+        self._lines = LineWriter()  # each file names its teams
 
     def _warn(self, cause: str) -> None:
         on_warning, self._on_warning = self._on_warning, None
@@ -189,58 +187,6 @@ class JsonlSink(Sink):
                 f"events are missing from {self._path}: {cause}; training goes on, "
                 "but reports will have gaps: free disk space there"
             )
-
-
-def to_line(event: Event) -> bytes:
-    """Return an event as one line of strict JSON; what JSON does not know becomes its text."""
-    try:
-        text = _ENCODER.encode(event)
-    except ValueError:
-        text = _ENCODER.encode(strict_json(event))
-    return text.encode() + b"\n"
-
-
-def read_events(
-    path: Path, on_skip: Callable[[int, str], None] | None = None
-) -> list[dict[str, Any]]:
-    """Read the events of a run, in the order they were written.
-
-    Args:
-        path: The first file; the parts that follow it are read, too.
-        on_skip: Called with line number (counted over all parts) and reason for lines that are not
-            events, such as one torn by a kill. A last line that is just being written is left out
-            without a word.
-
-    Raises:
-        EvenerError: The file cannot be read.
-    """
-    return list(each_event(path, on_skip))
-
-
-def each_event(
-    path: Path, on_skip: Callable[[int, str], None] | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run one by one, however many there are; see ``read_events``.
-
-    Raises:
-        EvenerError: The file cannot be read.
-    """
-    try:
-        for number, line in enumerate(_lines(path), start=1):
-            if not line.strip():
-                continue
-            try:
-                event = parse_json(line)
-                check_fields(event)
-            except ValueError as error:
-                if on_skip is not None and line.endswith(b"\n"):
-                    on_skip(number, str(error))
-            else:
-                yield event
-    except OSError as error:
-        raise EvenerError(
-            f"event file {path} cannot be read: {error}; give the file or folder of a run"
-        ) from error
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -260,58 +206,10 @@ def _number(path: Path, part: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all parts, also of those that are begun meanwhile."""
-    part: Path | None = path
-    while part is not None:
-        following = part_after(path, part)
-        try:
-            with open_for_reading(part) as stream:
-                yield from _whole_lines(stream)
-                if following is None:
-                    following = part_after(path, part)
-                    # A part is whole before the next one is begun; if that has happened just now,
-                    # there may be more.
-                    yield from _whole_lines(stream) if following else stream
-        except FileNotFoundError:
-            if part == path:
-                raise
-            # It was too old, and removed before it could be read.
-            following = part_after(path, part)
-        part = following
-
-
 def part_after(path: Path, part: Path) -> Path | None:
     """Return the file that follows a part; ``None`` for the newest. ``path`` is the first one."""
     number = _number(path, part)
     return next((other for other in parts_of(path)[1:] if _number(path, other) > number), None)
-
-
-def _whole_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield lines up to one that has no end yet; of one that is too long, no more than is allowed.
-
-    That line is left in the stream.
-    """
-    while line := stream.readline(MOST_LINE_BYTES):
-        if not line.endswith(b"\n") and len(line) < MOST_LINE_BYTES:
-            stream.seek(-len(line), os.SEEK_CUR)
-            return
-        yield line
-        while len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
-            line = stream.readline(MOST_LINE_BYTES)
-
-
-def strict_json(value: Any) -> Any:
-    """Turn dataclasses, mappings and tuples into JSON; numbers that are not finite become null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if is_dataclass(value):
-        return {part.name: strict_json(getattr(value, part.name)) for part in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): strict_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict_json(item) for item in value]
-    return value
 
 
 def _open(path: Path) -> int:

@@ -1,11 +1,32 @@
 """Which samples are in the final parameters, read from the events of a run."""
 
-import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Final
 
 from evener.observe.events import Event
 
-_VOIDING = frozenset({"run_resumed", "reformed"})
+VOIDING: Final = ("run_resumed", "reformed")
+"""Types of events from whose ``window`` on earlier events of windows are void."""
+
+
+class Voids:
+    """Tells which events of a run count, from what is known beforehand of those in ``VOIDING``.
+
+    Args:
+        windows: The ``window`` of each event in ``VOIDING``, in the order in which they come.
+    """
+
+    def __init__(self, windows: Sequence[int] = ()) -> None:
+        #: From which window on events are void, before each of these events.
+        self._first_void = list(accumulate(reversed(windows), min))
+
+    def counts(self, event: Event) -> bool:
+        """Return whether an event counts; events come in the order in which they were written."""
+        if event["type"] in VOIDING and self._first_void:
+            self._first_void.pop()
+        is_window = event["type"] == "window" and self._first_void
+        return not is_window or event["window"] < self._first_void[-1]
 
 
 def effective_events(events: Iterable[Event]) -> list[Event]:
@@ -17,14 +38,9 @@ def effective_events(events: Iterable[Event]) -> list[Event]:
     Returns:
         All others, in the same order.
     """
-    kept: list[Event] = []
-    first_void = math.inf
-    for event in reversed(list(events)):
-        if event["type"] in _VOIDING:
-            first_void = min(first_void, event["window"])
-        if event["type"] != "window" or event["window"] < first_void:
-            kept.append(event)
-    return kept[::-1]
+    events = list(events)
+    voids = Voids([event["window"] for event in events if event["type"] in VOIDING])
+    return [event for event in events if voids.counts(event)]
 
 
 def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from evener.errors import EvenerError
 from evener.files import write_file
-from evener.observe.jsonl import strict_json
+from evener.observe.event_lines import strict_json
 from evener.observe.numbers import human_count, human_duration
 
 if TYPE_CHECKING:

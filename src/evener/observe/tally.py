@@ -1,11 +1,11 @@
 """Totals over the committed windows of a run, kept up event by event."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from evener.observe.events import Event, Totals
-from evener.observe.lineage import effective_events
+from evener.parsing import Fields
 
 WARM_UP_WINDOWS = 3
 """Windows whose time does not count as speed: caches are cold and shares not settled yet."""
@@ -60,10 +60,30 @@ class EventTally:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "EventTally":
-        """Add up all events of a run, without windows that a resume or a re-form made void."""
+        """Add up events of a run, of which all count."""
         tally = cls()
-        for event in effective_events(events):
+        for event in events:
             tally.add(event)
+        return tally
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the sums as JSON, for ``from_json``."""
+        sessions = [{**asdict(one), "team": one.team and list(one.team)} for one in self._sessions]
+        members = {name: asdict(totals) for name, totals in self.members.items()}
+        return {"total": asdict(self.total), "members": members, "sessions": sessions}
+
+    @classmethod
+    def from_json(cls, document: Any) -> "EventTally":
+        """Return the sums that ``to_json`` has told.
+
+        Raises:
+            ValueError: They are not.
+        """
+        tally, fields = cls(), Fields(document)
+        tally.total = _totals(fields.fields("total"))
+        members = fields.fields("members")
+        tally.members = {name: _totals(members.fields(name)) for name in members.values}
+        tally._sessions = [_session(one) for one in fields.tables("sessions")]
         return tally
 
     def add(self, event: Event) -> None:
@@ -99,3 +119,19 @@ class EventTally:
                 weight += last.weight - mark.weight
                 measured_s += last.t - mark.t
         return weight / measured_s if measured_s > 0 else None
+
+
+def _totals(fields: Fields) -> Totals:
+    numbers = {name: fields.number(name) for name in ("weight", "compute_s", "wait_s", "sync_s")}
+    return Totals(windows=fields.whole("windows"), samples=fields.whole("samples"), **numbers)
+
+
+def _session(fields: Fields) -> _Session:
+    times = {name: fields.number(name) for name in ("began_t", "ended_t", "paused_s")}
+    marks = [Fields({"t": t, "weight": weight}) for t, weight in fields.items("marks")]
+    return _Session(
+        team=None if fields["team"] is None else tuple(fields.texts("team")),
+        totals=_totals(fields.fields("totals")),
+        marks=[_Mark(one.number("t"), one.number("weight")) for one in marks],
+        **times,
+    )

@@ -68,11 +68,10 @@ class Lane:
         for name in ("data_s", "sent_bytes"):
             known = _optional(row, name)
             self.columns[name].append(known if known > 0 else 0.0)
-        begins = row.get("begins_s")
-        if not isinstance(begins, list) or len(begins) != len(SPANS):
-            begins = [None] * len(SPANS)
+        data, wait, sync = (_optional(row, f"{name}_ago_s") for name in ("work", "wait", "sync"))
+        begins = (data, max(0.0, data - self.columns["data_s"][-1]), wait, sync)
         for name, begin in zip(BEGIN_COLUMNS, begins, strict=True):
-            self.columns[name].append(_number(begin))
+            self.columns[name].append(begin)
         self.rank = row.get("rank", self.rank)
 
     def keep(self, kept: list[bool]) -> None:

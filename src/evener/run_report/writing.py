@@ -8,7 +8,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
-from evener.observe.jsonl import each_event
+from evener.observe.following import each_event
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.figures import figures
 from evener.run_report.history import RunHistory

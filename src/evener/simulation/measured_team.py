@@ -11,7 +11,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS
 from evener.errors import ConfigError
 from evener.observe.events import Event
-from evener.observe.jsonl import each_event
+from evener.observe.following import each_event
 from evener.observe.lineage import effective_events
 from evener.observe.tally import WARM_UP_WINDOWS
 from evener.parsing import MOST_WHOLE

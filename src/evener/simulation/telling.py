@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from evener.observe.jsonl import strict_json
+from evener.observe.event_lines import strict_json
 from evener.observe.numbers import aligned, human_bytes, human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.simulation.advice import NOTEWORTHY, Advice, Worth

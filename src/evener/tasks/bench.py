@@ -16,7 +16,8 @@ from evener.config.folders import EVENTS, check_name
 from evener.config.options import BenchOptions
 from evener.errors import ConfigError, EvenerError, LaunchError
 from evener.observe.comparison import Comparison, Trial, compare, read_trial, table
-from evener.observe.jsonl import read_events, strict_json
+from evener.observe.event_lines import strict_json
+from evener.observe.following import read_events
 from evener.observe.numbers import human_count, human_duration
 from evener.planning.policies import ApplyPolicy
 from evener.team.child import die_with

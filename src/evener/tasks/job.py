@@ -34,7 +34,7 @@ from evener.loop.epochs import EpochLoop
 from evener.loop.models import Schedulers
 from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
-from evener.tasks.recording import RunTally, record, show, summarise
+from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import choose_checkpoint, is_finished
 from evener.tasks.run_results import TaskResult
@@ -312,6 +312,7 @@ class Job(EpochLoop):
             terminal=not self.options.quiet,
             tensorboard=config.tensorboard,
             sinks=self._sinks,
+            resumed=self.resumed,
         )
         self.ddp.events.start(
             run=self.folder.name,
@@ -365,6 +366,7 @@ class Job(EpochLoop):
         if self.ddp.is_main_process:
             self._assets.update(self._task.assets())
             self._documents.update(self._task.documents())
+            self._documents[SUMS] = self.tally.to_json()
         super().save()
 
     def totals(self) -> list[float] | None:

@@ -1,17 +1,20 @@
 """What a run leaves for people and programs: events, their sums, the summary, the closing table."""
 
 import io
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from evener.checkpoint import Checkpoint
 from evener.config.folders import EVENTS
 from evener.loop.loop import Loop
 from evener.loop.reporting import SinkMaker
 from evener.observe.events import Event, Sink, Totals
-from evener.observe.jsonl import JsonlSink, read_events
+from evener.observe.following import each_effective_event
+from evener.observe.jsonl import JsonlSink
 from evener.observe.progress_line import ProgressSink
 from evener.observe.summary import RankSummary, RunSummary, closing_table, verdict
 from evener.observe.tally import EventTally
@@ -19,18 +22,24 @@ from evener.observe.tensorboard import TensorBoardSink
 from evener.tasks.rehearsal import Speeds
 from evener.team.terminal import say, warn
 
+SUMS: Final = "sums.json"
+"""Document of a checkpoint with the sums of a run's events up to there."""
+
 
 class RunTally(Sink):
-    """Adds up a run's events; on resume also those that earlier sessions have left in its folder.
+    """Adds up a run's events, over all of its sessions.
 
     Args:
         folder: The run folder.
+        earlier: The sums at the checkpoint that the run resumes from, as ``to_json`` has told them.
+            Without them, they are those of the events in the folder.
     """
 
     continues = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, earlier: Any = None) -> None:
         self._sums = EventTally()
+        self._earlier = earlier
         self._next_window: int | None = None
         self._has_gaps = False
         self._path = folder / EVENTS
@@ -38,22 +47,35 @@ class RunTally(Sink):
     def emit(self, event: Event) -> None:
         """Add an event."""
         if event["type"] == "run_resumed":
-            earlier = read_events(self._path, self._skip)
-            self._sums = EventTally.of([*earlier, event])
-        else:
-            self._sums.add(event)
+            self._sums = self._resumed(event["window"])
+        self._sums.add(event)
         if event["type"] == "run_started":
             self._next_window = event["window"]
         elif event["type"] == "window":
             self._has_gaps = self._has_gaps or event["window"] != self._next_window
             self._next_window = event["window"] + 1
 
+    def _resumed(self, window: int) -> EventTally:
+        if self._earlier is None:
+            return self._read(window)
+        try:
+            return EventTally.from_json(self._earlier)
+        except (TypeError, ValueError) as error:
+            warn(f"{SUMS} of the checkpoint is damaged, events are summed up instead: {error}")
+            return self._read(window)
+
+    def _read(self, before: int | float = math.inf) -> EventTally:
+        events = each_effective_event(self._path, self._skip)
+        return EventTally.of(e for e in events if e["type"] != "window" or e["window"] < before)
+
     @property
     def sums(self) -> EventTally:
         """The sums of the events; of those in the file, if another rank has recorded some."""
-        if self._has_gaps:
-            return EventTally.of(read_events(self._path, self._skip))
-        return self._sums
+        return self._read() if self._has_gaps else self._sums
+
+    def to_json(self) -> dict[str, Any] | None:
+        """Return the sums for a checkpoint; ``None`` if another rank has recorded some events."""
+        return None if self._has_gaps else self._sums.to_json()
 
     def close(self) -> None:
         """Keep the sums."""
@@ -70,6 +92,7 @@ def record(
     terminal: bool = False,
     tensorboard: bool = False,
     sinks: Sequence[SinkMaker] = (),
+    resumed: Checkpoint | None = None,
 ) -> RunTally:
     """Write the team's events to ``events.jsonl``, and show them to people; all ranks call it.
 
@@ -82,6 +105,7 @@ def record(
         terminal: Show progress on standard error.
         tensorboard: Write files for TensorBoard.
         sinks: Make sinks of the user's own.
+        resumed: The checkpoint that the run resumes from.
 
     Returns:
         The sums of the events; to be read on the main process.
@@ -90,7 +114,8 @@ def record(
         ConfigError: A function returned something else than a sink.
         EvenerError: The file cannot be opened.
     """
-    tally = RunTally(folder)
+    has_sums = resumed is not None and SUMS in resumed.manifest.files
+    tally = RunTally(folder, resumed.document(SUMS) if resumed and has_sums else None)
     # The tally reads the file before the event of a resume is written to it.
     most_bytes = most_mb * 10**6
     written = partial(JsonlSink, folder / EVENTS, on_warning=warn, most_bytes=most_bytes)

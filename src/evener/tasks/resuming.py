@@ -8,7 +8,7 @@ from evener.checkpoint import Checkpoint, find_newest, open_checkpoint
 from evener.config.folders import CHECKPOINTS, EVENTS, runs_of
 from evener.engine.team import Team
 from evener.errors import CheckpointError
-from evener.observe.jsonl import read_events
+from evener.observe.following import newest_event
 
 RUN = "run.json"
 """Document of a checkpoint in which a task says what it trained on, and how."""
@@ -95,8 +95,8 @@ def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = 
         results: What it leaves in the folder; a full disk may have kept it from that.
     """
     finished = False
-    if team.rank == 0 and (events := read_events(folder / EVENTS)):
-        last = [events[-1].get(key) for key in ("type", "reason", "window")]
+    if team.rank == 0 and (event := newest_event(folder / EVENTS)):
+        last = [event.get(key) for key in ("type", "reason", "window")]
         is_written = all((folder / name).exists() for name in results)
         finished = is_written and last == ["run_finished", "completed", window]
     return bool(team.introduce(finished)[0])

@@ -16,7 +16,7 @@ from evener.dashboard.shelf import Shelf
 from evener.dashboard.watching import RunWatch
 from evener.errors import ConfigError, UsageError
 from evener.observe import following
-from evener.observe.jsonl import to_line
+from evener.observe.event_lines import to_line
 from helpers.event_cases import committed_window, started
 
 
@@ -31,6 +31,8 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "outside" / EVENTS).touch()
     (tmp_path / EVENTS).touch()
     (root / "way out").symlink_to(tmp_path / "outside")
+    (root / "linked").mkdir()
+    (root / "linked" / EVENTS).symlink_to(tmp_path / EVENTS)
     os.utime(root / "first" / EVENTS, (2e9, 2e9))
     return root
 
@@ -52,7 +54,7 @@ def test_one_run(root: Path) -> None:
     "name",
     [
         *("", ".", "..", "../outside", "..%2foutside", "first/..", "first/../../outside", "/etc"),
-        *("first\0", "no run", "absent", "way out", "x" * 5000, "\ud800"),
+        *("first\0", "no run", "absent", "way out", "linked", "x" * 5000, "\ud800"),
     ],
 )
 def test_no_name_leads_out(root: Path, name: str) -> None:

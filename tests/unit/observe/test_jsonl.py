@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from evener.errors import EvenerError
-from evener.observe.jsonl import (
-    MOST_WAITING,
-    NUM_PARTS,
-    JsonlSink,
-    each_event,
-    parts_of,
-    read_events,
-    to_line,
-)
+from evener.observe.event_lines import to_line
+from evener.observe.following import each_event, read_events
+from evener.observe.jsonl import MOST_WAITING, NUM_PARTS, JsonlSink, parts_of
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:

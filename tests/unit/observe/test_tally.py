@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from evener.observe.events import make_event
+from evener.observe.lineage import effective_events
 from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window, started
 
@@ -65,13 +66,15 @@ def test_evaluation_after_the_last_window_changes_nothing() -> None:
 
 def test_time_between_sessions_does_not_count() -> None:
     tally = EventTally.of(
-        [
-            started(),
-            *(committed_window(window) for window in range(8)),
-            started(t=1000.0),
-            make_event("run_resumed", t=1000.0, window=6, path="step-6", new_data=False),
-            *(committed_window(window, t=1000.0 + window) for window in range(6, 14)),
-        ]
+        effective_events(
+            [
+                started(),
+                *(committed_window(window) for window in range(8)),
+                started(t=1000.0),
+                make_event("run_resumed", t=1000.0, window=6, path="step-6", new_data=False),
+                *(committed_window(window, t=1000.0 + window) for window in range(6, 14)),
+            ]
+        )
     )
     assert tally.total.windows == 14
     assert tally.total.weight == 1400.0
@@ -82,11 +85,15 @@ def test_time_between_sessions_does_not_count() -> None:
 
 def test_reformed_team_gives_back_void_windows() -> None:
     tally = EventTally.of(
-        [
-            *(committed_window(window) for window in range(3)),
-            make_event("reformed", t=3.0, window=1, generation=1, members=["b"]),
-            committed_window(1, t=4.0, samples=(10,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),)),
-        ]
+        effective_events(
+            [
+                *(committed_window(window) for window in range(3)),
+                make_event("reformed", t=3.0, window=1, generation=1, members=["b"]),
+                committed_window(
+                    1, t=4.0, samples=(10,), losses=(1.0,), times_s=((1.0, 0.0, 0.0),)
+                ),
+            ]
+        )
     )
     assert tally.total.windows == 2
     assert {name: (m.samples, m.windows) for name, m in tally.members.items()} == {
@@ -124,12 +131,14 @@ def test_the_speed_is_that_of_the_present_team() -> None:
 
 def test_elapsed_time_leaves_out_the_time_between_sessions() -> None:
     tally = EventTally.of(
-        [
-            started(t=0.0),
-            *(committed_window(window, t=1.0 + window) for window in range(3)),
-            make_event("run_resumed", t=100.0, window=2, path="x", new_data=False),
-            started(t=100.5),
-            committed_window(2, t=102.0),
-        ]
+        effective_events(
+            [
+                started(t=0.0),
+                *(committed_window(window, t=1.0 + window) for window in range(3)),
+                make_event("run_resumed", t=100.0, window=2, path="x", new_data=False),
+                started(t=100.5),
+                committed_window(2, t=102.0),
+            ]
+        )
     )
     assert tally.elapsed_s == 2.0 + 1.5, "window 2 of the first session is void"

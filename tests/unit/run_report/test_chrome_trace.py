@@ -123,9 +123,10 @@ def test_spans_lie_where_events_say_and_bytes_copies_and_reasons_are_shown():
 
 def history_with_spans() -> RunHistory:
     window = committed_window(0, t=1.0, times_s=((0.5, 0.2, 0.1), (0.9, 0.0, 0.1)))
-    spans = {"data_s": 0.1, "sent_bytes": 1000, "begins_s": [0.95, 0.85, 0.3, 0.2]}
+    ago = {"work_ago_s": 0.95, "wait_ago_s": 0.3, "sync_ago_s": 0.2}
+    spans = {"data_s": 0.1, "sent_bytes": 1000, **ago}
     window["ranks"][0] |= spans
-    window["ranks"][1] |= {"sent_bytes": 500, "begins_s": "damaged", "data_s": -1}
+    window["ranks"][1] |= {"sent_bytes": 500, "work_ago_s": "damaged", "data_s": -1}
     plan = {"window": 0, "generation": 0, "epoch": 0, "start": 0, "size": 10, "shares": [6, 4]}
     saved = {"window": 1, "path": "p", "num_bytes": 9, "write_s": 0.5, "begin_t": 1.2}
     history = RunHistory()

@@ -10,7 +10,7 @@ import pytest
 
 from evener import cli
 from evener.errors import ConfigError
-from evener.observe.jsonl import to_line
+from evener.observe.event_lines import to_line
 from evener.simulation.quantities import read_bandwidth, read_count, read_duration, read_speeds
 from helpers.event_cases import committed_window, started
 from helpers.limits import PATIENCE_S

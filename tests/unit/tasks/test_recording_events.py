@@ -9,8 +9,9 @@ from torch import nn
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.ddp import Ddp
 from evener.engine.results import Progress, RankRecord, WindowResult
-from evener.observe.events import Event, Sink
-from evener.observe.jsonl import read_events
+from evener.observe.events import Event, Sink, make_event
+from evener.observe.following import read_events
+from evener.observe.jsonl import JsonlSink
 from evener.tasks.recording import RunTally, record
 from helpers.event_cases import check_kinds, committed_window, started
 from helpers.teams import run_team, setup
@@ -113,8 +114,8 @@ def test_a_session_in_events(tmp_path: Path) -> None:
     assert first | {"member": ""} == {
         **{"rank": 0, "member": "", "samples": 3, "weight": 30.0, "loss": 2.0},
         **{"compute_s": pytest.approx(0.3), "wait_s": 0.2, "sync_s": 0.1, "elapsed_s": 0.0},
-        **{"data_s": 0.0, "sent_bytes": 0, "begins_s": [0.0] * 4},
-        **{"micro_batches": 1, "update_s": 0.0},
+        **{"data_s": 0.0, "sent_bytes": 0, "micro_batches": 1, "update_s": 0.0},
+        **{"work_ago_s": 0.0, "wait_ago_s": 0.0, "sync_ago_s": 0.0},
     }
     assert (second["rank"], second["samples"]) == (1, 1)
     assert events[7]["ranks"][1]["loss"] is None
@@ -138,21 +139,36 @@ def test_a_resumed_session_counts_what_was_done_before(tmp_path: Path) -> None:
     assert kinds[resumed : resumed + 2] == ["run_resumed", "run_started"]
 
 
-def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
-    began = started(members=["a"])
-    del began["window"]  # as before runs said with which window they begin
-    windows = [
-        committed_window(n, samples=(4,), losses=(2.0,), times_s=((0.7, 0.2, 0.1),)) for n in (0, 1)
-    ]
-    assert "elapsed_s" not in windows[0]["ranks"][0]
-    lines = [json.dumps(event) + "\n" for event in (began, *windows)]
-    (tmp_path / "events.jsonl").write_text("".join(lines))
-    with team_of(SingleCommunicator()) as ddp:
-        ddp.assembly.engine.progress = Progress(window=2)
-        tally = start(ddp, tmp_path, resumed_from=Path("step-2"))
-        ddp.events.window(result(2, (4,)))
-    assert tally.sums.total.windows == 3
-    assert tally.sums.total.weight == 120.0
-    # Read again from the file, as where another rank has recorded some of the windows.
+def tallied(folder: Path, earlier: Any = None, first: int = 0) -> RunTally:
+    tally = RunTally(folder, earlier)
+    if first:
+        resumed = {"window": first, "path": "x", "new_data": False}
+        tally.emit(make_event("run_resumed", t=100.0, **resumed))
+    tally.emit(started(t=100.0 * bool(first), window=first))
+    for window in range(first, first + 5):
+        tally.emit(committed_window(window, t=100.0 * bool(first) + window - first + 1))
+    return tally
+
+
+def test_sums_of_earlier_sessions_come_with_the_checkpoint(tmp_path: Path) -> None:
+    # There is no file of events, as after a run that has removed its oldest ones.
+    earlier = json.loads(json.dumps(tallied(tmp_path).to_json()))
+    tally = tallied(tmp_path, earlier, 5)
+    assert (tally.sums.total.windows, tally.sums.total.weight) == (10, 1000.0)
+    assert tally.sums.members["a"].samples == 60
+    assert (tally.sums.elapsed_s, tally.sums.speed()) == (10.0, 100.0)
+
+
+def test_without_sums_in_the_checkpoint_events_are_added_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with JsonlSink(tmp_path / "events.jsonl") as sink:
+        for event in (started(), *(committed_window(k) for k in range(8))):
+            sink.emit(event)
+    for earlier in (None, {"total": 5}):
+        assert tallied(tmp_path, earlier, 5).sums.total.windows == 10
+    assert "sums.json of the checkpoint is damaged" in capsys.readouterr().err
+    # Another rank has recorded some of the windows.
+    tally = tallied(tmp_path)
     tally.emit(committed_window(7))
-    assert tally.sums.total.windows == 3
+    assert (tally.sums.total.windows, tally.to_json()) == (8, None)

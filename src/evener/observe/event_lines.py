@@ -1,0 +1,156 @@
+"""Events as lines of JSON, and back.
+
+In memory, a ``window`` has a row for each rank (``RankRow``). In a line, its ``ranks`` are columns,
+so that each name is said once: a list with a value for each rank, or one value where all ranks have
+the same. Seconds (``compute_s``) are whole microseconds there (``compute_us``). The columns
+``rank`` and ``member`` are left out where they are those of an earlier line of the file with the
+same ``team``, which is a checksum of the two.
+"""
+
+import json
+import math
+from binascii import crc32
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+from evener.observe.events import Event, check_fields
+from evener.parsing import Fields, parse_json, short, whole
+
+#: Fields of a window that are left out of its line where they have this value.
+_USUAL: Final[dict[str, Any]] = {
+    "generation": 0,
+    "skipped": False,
+    "update_parts": 1,
+    "parked": [],
+}
+#: Columns that must be there, and others of numbers, beside those of microseconds.
+_NEEDED: Final = ("samples", "weight", "loss", "compute_us", "wait_us", "sync_us")
+_FURTHER: Final = ("sent_bytes", "micro_batches", "steps", "stale_steps")
+_WHOLE: Final = ("samples", *_FURTHER)
+_MOST_S: Final = 1e9
+#: Teams that a reader remembers; a run has a new one whenever its members change.
+_MOST_TEAMS: Final = 1024
+
+_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=str)
+
+
+class LineWriter:
+    """Turns the events of one file into lines; a team is named in the first line that has it."""
+
+    def __init__(self) -> None:
+        self._team: int | None = None
+
+    def line(self, event: Event) -> bytes:
+        """Return an event as a line of strict JSON; what JSON does not know becomes its text."""
+        if event["type"] == "window" and event["ranks"]:
+            event = {name: event[name] for name in event if event[name] != _USUAL.get(name, ...)}
+            event["ranks"] = self._columns(event["ranks"])
+        try:
+            text = _ENCODER.encode(event)
+        except ValueError:
+            text = _ENCODER.encode(strict_json(event))
+        return text.encode() + b"\n"
+
+    def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+        who = {name: [row[name] for row in rows] for name in ("rank", "member")}
+        team = _checksum(who)
+        columns: dict[str, Any] = {"team": team, **({} if team == self._team else who)}
+        self._team = team
+        for name in rows[0]:
+            if name in who:
+                continue
+            values: list[Any] = [row[name] for row in rows]
+            if name.endswith("_s"):
+                name = f"{name[:-2]}_us"
+                values = [int(1e6 * s + 0.5) if 0 < s < _MOST_S else 0 for s in values]
+            elif name == "weight":  # often a whole number
+                values = [int(value) if float(value).is_integer() else value for value in values]
+            is_one = values.count(values[0]) == len(values) and not isinstance(values[0], list)
+            columns[name] = values[0] if is_one else values
+        return columns
+
+
+class LineReader:
+    """Turns the lines of a run into events, in the order in which they were written."""
+
+    def __init__(self) -> None:
+        self._teams: dict[int, dict[str, list[Any]]] = {}
+
+    def event(self, line: bytes) -> dict[str, Any]:
+        """Return the event of a line; types and fields that are new pass.
+
+        Raises:
+            ValueError: It is not an event: a field is missing, or has a value that cannot be.
+        """
+        event: dict[str, Any] = Fields(parse_json(line)).values
+        if event.get("type") == "window":
+            event = {**_USUAL, **event, "ranks": self._rows(Fields(event).fields("ranks"))}
+        check_fields(event)
+        return event
+
+    def _rows(self, ranks: Fields) -> list[dict[str, Any]]:
+        who = self._who(ranks)
+        count = len(who["rank"])
+        columns: dict[str, list[Any]] = dict(who)
+        for name in _NEEDED:
+            _ = ranks[name]
+        for name, given in ranks.values.items():
+            if name in ("team", *who):
+                continue
+            values = given if isinstance(given, list) else [given] * count
+            if len(values) != count:
+                raise ValueError(f"ranks.{name} has {len(values)} values for {count} ranks")
+            if name in _NEEDED or name in _FURTHER or name.endswith("_us"):
+                _check_numbers(name, values)
+            if name.endswith("_us"):
+                name, values = f"{name[:-3]}_s", [value / 1e6 for value in values]
+            columns[name] = values
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def _who(self, ranks: Fields) -> dict[str, list[Any]]:
+        team = ranks.whole("team")
+        if "member" in ranks:
+            who = {"rank": ranks.items("rank"), "member": ranks.texts("member")}
+            for rank in who["rank"]:
+                whole(rank, "a rank of ranks")
+            if not len(who["rank"]) == len(who["member"]) == len(set(who["member"])):
+                raise ValueError(f"the ranks {short(who)} are not one member each")
+            if len(self._teams) >= _MOST_TEAMS:
+                self._teams.clear()
+            self._teams[team] = who
+        if team not in self._teams:
+            raise ValueError(f"ranks are of the team {team}, which no earlier line has named")
+        return self._teams[team]
+
+
+def to_line(event: Event) -> bytes:
+    """Return an event as a line that needs no earlier one."""
+    return LineWriter().line(event)
+
+
+def strict_json(value: Any) -> Any:
+    """Turn dataclasses, mappings and tuples into JSON; numbers that are not finite become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value):
+        return {part.name: strict_json(getattr(value, part.name)) for part in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return value
+
+
+def _checksum(who: Mapping[str, list[Any]]) -> int:
+    return crc32(repr(who).encode()) & 0xFFFF
+
+
+def _check_numbers(name: str, values: list[Any]) -> None:
+    least = -1e308 if name == "loss" else 0
+    kinds = (int,) if name in _WHOLE else (int, float)
+    for value in values:
+        if type(value) not in kinds or not least <= value <= 1e308:
+            if name == "loss" and value is None:  # what is not finite, or of no weight
+                continue
+            raise ValueError(f"ranks.{name} holds {short(value)}, which cannot be")
