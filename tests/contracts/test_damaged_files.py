@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.config.folders import folder_in_use
+from evener.config.folders import FolderLock
 from evener.config.runs import ModelConfig
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
@@ -174,8 +174,7 @@ def test_a_fifo_in_place_of_the_event_file_is_not_waited_for(tmp_path: Path) -> 
     os.mkfifo(path)
 
     def use_folder() -> None:
-        with folder_in_use(tmp_path):
-            pass
+        FolderLock(tmp_path).require()
 
     for use in (lambda: read_events(path), lambda: JsonlSink(path), use_folder):
         with pytest.raises(EvenerError, match=r"events\.jsonl cannot be .*"):

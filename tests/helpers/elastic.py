@@ -70,7 +70,7 @@ class ElasticThreads:
         self.lost: set[str] = set()
         self.left_out: set[str] = set()
         self.numbers: dict[str, int] = {}
-        self.epoch = 0
+        self.announced: dict[str, str] = {}
         self.threads: list[threading.Thread] = []
         self.fates: list[Fate] = []
         self.team: ThreadTeam | None = None
@@ -251,11 +251,11 @@ class ThreadMembership(Membership):
     def await_lease(self) -> None:
         pass
 
-    def announce_epoch(self, epoch: int) -> None:
-        self.team.epoch = epoch
+    def announce(self, key: str, text: str) -> None:
+        self.team.announced[key] = text
 
-    def team_epoch(self) -> int:
-        return self.team.epoch
+    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+        return self.team.announced.get(key, "")
 
     def close(self) -> None:
         pass

@@ -22,9 +22,10 @@ MARKUP = "<img src=x onerror=alert(1)>"
 HOLDER = """
 import sys
 from pathlib import Path
-from evener.config.folders import folder_in_use
+from evener.config.folders import FolderLock
 from evener.team.signals import StopSignals
-with folder_in_use(Path(sys.argv[1])), StopSignals() as signals:
+with FolderLock(Path(sys.argv[1])) as lock, StopSignals() as signals:
+    lock.require()
     tell("ready")
     while signals.requested is None:
         time.sleep(0.01)

@@ -3,11 +3,11 @@
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
+from evener.closing import Closing
 from evener.errors import CheckpointError, ConfigError
 from evener.files import open_regular
 
@@ -89,37 +89,65 @@ def claim_folder(parent: Path, name: str) -> Path:
         number += 1
 
 
-@contextmanager
-def folder_in_use(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing to a run's folder, for the length of the block.
+@final
+class FolderLock(Closing):
+    """Keeps processes of other runs from writing to a run's folder.
 
-    The lock is the kernel's, on the event file: it ends with this process, however that ends. File
-    systems that know no locks keep nobody out.
+    The main process of the run holds it. The lock is the kernel's, on the event file: it ends with
+    the process, however that ends, and the next main process takes it. File systems that know no
+    locks keep nobody out.
 
-    Raises:
-        CheckpointError: Another process has the folder in use, or its event file cannot be written.
+    Args:
+        folder: The run's folder.
     """
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
 
-    try:
-        descriptor = open_regular(folder / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / EVENTS} cannot be written: {error}; remove it, or choose another folder"
-        ) from None
-    with os.fdopen(descriptor, "ab") as events:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Take the lock if no other process has it; return whether this one has it now.
+
+        Raises:
+            CheckpointError: The event file cannot be written.
+        """
+        if self._descriptor is not None or sys.platform == "win32":
+            return True
+        import fcntl
+
+        path = self._folder / EVENTS
         try:
-            fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
             raise CheckpointError(
-                f"{folder} is in use: its run is still going on; wait for its end, or stop it"
+                f"{path} cannot be written: {error}; remove it, or choose another folder"
             ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
         except OSError:
             pass
-        yield
+        self._descriptor = descriptor
+        return True
+
+    def require(self) -> None:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: Another process has it, or the event file cannot be written.
+        """
+        if not self.take():
+            raise CheckpointError(
+                f"{self._folder} is in use: its run has not ended; wait for its end, or stop it"
+            )
+
+    def close(self) -> None:
+        """Release the lock if this process has it; idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def release_folder(folder: Path) -> None:
@@ -139,12 +167,12 @@ def agree_on_folder(team: "Team", parent: Path, name: str) -> Path:
         name: The run's name.
 
     Returns:
-        Rank 0's choice, which it has made.
+        The choice of the first rank, which has made it.
 
     Raises:
         ConfigError: The folder cannot be made.
     """
-    folder = str(claim_folder(parent, name)) if team.rank == 0 else ""
+    folder = str(claim_folder(parent, name)) if team.is_first else ""
     return Path(team.introduce(folder)[0])
 
 

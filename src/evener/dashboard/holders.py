@@ -19,7 +19,7 @@ _LOCKS: Final = Path("/proc/locks")
 def find_holder(folder: Path) -> int | None:
     """Return the number of the process that has a run folder in use; ``None`` if none is seen.
 
-    A run locks its event file (``config.folders.folder_in_use``), and the kernel tells who holds
+    A run locks its event file (``config.folders.FolderLock``), and the kernel tells who holds
     the lock. So this is never the number of another process that came later. Processes on other
     machines, and those in other containers, are not seen.
     """

@@ -28,6 +28,8 @@ from evener.protocol.formation import Formation, Standing
 from evener.protocol.generation import renewed
 from evener.protocol.row import Purpose
 
+#: Under this key the team announces its epoch.
+_EPOCH = "epoch"
 _ALONE = (
     "{} at {} is done by rank {} alone: it joins a team that has passed this point. With "
     "`for epoch in ddp.epochs(n)` its loop begins at the epoch of the team"
@@ -112,6 +114,8 @@ class ElasticEngine(Engine):
         self._is_in = not membership.is_joining
         #: Whether this rank has joined and not begun an epoch since.
         self._is_new = False
+        #: Whether the team has begun again with nobody that held its state, and no epoch since.
+        self._is_anew = False
         #: Whether this rank is where the windows of an epoch are planned.
         self._wants_plans = False
         #: Names of the ranks of the last generation that has begun.
@@ -122,6 +126,7 @@ class ElasticEngine(Engine):
         self._num_asked = 0
         self._answer: Any = None
         self._on_change: list[Callable[[Change], None]] = []
+        self._on_anew: list[Callable[[], None]] = []
 
     # ── for a leaf ───────────────────────────────────────────────────────────────────────────────
 
@@ -147,6 +152,14 @@ class ElasticEngine(Engine):
     def call_on_change(self, function: Callable[[Change], None]) -> None:
         """Call ``function`` with every change of an elastic team, on every rank."""
         self._on_change.append(function)
+
+    def call_on_anew(self, function: Callable[[], None]) -> None:
+        """Call ``function`` where no member of a new generation holds the team's state.
+
+        All members call it together, for loading a checkpoint. Then the state of the first one
+        goes to all.
+        """
+        self._on_anew.append(function)
 
     def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
         """As ``Engine.ask``; where a rank is lost, those who remain ask again."""
@@ -203,11 +216,15 @@ class ElasticEngine(Engine):
     def announce(self, epoch: int) -> None:
         """Tell workers that join later that an epoch begins."""
         if self.team.is_elastic and self.is_main:
-            self.team.announce_epoch(epoch)
+            self.team.announce(_EPOCH, str(epoch))
 
     def is_past(self, epoch: int) -> bool:
         """Return whether this rank is to join, and the team has committed an epoch already."""
-        return self.is_joining and epoch < self.team.known_epoch()
+        return self.is_joining and epoch < self._known_epoch()
+
+    def _known_epoch(self) -> int:
+        """Return the epoch that the team announced last."""
+        return int(self.team.announced(_EPOCH) or 0)
 
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Join the team, if that began before this rank came; see ``begin`` for the arguments."""
@@ -266,7 +283,7 @@ class ElasticEngine(Engine):
                 why = str(again)
             except LeftOutError as left_out:
                 self._drop_out(left_out, may_join=may_join)
-                if not self._wants_plans or self.cursor.epoch != self.team.known_epoch():
+                if not self._wants_plans or self.cursor.epoch != self._known_epoch():
                     return False
                 why = ""
 
@@ -296,6 +313,8 @@ class ElasticEngine(Engine):
         self._use_team()
         told = self._introduce(is_new=is_new)
         formed_s = time.perf_counter()
+        if not formation.has_state:
+            self._begin_anew()
         num_bytes = self._heal(formation) if formation.receivers else 0
         self._set_progress(self.progress)  # a team in which nobody held state may have loaded one
         self._compare(formation.base)
@@ -312,7 +331,11 @@ class ElasticEngine(Engine):
         if self._cursor is not None:
             self.announce(self._cursor.epoch)
         plans = all(one["plans"] for one in told.values() if not one["is_new"])
-        if is_new:  # unless it comes back into the epoch that it was in
+        places = {one["plans"] for one in told.values()}
+        self._is_anew = not formation.has_state and len(places) == 1
+        if self._is_anew:  # all are at the same place of their scripts
+            plans = self._wants_plans
+        elif is_new:  # unless it comes back into the epoch that it was in
             plans &= self._wants_plans and self.cursor.epoch == epoch
             self._is_new = not plans
         if self._is_new:
@@ -332,6 +355,20 @@ class ElasticEngine(Engine):
         self.team.leave()
         self.state = self.state.end()._replace(planner=-1)
         raise KeyboardInterrupt(f"rank {self.rank} has left the team in window {self.window}")
+
+    def _begin_anew(self) -> None:
+        """Let the run load what it has saved, as no worker is left that holds its state."""
+        for load in self._on_anew:
+            load()
+        window = self.window
+        text = f"no worker is left that holds the team's state; it continues with window {window}"
+        if not window:
+            text = (
+                "no worker is left that holds the team's state; it begins again at window 0. Save "
+                "checkpoints with ddp.save, and call ddp.load before the first epoch where there "
+                "is one, to lose less"
+            )
+        self.habits.notice(text)
 
     def _standing(self) -> Standing:
         return Standing(

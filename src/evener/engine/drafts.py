@@ -69,8 +69,10 @@ class DraftingEngine(LateEngine):
 
     def work(self) -> Iterator[Work]:
         """Plan the first windows, and go through what is left of the epoch."""
-        if self.world_size > 1 and not (self.has_just_joined or self.policy.is_calibrated):
+        is_known = self.has_just_joined or self.policy.is_calibrated
+        if self.world_size > 1 and (self._is_anew or not is_known):
             self._calibrate()
+        self._is_anew = False
         self._park_again()
         self._step_in()
         self._wants_plans = True

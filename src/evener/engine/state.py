@@ -114,6 +114,8 @@ class TrainingState:
         self.sharded = sharded
         #: Objects of the user, by name, in the order in which they were registered.
         self._registered: dict[str, Stateful] = {}
+        #: Objects whose state other ranks receive, and checkpoints do not hold.
+        self._carried: dict[str, Stateful] = {}
         #: Restored states whose objects have not been registered yet.
         self._waiting: dict[str, Any] = {}
         self.num_bytes = 0
@@ -132,6 +134,10 @@ class TrainingState:
         self._registered[name] = stateful
         if name in self._waiting:
             stateful.load_state_dict(self._waiting.pop(name))
+
+    def carry(self, name: str, stateful: Stateful) -> None:
+        """Add an object whose state ranks receive that were away, but that checkpoints lack."""
+        self._carried[name] = stateful
 
     def check_identity(self) -> None:
         """The model must hold the parameters that are averaged and stepped, not others instead.
@@ -154,12 +160,13 @@ class TrainingState:
         return [own_state(optimizer) for optimizer in self.optimizers]
 
     def collect(
-        self, optimizers: Sequence[OptimizerState]
+        self, optimizers: Sequence[OptimizerState], *, travels: bool = False
     ) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
         """Return the state as a document and the tensors that it names, which are no copies.
 
         Args:
             optimizers: The optimizers' states, which need not be those of this rank.
+            travels: Whether it is for another rank, not for a checkpoint.
         """
         groups: dict[str, Mapping[str, Tensor]] = {
             stem_of(number): tensors for number, (tensors, _) in enumerate(optimizers)
@@ -167,7 +174,7 @@ class TrainingState:
         registered_tensors: dict[str, Tensor] = {}
         registered = {
             name: encode(dict(one.state_dict()), path=name, tensors=registered_tensors)
-            for name, one in self._registered.items()
+            for name, one in {**self._registered, **(self._carried if travels else {})}.items()
         }
         if registered_tensors:
             groups[REGISTERED] = registered_tensors
@@ -194,6 +201,8 @@ class TrainingState:
     def _restore_registered(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Hand out states; return those of objects that are not registered yet."""
         waiting = dict(states)
+        for name in self._carried.keys() & waiting.keys():
+            self._carried[name].load_state_dict(waiting.pop(name))
         for name in self._registered:
             if name not in waiting:
                 raise CheckpointError(
@@ -237,7 +246,7 @@ class TrainingState:
             The ``counters`` of the rank that sends.
         """
         sends = comm.rank == source
-        document, groups = self.collect(self.own_states()) if sends else ({}, {})
+        document, groups = self.collect(self.own_states(), travels=True) if sends else ({}, {})
         index = [
             [group, name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
             for group, tensors in groups.items()

@@ -95,13 +95,18 @@ class Team:
         """Return when this rank may commit; at once in a fixed team."""
         self.membership.await_lease()
 
-    def announce_epoch(self, epoch: int) -> None:
-        """Tell workers that join later that an epoch begins; on the main rank."""
-        self.membership.announce_epoch(epoch)
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of those that are present."""
+        return self.rank == self.members[0]
 
-    def known_epoch(self) -> int:
-        """Return the epoch that the team announced last."""
-        return self.membership.team_epoch()
+    def announce(self, key: str, text: str) -> None:
+        """Tell workers that join an elastic team later something of the run."""
+        self.membership.announce(key, text)
+
+    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+        """Return what the team has announced, or an empty text after ``timeout_s``."""
+        return self.membership.announced(key, timeout_s)
 
     @property
     def away(self) -> frozenset[int]:

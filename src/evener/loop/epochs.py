@@ -65,6 +65,7 @@ class EpochLoop(ABC):
             The number of each epoch when this rank has left it.
         """
         self.ddp.on_commit(self.on_commit)
+        self.loader.join()
         while not self.ddp.stopping and not self.has_ended:
             epoch = self.loader.cursor.epoch
             self.begin_epoch(epoch)

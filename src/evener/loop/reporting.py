@@ -3,10 +3,11 @@
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
 from evener.engine.changing import Change
@@ -19,6 +20,9 @@ from evener.planning.stragglers import Straggler
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
+
+#: So many windows the next main process records again, as the one before may have been lost first.
+_SECONDED: Final = 4
 
 
 class RunFacts(TypedDict, total=False):
@@ -65,6 +69,9 @@ class EventStream:
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
         self._shares: list[int] = []
+        #: The last windows that the main process of an elastic team, another rank, has recorded,
+        #: unless it was lost before.
+        self._seconded: deque[WindowResult] = deque(maxlen=_SECONDED)
         self.parked: tuple[int, ...] = ()
         self._facts: dict[str, Any] = {
             "t": time.time(),
@@ -166,7 +173,12 @@ class EventStream:
         """Record a committed window, its plan where shares changed, and stragglers."""
         if not self._engine.is_main:
             self._has_started = True  # the main process has written ``run_started``
-            return
+        if self._team.is_elastic and (self._seconded or not self._engine.is_main):
+            self._seconded.append(result)  # ``change`` records it if this rank is the main one now
+        elif self._engine.is_main:
+            self._record(result)
+
+    def _record(self, result: WindowResult) -> None:
         state, team = self._engine.state, self._engine.team
         place: dict[str, Any] = {
             "t": round(result.applied_t, 5),
@@ -258,7 +270,12 @@ class EventStream:
 
     def change(self, change: Change) -> None:
         """Record that the team has changed: who was lost, who joined, and what it took."""
-        window, generation = change.window, change.generation
+        if not self._engine.is_main:
+            return
+        again, generation = [*self._seconded], change.generation
+        self._seconded.clear()
+        # Readers drop what the main process before this one has recorded from this window on.
+        window = again[0].window if again else change.window
         for rank, name in change.lost.items():
             self.tell("worker_lost", rank=rank, member=name, window=window, reason=change.why)
         for rank, name in change.left.items():
@@ -284,6 +301,8 @@ class EventStream:
         for rank, name in change.joined.items():
             place = {"window": window, "generation": generation}
             self.tell("worker_joined", rank=rank, member=name, **place)
+        for result in again:
+            self._record(result)
 
     def evaluation(self, window: int, loss: float, weight: float, elapsed_s: float) -> None:
         """Record the held-out loss after so many windows."""
@@ -315,12 +334,16 @@ class EventStream:
             self.tell("run_finished", window=window, reason=reason, message=message)
 
     def end(self, *, failed: bool, error: BaseException | None) -> None:
-        """Tell the end, unless it has been told, and close all sinks; idempotent."""
-        self._tell_start()
-        engine = self._engine
-        reason = "failed" if failed else "stopped" if engine.stopping else "completed"
-        message = f"{type(error).__name__}: {error}" if failed and error is not None else None
-        self.finish(engine.window, reason, message)
+        """Tell the end, unless it has been told, and close all sinks; idempotent.
+
+        One worker that fails does not end the run of an elastic team.
+        """
+        if not (failed and self._team.is_elastic):
+            self._tell_start()
+            engine = self._engine
+            reason = "failed" if failed else "stopped" if engine.stopping else "completed"
+            message = f"{type(error).__name__}: {error}" if failed and error is not None else None
+            self.finish(engine.window, reason, message)
         self._close_sinks()
 
 

@@ -14,6 +14,9 @@ from evener.parsing import Fields, whole
 NO_NUMBER: Final = -1
 """The number of a worker for which there is none as long as others have them all."""
 
+WHOLE_RUN: Final = 0
+"""Generation under which the coordinator keeps what holds for all generations."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:

@@ -125,6 +125,11 @@ class CausalLanguageModel(Task):
         """Return what makes a checkpoint load with transformers."""
         return {CONFIG: config_json(self.model), **self._tokenizer.files()}
 
+    def adopt(self, documents: Mapping[str, Any]) -> None:
+        """Take over since when the run has had its present data."""
+        self._description = documents[RUN]
+        self.first_window = self._description["beginning"]["window"]
+
     def recognise(self, checkpoint: Checkpoint) -> bool:
         """Look for damage in the run's description, the tokenizer and the configuration."""
         read_run(checkpoint)
@@ -153,8 +158,7 @@ class CausalLanguageModel(Task):
             began: dict[str, Any] = {"window": engine.turns, "weight": ddp.progress.weight}
         else:
             began = saved.get("beginning", now["beginning"])
-        self._description = {**now, "beginning": began}
-        self.first_window = began["window"]
+        self.adopt({RUN: {**now, "beginning": began}})
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────
 

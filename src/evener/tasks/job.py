@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from evener.checkpoint import Checkpoint
 from evener.config.folders import (
     CHECKPOINTS,
     SUMMARY,
-    agree_on_folder,
-    folder_in_use,
+    FolderLock,
     release_folder,
 )
 from evener.config.options import Keys, TaskOptions
@@ -36,7 +35,7 @@ from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
-from evener.tasks.resuming import choose_checkpoint, is_finished
+from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
 from evener.tasks.run_results import TaskResult
 from evener.team.environment import DistributedTrainConfig
 from evener.team.signals import StopSignals
@@ -147,8 +146,16 @@ class Task(ABC):
         return {}
 
     def adopt(self, documents: Mapping[str, Any]) -> None:
-        """Take over the main process's ``documents``, as parked ranks miss evaluations."""
+        """Take over another rank's ``documents``, as ranks that were away miss evaluations."""
         return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins, or was parked, has to know; tensors may be among it."""
+        return {"documents": self.documents()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another rank's ``state_dict``."""
+        self.adopt(state["documents"])
 
     def recognise(self, checkpoint: Checkpoint) -> bool:
         """Look for damage in what ``documents`` and ``assets`` have left; on rank 0.
@@ -220,6 +227,7 @@ class Job(EpochLoop):
         self.team = ddp.assembly.team
         self.folder = options.out
         self.resumed: Checkpoint | None = None
+        self._lock = FolderLock(self.folder)
         self._task = task
         self._engine = ddp.assembly.engine
         self._sinks = find_sinks(config.sinks)
@@ -230,15 +238,15 @@ class Job(EpochLoop):
 
     def go(self) -> TaskResult:
         """Do all that is left to do of the run; all ranks call it together."""
-        parent, name = self.options.out, str(self.config.name)
         is_main = self.ddp.is_main_process
-        if self.options.resume:
-            self.folder, self.resumed = choose_checkpoint(
-                self.team, parent, name, say=self.warn, check=self._check
-            )
-        else:
-            self.folder = agree_on_folder(self.team, parent, name)
-        with folder_in_use(self.folder) if is_main else nullcontext():
+        self.folder, self.resumed = find_run(
+            self.team, self.options, self.config, say=self.warn, check=self._check
+        )
+        self._lock = FolderLock(self.folder)
+        with self._lock:
+            if is_main:
+                self._lock.require()
+            self.team.announce(RUN_FOLDER, str(self.folder))
             try:
                 self._prepare()
             except BaseException:
@@ -284,11 +292,24 @@ class Job(EpochLoop):
             prefetch=task.prefetch,
             max_steps=config.max_steps,
         )
-        if self.resumed is not None:
+        self.ddp.assembly.state.carry("evener/job", self)
+        self._engine.call_on_anew(self._load_newest)
+        if self.team.is_joining:
+            self.loader.join()
+        elif self.resumed is not None:
             task.resume(self, self.resumed)
         per_epoch = len(self.loader)
         self._num_windows = config.max_steps or task.first_window + config.epochs * per_epoch
         task.set_length((self._num_windows - task.first_window) / per_epoch)
+
+    def _load_newest(self) -> None:
+        """Load the newest checkpoint of the run, as no worker holds its state any more."""
+        found = choose_checkpoint(self.team, [self.folder], say=self.warn, check=self._check)
+        if found is not None:
+            self.resumed = found[1]
+            self._task.resume(self, self.resumed)
+        else:  # what earlier workers have written is void from the first window on
+            self.ddp.events.learn(resumed_from=self.folder)
 
     def _is_complete(self) -> bool:
         """Return whether an earlier session has done all of it."""
@@ -330,10 +351,21 @@ class Job(EpochLoop):
             documents=self._documents,
         )
         with closing(self.checkpointer):
-            task.begin(self)
+            if not self._engine.has_just_joined:
+                task.begin(self)
             for _ in self.epochs():
                 pass
             return self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that joins, or was parked, has to know of the job."""
+        return {"evaluated": list(self._evaluated), "task": self._task.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another rank knows of the job."""
+        window, loss = state["evaluated"]
+        self._evaluated = window, loss
+        self._task.load_state_dict(state["task"])
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────
 
@@ -354,6 +386,8 @@ class Job(EpochLoop):
 
     def on_commit(self, result: WindowResult) -> None:
         """Evaluate and save where that is due; the window has been recorded."""
+        if self.ddp.is_main_process:  # the one before may have been lost, and its lock with it
+            self._lock.take()
         every = self.config.eval.every
         if every and result.progress.window % every == 0 and not self.ddp.stopping:
             self._evaluate()

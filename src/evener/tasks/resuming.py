@@ -1,50 +1,116 @@
 """Which checkpoint a run resumes from, and whether anything of the run is left to do."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Final
 
 from evener.checkpoint import Checkpoint, find_newest, open_checkpoint
-from evener.config.folders import CHECKPOINTS, EVENTS, runs_of
+from evener.config.folders import CHECKPOINTS, EVENTS, FolderLock, agree_on_folder, runs_of
+from evener.config.options import TaskOptions
+from evener.config.runs import JobConfig
 from evener.engine.team import Team
-from evener.errors import CheckpointError
+from evener.errors import CheckpointError, ConfigError
 from evener.observe.following import newest_event
 
 RUN = "run.json"
 """Document of a checkpoint in which a task says what it trained on, and how."""
 
+RUN_FOLDER: Final = "run"
+"""Under this key an elastic team tells workers that join where its run is."""
 
-def choose_checkpoint(
+
+def find_run(
     team: Team,
-    parent: Path,
-    name: str,
+    options: TaskOptions,
+    config: JobConfig,
     *,
     say: Callable[[str], None],
     check: Callable[[Checkpoint], None],
-) -> tuple[Path, Checkpoint]:
+) -> tuple[Path, Checkpoint | None]:
+    """Return the run's folder, and the checkpoint that it resumes from, if it does.
+
+    All ranks call it together; one that joins a team calls it alone.
+
+    Args:
+        team: The ranks.
+        options: How the run was started.
+        config: What the user asked for.
+        say: See ``choose_checkpoint``.
+        check: See ``choose_checkpoint``.
+
+    Raises:
+        CheckpointError: There is nothing to resume from, or ranks see different checkpoints.
+        ConfigError: The folder cannot be made, or is not to be found here.
+    """
+    parent, name = options.out, str(config.name)
+    if team.is_joining:
+        return _hear_folder(team), None
+    if options.resume:
+        found = choose_checkpoint(team, runs_of(parent, name), say=say, check=check)
+        if found is None:
+            raise CheckpointError(
+                f"no run {name!r} in {parent.absolute()} holds a complete checkpoint to resume "
+                "from; start without --resume"
+            )
+        return found
+    if team.is_elastic:
+        asked = config.model_dump(mode="json")
+        unfinished = find_unfinished(parent, name, asked) if team.is_first else []
+        found = choose_checkpoint(team, unfinished, say=say, check=check)
+        if found is not None:
+            say(
+                f"{found[0]} was started in the same way and has not been completed: it continues "
+                f"from {found[1].path.name}; to begin another run, give another --name"
+            )
+            return found
+    return agree_on_folder(team, parent, name), None
+
+
+def _hear_folder(team: Team) -> Path:
+    """Return the folder of the run that this rank joins."""
+    timeout_s = team.comm.timeout_s
+    told = team.announced(RUN_FOLDER, timeout_s)
+    if not told:
+        raise ConfigError(
+            f"the team has not told the folder of its run within {timeout_s:g} s (timeout_s); "
+            "check that its workers run the same command as this one"
+        )
+    if not Path(told).is_dir():
+        raise ConfigError(
+            f"the run's folder {told} is not on this machine; put --out on storage that every "
+            "worker sees"
+        )
+    return Path(told)
+
+
+def choose_checkpoint(
+    team: Team,
+    folders: Iterable[Path],
+    *,
+    say: Callable[[str], None],
+    check: Callable[[Checkpoint], None],
+) -> tuple[Path, Checkpoint] | None:
     """Find the newest run that has a complete checkpoint; all ranks call it together.
 
     Args:
         team: The ranks.
-        parent: Folder of runs.
-        name: The run's name.
+        folders: Those of the runs, the newest first; what the first rank gives counts.
         say: Told, in a sentence, of each newer run or checkpoint that cannot be used.
-        check: Asked on rank 0; raises a ``CheckpointError`` where what a checkpoint holds is
-            damaged, so that the one before it is taken.
+        check: Asked on the first rank; raises a ``CheckpointError`` where what a checkpoint holds
+            is damaged, so that the one before it is taken.
 
     Returns:
-        The run's folder, and its newest complete checkpoint.
+        The run's folder, and its newest complete checkpoint; ``None`` where there is none.
 
     Raises:
-        CheckpointError: There is none, or ranks see different ones.
+        CheckpointError: Ranks see different ones.
     """
-    own = _newest_of_any(runs_of(parent, name), say, check) if team.rank == 0 else None
+    own = _newest_of_any(folders, say, check) if team.is_first else None
     found = team.introduce(own and [str(own[0]), own[1].path.name])[0]
     if found is None:
-        raise CheckpointError(
-            f"no run {name!r} in {parent.absolute()} holds a complete checkpoint to resume from; "
-            "start without --resume"
-        )
+        return None
     folder, step = Path(found[0]), found[1]
     checkpoint: Checkpoint | None = None
     try:
@@ -62,6 +128,27 @@ def choose_checkpoint(
             )
     assert checkpoint is not None
     return folder, checkpoint
+
+
+def find_unfinished(parent: Path, name: str, config: Mapping[str, Any]) -> list[Path]:
+    """Return the folder of the newest run of a name, if an elastic team has to continue it.
+
+    That is a run which was started with the same configuration, has a complete checkpoint, was not
+    completed, and has no process that is at work on it.
+
+    Args:
+        parent: Folder of runs.
+        name: The run's name.
+        config: What the user asks for, in JSON.
+    """
+    for folder in runs_of(parent, name)[:1]:
+        with FolderLock(folder) as lock, suppress(CheckpointError):
+            if lock.take() and not _was_completed(folder):
+                checkpoint = find_newest(folder / CHECKPOINTS)
+                saved = checkpoint.document(RUN) if checkpoint is not None else None
+                if isinstance(saved, dict) and saved.get("config") == config:
+                    return [folder]
+    return []
 
 
 def _newest_of_any(
@@ -90,13 +177,19 @@ def is_finished(team: Team, folder: Path, window: int, results: Sequence[str] = 
 
     Args:
         team: The ranks.
-        folder: The run folder, which rank 0 looks into.
+        folder: The run folder, which the first rank looks into.
         window: Windows that the run has.
         results: What it leaves in the folder; a full disk may have kept it from that.
     """
     finished = False
-    if team.rank == 0 and (event := newest_event(folder / EVENTS)):
-        last = [event.get(key) for key in ("type", "reason", "window")]
+    if team.is_first:
         is_written = all((folder / name).exists() for name in results)
-        finished = is_written and last == ["run_finished", "completed", window]
+        finished = is_written and _was_completed(folder, window)
     return bool(team.introduce(finished)[0])
+
+
+def _was_completed(folder: Path, window: int | None = None) -> bool:
+    """Return whether the last event of a run tells its end, at ``window`` if that is given."""
+    last = newest_event(folder / EVENTS) or {}
+    is_end = [last.get("type"), last.get("reason")] == ["run_finished", "completed"]
+    return is_end and window in (None, last["window"])

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evener.checkpoint import find_newest
+from evener.config.folders import CHECKPOINTS
 from evener.config.pretrain import RunConfig
 from evener.data.corpus import Corpus, open_corpus, prepare_corpus
 from evener.data.documents import DocumentSource, IterableSource
@@ -28,7 +30,8 @@ def prepare_text(
 ) -> tuple[Corpus, CausalTokenizer]:
     """Return the tokenised text and what made its ids; all ranks call it together.
 
-    The first rank of each host tokenises, the others wait for it.
+    The first rank of each host tokenises, the others wait for it. A rank that joins a team later is
+    alone.
 
     Args:
         job: What the text is for.
@@ -40,15 +43,18 @@ def prepare_text(
         DataError: The text is missing or unfit.
     """
     team, environment = job.team, job.ddp.assembly.environment
-    if tokenizer is None and job.resumed is not None:
-        tokenizer = load_tokenizer(job.resumed.path)
+    checkpoint = job.resumed
+    if tokenizer is None and team.is_joining:
+        checkpoint = find_newest(job.folder / CHECKPOINTS)
+    if tokenizer is None and checkpoint is not None:
+        tokenizer = load_tokenizer(checkpoint.path)
     # Beside the runs of this machine: the run's own folder is where rank 0 has put it.
     cache = job.options.out.absolute() / ".cache"
     if config.data.cache is not None:
         cache = Path(config.data.cache).expanduser()
     preparation = _Preparation(config, cache, records, job.options.quiet)
     corpus, place = None, {"signature": "", "tokenizer": ""}
-    if environment.local_rank == 0:
+    if environment.local_rank == 0 or team.is_joining:
         corpus, tokenizer, place = preparation.run(tokenizer)
     places = team.introduce(place, timeout_s=PREPARE_TIMEOUT_S)
     if corpus is None:

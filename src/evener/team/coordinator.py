@@ -21,6 +21,7 @@ from evener.errors import ConfigError, LaunchError
 from evener.parsing import Fields, parse_json, short
 from evener.protocol.formation import (
     NO_NUMBER,
+    WHOLE_RUN,
     Deadlines,
     Formation,
     ProcessState,
@@ -408,9 +409,9 @@ class GenerationStore:
         if generation == self._newest:
             return
         self._newest = generation
-        for place in [place for place in self._values if place[0] < generation]:
+        for place in [place for place in self._values if WHOLE_RUN < place[0] < generation]:
             self._remove(place)
-        for waiting in [one for one in self._waits if one.generation < generation]:
+        for waiting in [one for one in self._waits if WHOLE_RUN < one.generation < generation]:
             self._waits.remove(waiting)
             waiting.answer({"number": waiting.number, "error": "its generation is over"})
 
@@ -432,7 +433,7 @@ class GenerationStore:
         what, keys = fields.text("what"), fields.texts("keys")
         if not keys or (what not in ("holds",) and len(keys) != 1):
             raise ValueError(f"keys is {short(keys)}, not one key")
-        if generation != self._newest:
+        if generation not in (WHOLE_RUN, self._newest):
             answer({"number": number, "error": f"generation {generation} is over"})
             return
         place = generation, keys[0]

@@ -12,6 +12,7 @@ from evener.errors import EvenerError, LeftOutError, TeamRefusedError
 from evener.parsing import Fields
 from evener.protocol.formation import (
     NO_NUMBER,
+    WHOLE_RUN,
     Formation,
     Standing,
     formation_fields,
@@ -68,6 +69,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._micro_batches, self._phase = 0, "joining"
         self._answers: dict[int, Fields | None] = {}
         self._num_asked = 0
+        self._announced: dict[str, str] = {}
         super().__init__(address, token=token, member=member, role="worker", timeout_s=timeout_s)
 
     # ── membership ───────────────────────────────────────────────────────────────────────────────
@@ -194,6 +196,16 @@ class CoordinatorLink(CoordinatorConnection):
         patience_s = self.deadlines.timeout_s if timeout_s is None else timeout_s
         return RelayedStore(_LinkValues(self, generation), patience_s)
 
+    def announce(self, key: str, text: str) -> None:
+        """Leave a text with the coordinator for the whole run; only members of the team may.
+
+        It is told again in each generation, and to a coordinator that was restarted. Whoever reads
+        the store of generation ``WHOLE_RUN`` finds it.
+        """
+        with self._changed:
+            self._announced[key] = text
+            self._post(_announcement(key, text))
+
     def ask_store(self, request: Message, timeout_s: float) -> Any:
         """Send a request to the store, and return the answer.
 
@@ -238,7 +250,8 @@ class CoordinatorLink(CoordinatorConnection):
         self._generation = welcome.whole("generation")
         number = welcome.whole("number", least=NO_NUMBER)
         self._number = number
-        return [] if self._asking is None else [self._asking]
+        told = [_announcement(key, text) for key, text in self._announced.items()]
+        return told if self._asking is None else [*told, self._asking]
 
     def _beat(self, now_s: float) -> Message:
         return {
@@ -287,6 +300,8 @@ class CoordinatorLink(CoordinatorConnection):
         self._held = formation
         self._number = formation.numbers[formation.members.index(self.member)]
         self._beat_soon()  # for the lease
+        for key, text in self._announced.items():  # who told them before may be lost
+            self._post(_announcement(key, text))
         return formation
 
     def _is_answered(self) -> bool:
@@ -303,6 +318,20 @@ class CoordinatorLink(CoordinatorConnection):
             raise TeamRefusedError(self._refusal)
 
 
+def _announcement(key: str, text: str) -> Message:
+    request = {
+        "generation": WHOLE_RUN,
+        "what": "put",
+        "keys": [key],
+        "value": _encode(text.encode()),
+    }
+    return {"type": "store", "number": 0, **request}  # nobody waits for the answer
+
+
+def _encode(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
 @final
 class _LinkValues(KeyValues):
     """The store of one generation, by way of the link."""
@@ -312,7 +341,7 @@ class _LinkValues(KeyValues):
         self._generation = generation
 
     def put(self, key: str, value: bytes) -> None:
-        self._ask("put", [key], value=base64.b64encode(value).decode())
+        self._ask("put", [key], value=_encode(value))
 
     def fetch(self, key: str, timeout_s: float) -> bytes:
         answer: str = self._ask("fetch", [key], timeout_s, timeout_s=timeout_s)

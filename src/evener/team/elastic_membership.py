@@ -14,7 +14,13 @@ from evener.comm.rendezvous import MeetingPoint, choose_devices, first_line
 from evener.comm.shared import share_memory
 from evener.comm.wires import Wires
 from evener.errors import ConfigError, LaunchError, LeftOutError, PeerLostError
-from evener.protocol.formation import NO_NUMBER, Formation, Standing, parse_team_limits
+from evener.protocol.formation import (
+    NO_NUMBER,
+    WHOLE_RUN,
+    Formation,
+    Standing,
+    parse_team_limits,
+)
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
@@ -26,7 +32,6 @@ from evener.team.signals import StopSignals
 
 #: Longest wait for members that connect to one another; one that dies meanwhile does not come.
 _CONNECT_S = 10.0
-_EPOCH = "epoch"
 _PAUSE_S = 0.05
 
 
@@ -175,18 +180,21 @@ class ElasticMembership(Membership):
                 f"rank {self.number} may not commit in generation {self.generation}: {why}"
             )
 
-    def announce_epoch(self, epoch: int) -> None:
-        """Leave the epoch with the coordinator."""
-        with suppress(RuntimeError):  # who joins then begins at an earlier one, and finds it done
-            self._link.store(self.generation, _CONNECT_S).set(_EPOCH, str(epoch))
+    def announce(self, key: str, text: str) -> None:
+        """Leave a text with the coordinator."""
+        self._link.announce(key, text)
 
-    def team_epoch(self) -> int:
-        """Return the epoch that the team announced last, in its present generation."""
-        store = self._link.store(self._link.generation, _CONNECT_S)
-        with suppress(RuntimeError):
-            if store.check([_EPOCH]):
-                return int(store.get(_EPOCH))
-        return 0
+    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+        """Ask the coordinator for what a member has announced."""
+        store = self._link.store(WHOLE_RUN, _CONNECT_S)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
+                if store.check([key]):
+                    return store.get(key).decode()
+            if time.monotonic() >= deadline:
+                return ""
+            time.sleep(_PAUSE_S)
 
     def leave(self, *, finished: bool) -> None:
         """Tell the coordinator."""

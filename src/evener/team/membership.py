@@ -90,12 +90,12 @@ class Membership(Closing):
         """
 
     @abstractmethod
-    def announce_epoch(self, epoch: int) -> None:
-        """Tell workers that join later where the team is; on its main rank."""
+    def announce(self, key: str, text: str) -> None:
+        """Tell workers that join later something of the run; of one key, the last text counts."""
 
     @abstractmethod
-    def team_epoch(self) -> int:
-        """Return the epoch that the team announced last; 0 before the first one."""
+    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+        """Wait for what the team announces; return it, or an empty text after ``timeout_s``."""
 
 
 @final
@@ -142,12 +142,12 @@ class FixedMembership(Membership):
     def await_lease(self) -> None:
         """Return: nobody goes on without this rank."""
 
-    def announce_epoch(self, epoch: int) -> None:
+    def announce(self, key: str, text: str) -> None:
         """Do nothing: nobody joins."""
 
-    def team_epoch(self) -> int:
-        """Return 0: nobody joins."""
-        return 0
+    def announced(self, key: str, timeout_s: float = 0.0) -> str:
+        """Return an empty text: nobody joins."""
+        return ""
 
     def close(self) -> None:
         """Do nothing."""

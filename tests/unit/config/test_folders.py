@@ -5,10 +5,10 @@ import pytest
 
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.config.folders import (
+    FolderLock,
     agree_on_folder,
     check_resumable,
     claim_folder,
-    folder_in_use,
     release_folder,
     runs_of,
 )
@@ -123,9 +123,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_in_use_is_refused_until_its_run_has_ended(tmp_path: Path) -> None:
     folder = claim_folder(tmp_path, "x")
-    with folder_in_use(folder):
-        message = f"{folder} is in use: .*; wait for its end"
-        with pytest.raises(CheckpointError, match=message), folder_in_use(folder):
-            pytest.fail("both have it")
-    with folder_in_use(folder):
-        assert (folder / "events.jsonl").stat().st_size == 0
+    first, second = FolderLock(folder), FolderLock(folder)
+    first.require()
+    assert first.take()
+    assert not second.take()
+    with pytest.raises(CheckpointError, match=f"{folder} is in use: .*; wait for its end"):
+        second.require()
+    first.close()
+    assert second.take()
+    assert (folder / "events.jsonl").stat().st_size == 0
+    second.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.config.folders import EVENTS, folder_in_use
+from evener.config.folders import EVENTS, FolderLock
 from evener.dashboard import watching
 from evener.dashboard.holders import ask_to_stop, find_holder
 from evener.dashboard.shelf import Shelf
@@ -69,7 +69,8 @@ def test_no_folder_is_told(tmp_path: Path) -> None:
 def test_the_holder_of_a_folder(root: Path) -> None:
     folder = root / "first"
     assert find_holder(folder) is None
-    with folder_in_use(folder):
+    with FolderLock(folder) as lock:
+        lock.require()
         assert find_holder(folder) == os.getpid()
         assert find_holder(root / "a b%c") is None
     assert find_holder(folder) is None

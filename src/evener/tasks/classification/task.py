@@ -193,6 +193,19 @@ class TextClassifier(Task):
         """Take over the main process's evaluations."""
         self._history = EvaluationHistory.from_json(documents[HISTORY])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the evaluations and the best adapter."""
+        best = {
+            name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            for name, content in self._best.items()
+        }
+        return {**super().state_dict(), "best": best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over another rank's evaluations and best adapter."""
+        super().load_state_dict(state)
+        self._best = {name: it.numpy().tobytes() for name, it in state["best"].items()}
+
     def recognise(self, checkpoint: Checkpoint) -> bool:
         """Look for damage in the run's description, its evaluations and the best adapter."""
         try:
