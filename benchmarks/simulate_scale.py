@@ -72,7 +72,7 @@ class Disturbed(SimulatedRank):
         super().__init__(CostModel(0.002 / speed, 0.001 / speed), MICRO_BATCH_SIZE)
         self.source = source
 
-    def next_factor(self) -> float:
+    def factor(self, at_s: float) -> float:
         """See ``SimulatedRank``."""
         outlier = 3.0 if self.source.random() < 0.05 else 1.0
         return outlier * self.source.uniform(0.98, 1.02)

@@ -1,12 +1,12 @@
 """Which policy to choose, and which devices are worth having, from predictions. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from evener.observe.numbers import human_duration
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
+from evener.simulation.prediction import RankSpec, TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
 """A policy with this part of the fastest one's throughput is preferred if its mathematics is nearer
@@ -113,12 +113,12 @@ def _without_each(team: TeamSpec) -> list[float]:
     """Return the throughput without each rank; equal ranks are simulated once."""
     if len(team.ranks) < 2:
         return []
-    known: dict[object, float] = {}
+    known: dict[RankSpec, float] = {}
     for rank, spec in enumerate(team.ranks):
-        kind = (spec.cost, spec.overhead_s, spec.noise)
+        kind = replace(spec, name="")
         if kind not in known:
             known[kind] = _speed(team.without(rank))
-    return [known[(spec.cost, spec.overhead_s, spec.noise)] for spec in team.ranks]
+    return [known[replace(spec, name="")] for spec in team.ranks]
 
 
 def _drop_costly(

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
@@ -19,13 +20,10 @@ from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
 from evener.simulation.prediction import RankSpec, TeamSpec
-from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link
+from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise
 
 LEAST_WINDOWS: Final = 5
 """Windows after the warm-up without which a run tells too little."""
-
-_MOST_NOISE: Final = 2000
-"""The newest windows whose disturbances are repeated."""
 
 _MOST_EVENTS: Final = 20_000
 """The newest events of a run that are read: it may have been at work for weeks."""
@@ -87,7 +85,7 @@ def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
     start: Event = starts[-1] if starts else {}
     windows = _of_last_team([event for event in kept if event["type"] == "window"])
     paused = {event["window"] for event in kept if event["type"] in _PAUSES}
-    windows = [one for one in windows[WARM_UP_WINDOWS:] if one["window"] not in paused]
+    windows = [one for one in windows if one["window"] not in paused]
     if len(windows) < LEAST_WINDOWS:
         raise ConfigError(
             f"{run} has {len(windows)} windows after its warm-up of {WARM_UP_WINDOWS}, at least "
@@ -98,15 +96,17 @@ def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
 
 
 def _of_last_team(windows: list[Event]) -> list[Event]:
-    """Return the newest windows that were computed by the same members."""
-
-    def members(window: Event) -> list[str]:
-        return sorted(row["member"] for row in window["ranks"])
-
-    first = len(windows)
-    while first and members(windows[first - 1]) == members(windows[-1]):
-        first -= 1
-    return windows[first:]
+    """Return the windows of the members of the newest one, after the warm-up of each team."""
+    kept: list[Event] = []
+    former: set[str] = set()
+    age = 0
+    for window in windows:
+        members = {row["member"] for row in window["ranks"]}
+        age = age + 1 if members == former else 1
+        former = members
+        if age > WARM_UP_WINDOWS:
+            kept.append(window)
+    return [one for one in kept if {row["member"] for row in one["ranks"]} == former]
 
 
 class _MeasuredWindows:
@@ -119,17 +119,21 @@ class _MeasuredWindows:
         self._is_local = self._policy is not ApplyPolicy.SYNC
         self._parts = _whole(windows[-1], "update_parts") or 1
         self._params = _whole(start, "params")
-        self._by_rank: list[list[Mapping[str, Any]]] = [
-            [window["ranks"][rank] for window in windows]
-            for rank in range(len(windows[-1]["ranks"]))
-        ]
+        #: Members keep their ids when ranks are numbered anew; they are in the newest order here.
+        self._by_member: dict[str, list[Mapping[str, Any]]] = {
+            row["member"]: [] for row in windows[-1]["ranks"]
+        }
+        for window in windows:
+            for row in window["ranks"]:
+                self._by_member[row["member"]].append(row)
+        self._ends_s = tuple(accumulate(max(map(_length_s, w["ranks"])) for w in windows))
         self._notes: list[str] = []
 
     def result(self) -> MeasuredTeam:
         """Return the team."""
         batch_size = self._batch_size()
         micro_batch_size = self._micro_batch_size()
-        ranks = tuple(self._rank(rows) for rows in self._by_rank)
+        ranks = tuple(self._rank(rows) for rows in self._by_member.values())
         self._notes_of_policy()
         team = TeamSpec(
             ranks=ranks,
@@ -157,19 +161,21 @@ class _MeasuredWindows:
                 "run in which it has, or give speeds by hand with --speeds"
             )
         cost = speed.cost
-        noise = tuple(row["compute_s"] / self._expected_s(row, cost) for row in worked)
-        beside = [_beside_s(row) / _micro_batches(row) for row in worked if "elapsed_s" in row]
+        told = [row for row in worked if "elapsed_s" in row]
+        beside_s = math.fsum(map(_beside_s, told))
         return RankSpec(
             name=name,
             cost=cost,
-            overhead_s=max(0.0, fmean(beside)) if beside else 0.0,
-            noise=noise[-_MOST_NOISE:],
+            overhead_s=max(0.0, beside_s) / (sum(map(_micro_batches, told)) or 1),
+            noise=Noise(tuple(self._factor(row, cost) for row in rows), self._ends_s),
         )
 
-    def _expected_s(self, row: Mapping[str, Any], cost: CostModel) -> float:
+    def _factor(self, row: Mapping[str, Any], cost: CostModel) -> float:
+        """Return how many times as long as usual a rank took; 1 where it had no work."""
         samples: int = row["samples"]
-        computed_s = cost.fixed_s * _micro_batches(row) + cost.per_sample_s * samples
-        return computed_s + cost.window_s / self._parts
+        expected_s = cost.fixed_s * _micro_batches(row) + cost.per_sample_s * samples
+        expected_s += cost.window_s / self._parts
+        return row["compute_s"] / expected_s if samples and row["compute_s"] else 1.0
 
     def _link(self) -> Link:
         num_bytes = BYTES_PER_PARAMETER * self._params
@@ -207,14 +213,14 @@ class _MeasuredWindows:
             sum(row["samples"] for row in window["ranks"]) for window in self._windows
         ]
         if self._is_local:
-            rows = (row for rows in self._by_rank for row in rows)
+            rows = (row for rows in self._by_member.values() for row in rows)
             sizes = [-(-row["samples"] // (_whole(row, "steps") or 1)) for row in rows]
         return max(sizes)
 
     def _micro_batch_size(self) -> int | None:
         known = [
             -(-row["samples"] // micro_batches)
-            for rows in self._by_rank
+            for rows in self._by_member.values()
             for row in rows
             if (micro_batches := _whole(row, "micro_batches"))
         ]
@@ -242,6 +248,11 @@ def _seconds(row: Mapping[str, Any], key: str) -> float:
     """Return a field of seconds, 0 where it is none."""
     value = row.get(key)
     return float(value) if isinstance(value, int | float) and 0.0 <= value < math.inf else 0.0
+
+
+def _length_s(row: Mapping[str, Any]) -> float:
+    """Return how long a window was on a rank, above 0 where it was at work."""
+    return max(_seconds(row, "elapsed_s"), _seconds(row, "compute_s"))
 
 
 def _beside_s(row: Mapping[str, Any]) -> float:

@@ -12,7 +12,13 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_local import SimulatedLocal
-from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
+from evener.simulation.simulated_rank import (
+    UNDISTURBED,
+    Link,
+    Noise,
+    SimulatedRank,
+    SimulatedWindow,
+)
 from evener.simulation.simulated_sync import SimulatedSync
 
 _WINDOWS: Final = {ApplyPolicy.SYNC: 160, ApplyPolicy.CADENCE: 36, ApplyPolicy.ASYNC: 36}
@@ -38,13 +44,13 @@ class RankSpec:
         name: For people, such as ``rank 1 (cpu)``.
         cost: Seconds of compute; ``window_s`` is the optimizer's update.
         overhead_s: Seconds beside compute for each micro-batch.
-        noise: Factors of the computed time, as measured; 1 where nothing is.
+        noise: Disturbances of the computed time, as measured.
     """
 
     name: str
     cost: CostModel
     overhead_s: float = 0.0
-    noise: tuple[float, ...] = (1.0,)
+    noise: Noise = UNDISTURBED
 
     def simulated(self, micro_batch_size: int | None) -> SimulatedRank:
         """Return a rank of its own for one simulation."""
@@ -52,7 +58,8 @@ class RankSpec:
 
     def alone(self, batch_size: int, micro_batch_size: int | None) -> float:
         """Return samples per second of the rank alone, with an update for each batch."""
-        rank = replace(self, noise=(fmean(self.noise),)).simulated(micro_batch_size)
+        usual = self.cost.scaled(fmean(self.noise.factors))
+        rank = replace(self, cost=usual, noise=UNDISTURBED).simulated(micro_batch_size)
         return batch_size / rank.share(batch_size, 0.0).busy_s
 
 

@@ -1,8 +1,7 @@
 """Ranks, links and windows under virtual time. Pure: times come in as numbers and go out so."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle
+from bisect import bisect_right
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from evener.planning.report import Report
@@ -10,6 +9,27 @@ from evener.planning.speed import CostModel, num_micro_batches
 
 #: Bytes of a parameter, or a gradient, in an exchange.
 BYTES_PER_PARAMETER = 4
+
+
+class Noise(NamedTuple):
+    """How much longer than usual a rank took, over the windows of a run; repeated without end.
+
+    It goes by time: what disturbed two ranks at once does so again, and for as long as it did.
+
+    Attributes:
+        factors: Of the computed time, one for each window.
+        ends_s: When each window ended, in seconds from the beginning of the first one.
+    """
+
+    factors: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+    def factor(self, at_s: float) -> float:
+        """Return the factor of a computation that begins at a moment."""
+        return self.factors[bisect_right(self.ends_s, at_s % self.ends_s[-1])]
+
+
+UNDISTURBED = Noise((1.0,), (1.0,))
 
 
 @dataclass
@@ -23,21 +43,17 @@ class SimulatedRank:
         cost: Seconds of compute; ``window_s`` is the optimizer's update.
         micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
-        noise: Factors of the computed time, one for each share or local step, over and over.
+        noise: Disturbs the computed time.
     """
 
     cost: CostModel
     micro_batch_size: int | None = None
     overhead_s: float = 0.0
-    noise: Sequence[float] = (1.0,)
-    _factors: Iterator[float] = field(init=False, repr=False)
+    noise: Noise = UNDISTURBED
 
-    def __post_init__(self) -> None:
-        self._factors = cycle(self.noise)
-
-    def next_factor(self) -> float:
-        """Return the factor of the next share or step."""
-        return next(self._factors)
+    def factor(self, at_s: float) -> float:
+        """Return the factor of the computed time of a share or step that begins at a moment."""
+        return self.noise.factor(at_s)
 
     def share(self, samples: int, at_s: float, update_parts: int = 1) -> Report:
         """Return what the rank reports of its share of a window of SYNC.
@@ -47,11 +63,11 @@ class SimulatedRank:
             at_s: When it begins.
             update_parts: Into how many parts ranks have divided the update.
         """
-        factor = self.next_factor()
+        micro_batches = num_micro_batches(samples, self.micro_batch_size)
+        factor = self.factor(at_s)
         update_s = self.cost.window_s / update_parts * factor
         compute_s = self.cost.seconds(samples, self.micro_batch_size) - self.cost.window_s
         compute_s = compute_s * factor + update_s
-        micro_batches = num_micro_batches(samples, self.micro_batch_size)
         return Report(
             weight=float(samples),
             samples=samples,

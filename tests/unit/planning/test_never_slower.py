@@ -32,7 +32,7 @@ class Noisy(SimulatedRank):
         super().__init__(cost, size)
         self.scale, self.random = noise, source
 
-    def next_factor(self) -> float:
+    def factor(self, at_s: float) -> float:
         return 1.0 + self.scale * self.random.expovariate(1.0)
 
 

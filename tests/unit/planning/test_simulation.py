@@ -9,6 +9,7 @@ How good shares are is told by the finish that they have in truth, without noise
 best shares: this is what a window lasts, whereas shares that differ by a sample may last as long.
 """
 
+import itertools
 import json
 import math
 import random
@@ -37,7 +38,8 @@ class Warming(SimulatedRank):
     """
 
     def __init__(self, cost, size, noise, source):
-        super().__init__(cost, size, noise=noise)
+        super().__init__(cost, size)
+        self.recorded = itertools.cycle(noise)
         self.random = source
         self.known = set()
         self.windows = 0
@@ -48,7 +50,7 @@ class Warming(SimulatedRank):
         spent_s = warmup_s = 0.0
         warm = []
         for size in [self.micro_batch_size] * full + [rest] * (rest > 0):
-            seconds = self.cost.seconds(size, None) * self.next_factor()
+            seconds = self.cost.seconds(size, None) * next(self.recorded)
             if size not in self.known:
                 self.known.add(size)
                 warm.append(size)

@@ -30,7 +30,7 @@ class Disturbed(SimulatedRank):
         super().__init__(cost, size)
         self.scale, self.random = noise, source
 
-    def next_factor(self):
+    def factor(self, at_s):
         return 1.0 + self.random.uniform(-self.scale, self.scale)
 
 

@@ -15,7 +15,7 @@ from evener.planning.speed import CostModel
 from evener.simulation.advice import Worth, advise, best_policy, predict_all
 from evener.simulation.measured_team import measured_team
 from evener.simulation.prediction import RankSpec, TeamSpec, predict, simulate
-from evener.simulation.simulated_rank import Link
+from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise
 from evener.simulation.telling import document, text, verdict
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
@@ -63,10 +63,11 @@ def test_one_rank_loses_nothing():
 
 def test_bookkeeping_and_noise_count():
     team = team_at(100, batch_size=10, micro_batch_size=5)
-    rank = replace(team.ranks[0], overhead_s=0.01, noise=(1.0, 1.0, 1.6))
+    # Ten windows of 0.12 s, then ten of 0.18 s, and so on.
+    rank = replace(team.ranks[0], overhead_s=0.01, noise=Noise((1.0, 1.6), (1.2, 3.0)))
     found = predict(replace(team, ranks=(rank,)), SYNC)
-    assert found.window_s == pytest.approx(0.12 + 0.02, rel=0.01)
-    assert found.bookkeeping == pytest.approx(0.02 / 0.14, rel=0.01)
+    assert found.window_s == pytest.approx(0.15, rel=0.02)
+    assert found.bookkeeping == pytest.approx(0.02 / 0.15, rel=0.02)
 
 
 def test_updates_that_ranks_divide_take_less():
@@ -196,9 +197,10 @@ def events_of(team: TeamSpec, policy: ApplyPolicy, count: int, **start) -> list[
 @pytest.mark.parametrize("policy", list(ApplyPolicy))
 def test_a_run_is_predicted_from_its_own_events(policy):
     team = team_at(100, 40, 30, link=Link(transfer_s=0.02, meeting_s=0.002), micro_batch_size=4)
+    noises = [Noise((1.0, 1.1), (0.7, 1.5)), Noise((1.0, 1.3, 0.9), (0.4, 0.8, 1.9)), UNDISTURBED]
     ranks = [
         replace(rank, overhead_s=0.001, noise=noise, cost=rank.cost._replace(window_s=0.01))
-        for rank, noise in zip(team.ranks, [(1.0, 1.1), (1.0, 1.3, 0.9), (1.0,)], strict=True)
+        for rank, noise in zip(team.ranks, noises, strict=True)
     ]
     team = replace(team, ranks=tuple(ranks), divides_updates=True)
     read = measured_team(events_of(team, policy, 80, params=500), "r")
@@ -210,6 +212,30 @@ def test_a_run_is_predicted_from_its_own_events(policy):
     assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.03)
     assert again.lost == pytest.approx(truth.lost, abs=0.02)
     assert any("local steps" in note for note in read.notes) == (policy is not SYNC)
+
+
+@pytest.mark.parametrize("told_by", [SYNC, CADENCE])
+def test_a_disturbance_lasts_as_long_as_it_did(told_by):
+    """Steps that were disturbed each by itself would cancel out within a window."""
+    team = team_at(90, 30, batch_size=4, anchor=3, max_anchor=3)
+    slow = replace(team.ranks[1], noise=Noise((1.0, 1.5), (0.8, 2.0)))
+    team = replace(team, ranks=(team.ranks[0], slow), batch_size=48, micro_batch_size=4)
+    read = measured_team(events_of(team, told_by, 60), "r").team
+    read = replace(read, local_batch_size=4, anchor=3, max_anchor=3)
+    again, truth = predict(read, CADENCE), predict(team, CADENCE)
+    assert again.wait == pytest.approx(truth.wait, abs=0.01)
+    assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.03)
+
+
+def test_rows_go_by_member_whatever_their_rank():
+    events = events_of(team_at(100, 25), SYNC, 40)
+    for window in events[1::2]:
+        window["ranks"].reverse()
+        for rank, row in enumerate(window["ranks"]):
+            row["rank"] = rank
+    team = measured_team(events, "r").team
+    assert [rank.name for rank in team.ranks] == ["rank 0 (m0)", "rank 1 (m1)"]
+    assert [1 / rank.cost.per_sample_s for rank in team.ranks] == pytest.approx([100, 25])
 
 
 def test_the_time_of_evaluations_is_nobodys():
@@ -233,12 +259,19 @@ def test_runs_of_earlier_versions_tell_less_and_say_so():
     assert any("--params" in note for note in read.notes)
 
 
-def test_only_the_last_team_of_a_run_counts():
-    former = events_of(team_at(100, 50, 10), SYNC, 10)
-    latter = events_of(team_at(100, 50), SYNC, 20)
-    for number, window in enumerate(latter[1:], start=10):
+def test_only_windows_of_the_last_team_count():
+    """Those before it was smaller for a while, too; never the first ones of any team."""
+    events = events_of(team_at(100, 50), SYNC, 40)
+    smaller = events_of(team_at(100), SYNC, 12)
+    for number, window in enumerate(smaller[1:], start=10):
         window["window"] = number
-    assert len(measured_team([*former, *latter], "r").team.ranks) == 2
+        events[number + 1] = window
+    for window in [*events[1:4], *events[23:26]]:  # windows 0 to 2, and 22 to 24
+        window["ranks"][1]["compute_s"] = 9.0
+    read = measured_team(events, "r")
+    assert read.source == "r: 22 windows of policy sync"
+    assert [1 / rank.cost.per_sample_s for rank in read.team.ranks] == pytest.approx([100, 50])
+    assert max(read.team.ranks[1].noise.factors) == pytest.approx(1.0)
 
 
 def test_what_a_run_cannot_tell_is_refused():
@@ -268,8 +301,8 @@ def test_damaged_fields_do_no_harm(key, value):
 
 
 def test_noise_keeps_its_mean():
-    rank = replace(team_at(100).ranks[0], noise=(1.0, 1.0, 1.0, 3.0))
+    rank = replace(team_at(100).ranks[0], noise=Noise((1.0, 3.0), (3.0, 6.0)))
     team = replace(team_at(100, 100), ranks=(rank, rank))
     read = measured_team(events_of(team, SYNC, 100), "r")
-    cost = read.team.ranks[0].cost.per_sample_s * fmean(read.team.ranks[0].noise)
+    cost = read.team.ranks[0].cost.per_sample_s * fmean(read.team.ranks[0].noise.factors)
     assert cost == pytest.approx(0.015, rel=0.05)

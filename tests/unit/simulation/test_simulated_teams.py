@@ -10,7 +10,7 @@ from evener.planning.guard import NoGuard
 from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_local import SimulatedLocal
-from evener.simulation.simulated_rank import Link, SimulatedRank
+from evener.simulation.simulated_rank import Link, Noise, SimulatedRank
 from evener.simulation.simulated_sync import SimulatedSync
 
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=25, database=None)
@@ -50,8 +50,9 @@ def test_an_exchange_is_a_ring():
 
 
 def test_a_share_takes_what_its_parts_take():
-    rank = SimulatedRank(CostModel(0.1, 0.01, 0.5), 4, overhead_s=0.001, noise=(1.0, 2.0))
-    usual, slow = rank.share(10, 0.0), rank.share(10, 0.0, update_parts=2)
+    noise = Noise((1.0, 2.0), (3.0, 5.0))  # seconds 0 to 3, 3 to 5, and so on from 5
+    rank = SimulatedRank(CostModel(0.1, 0.01, 0.5), 4, overhead_s=0.001, noise=noise)
+    usual, slow = rank.share(10, 7.9), rank.share(10, 3.0, update_parts=2)
     assert usual.compute_s == pytest.approx(3 * 0.1 + 10 * 0.01 + 0.5)
     assert usual.busy_s == pytest.approx(usual.compute_s + 3 * 0.001)
     assert slow.compute_s == pytest.approx(2 * (3 * 0.1 + 10 * 0.01 + 0.25))
