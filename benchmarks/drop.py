@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hetero import read_speeds
 from machine import load_before, write_report
 from models import GPT, Tokens, mean_loss
 from options import make_parser
 from rounds import TIMEOUT_S, Team, is_rank, run_ranks
 from tables import text_of
+from unequal import read_speeds
 
 from evener import Ddp, DdpConfig, WindowResult
 

@@ -36,13 +36,13 @@ import quota
 from comparison import EVENER, Comparison
 from competitors import add_libraries, enter, missing, ways_of
 from machine import load_before, write_report
-from options import make_parser, some_of
+from options import some_of
 from rounds import Team, is_rank, run_ranks
 from tables import ratios, spread, text_of
+from unequal import TEAMS, make_unequal_parser, read_speeds, sizes_of, spread_cores
 from ways import Ceiling, Evener, LocalCeiling, Setting, Solo, TorchDdp, TunedDdp, Way, speed_of
 
 SLOWED_BY = ("sleep", "quota")
-TEAMS = ((1.0, 1 / 3), (1.0, 0.5, 0.25))
 FAR = (1.0, 0.02)
 #: A rank slower than this is not worth its exchange: what counts is what it costs the others.
 FAR_BELOW = 1 / 16
@@ -79,32 +79,18 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--speeds",
-        type=read_speeds,
-        action="append",
-        metavar="1,SPEED,...",
-        help="of the ranks, relative to the fastest; several times for several teams",
-    )
+    parser = make_unequal_parser(__doc__, windows=6, local_windows=5)
     parser.add_argument("--slowed-by", type=some_of(SLOWED_BY), default=list(SLOWED_BY))
     parser.add_argument("--ways", type=some_of(WAYS), default=USUAL, metavar="NAME,...")
     add_libraries(parser)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=6, help="global batches a turn")
     parser.add_argument("--far-windows", type=int, default=40, help="with a rank far slower")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="of solo and evener")
-    parser.add_argument("--anchor", type=int, default=8, help="of evener.cadence and evener.async")
-    parser.add_argument("--local-windows", type=int, default=5, help="theirs a turn, about")
     parser.add_argument(
         "--cores",
         type=core_numbers,
         metavar="CORE,...",
         help="the core of each rank, as devices have theirs, or 'any'; spread by speed without",
     )
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="one team of two, asleep; 3 rounds")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -112,19 +98,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.speeds is None:
         arguments.speeds = [TEAMS[0], FAR] if arguments.quick else [*TEAMS, FAR]
     return arguments
-
-
-def read_speeds(text: str) -> tuple[float, ...]:
-    """``1,0.5`` as numbers."""
-    try:
-        values = tuple(float(t) for t in text.split(","))
-    except ValueError:
-        values = ()
-    if len(values) < 2 or not all(0 < v <= 1 for v in values):
-        raise argparse.ArgumentTypeError(
-            "give two or more speeds above 0 and at most 1, such as 1,0.3333"
-        )
-    return values
 
 
 def core_numbers(text: str) -> list[int]:
@@ -136,21 +109,6 @@ def core_numbers(text: str) -> list[int]:
     if unknown := [c for c in cores if c not in usable]:
         raise argparse.ArgumentTypeError(f"core {unknown[0]} is none of {sorted(usable)}")
     return cores
-
-
-def spread_cores(speeds: Sequence[float]) -> list[int]:
-    """A core for each rank, the fastest first, each on the core that has least to do so far."""
-    load = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0.0)
-    cores = [0] * len(speeds)
-    for rank in sorted(range(len(speeds)), key=lambda r: -speeds[r]):
-        cores[rank] = min(load, key=lambda core: load[core])
-        load[cores[rank]] += speeds[rank]
-    return cores
-
-
-FROM_COMMAND_LINE = (
-    *("batch_size", "micro_batch_size", "windows", "anchor", "local_windows", "width", "layers"),
-)
 
 
 class Case:
@@ -174,7 +132,7 @@ class Case:
         self.setting = Setting(
             speeds=tuple(speeds),
             sleeps=slowed_by == "sleep",
-            **{name: getattr(arguments, name) for name in FROM_COMMAND_LINE} | self.sizes(),
+            **sizes_of(arguments) | self.sizes(),
         )
         self.facts = {
             "speeds": [round(s, 4) for s in speeds],

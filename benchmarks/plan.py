@@ -39,7 +39,7 @@ SYNC, CADENCE = ApplyPolicy.SYNC, ApplyPolicy.CADENCE
 #: The policy of an earlier run, and that of the run which is predicted from it.
 CASES = ((SYNC, SYNC), (SYNC, CADENCE), (CADENCE, CADENCE))
 #: First windows of a run that do not count.
-LEARNING = 5
+LEARNING = 4
 #: What is aimed at: of the throughput, and in points of lost time.
 ERROR_AIM, LOST_AIM = 0.05, 0.03
 _SPEEDS = "EVENER_BENCHMARK_SPEEDS"
@@ -100,7 +100,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = make_unequal_parser(__doc__, windows=24, local_windows=12)
+    parser = make_unequal_parser(__doc__, windows=20, local_windows=11)
     parser.add_argument("--runs", type=int, default=7, help="predicted runs of each policy")
     parser.add_argument("--quick", action="store_true", help="one team of two; 2 runs")
     arguments = parser.parse_args()

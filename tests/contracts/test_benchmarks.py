@@ -165,10 +165,10 @@ def test_drop(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["1", "1,0", "1,2", "fast"])
-def test_hetero_refuses_bad_speeds(load, text):
-    hetero = load("hetero")
+def test_bad_speeds_are_refused(load, text):
+    unequal = load("unequal")
     with pytest.raises(argparse.ArgumentTypeError, match="two or more speeds"):
-        hetero.read_speeds(text)
+        unequal.read_speeds(text)
 
 
 def test_overhead(tmp_path):
@@ -208,6 +208,7 @@ def test_plan(tmp_path):
         assert row["runs"] == 1
         holds(row, "samples_per_s", "predicted", "lost")
         assert row["error"] == abs(row["bias"])
+        assert row["verdict"] in ("met", "missed")
 
 
 def test_size(tmp_path, load):
