@@ -2,8 +2,8 @@
 
 import os
 import re
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 
 from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
-from helpers.browsers import find_browser
+from evener.observe.following import read_events
+from helpers.browsers import browsing
 from helpers.dashboards import serve
 from helpers.event_cases import committed_window, started
 from helpers.launched import Sandbox
-from helpers.limits import PATIENCE_S
 from helpers.pretraining import RUN_TIMEOUT_S, Lab
 
 pytestmark = pytest.mark.browser
@@ -36,31 +36,6 @@ def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     sandbox = Sandbox(tmp_path)
     yield sandbox
     sandbox.close()
-
-
-@contextmanager
-def browsing(url: str, allowed: str = "", **options: Any) -> Iterator[Any]:
-    """A page in a browser; fails at its end for what the console said, and for foreign requests."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    said: list[str] = []
-    asked: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        try:
-            tab = browser.new_page(**options)
-            tab.set_default_timeout(1000 * PATIENCE_S)
-            tab.on("console", lambda message: said.append(message.text))
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.on("request", lambda request: asked.append(request.url))
-            tab.on("dialog", lambda dialog: dialog.accept())
-            tab.goto(url)
-            yield tab
-        finally:
-            browser.close()
-    assert [text for text in said if not (allowed and allowed in text)] == []
-    origin = re.match(r"http://[^/]+/", url)
-    assert origin
-    assert all(one.startswith((origin[0], "data:")) for one in asked), asked
 
 
 def has(tab: Any, text: str, within: str = "main") -> None:
@@ -198,3 +173,48 @@ def test_the_button_stops_a_run_with_a_checkpoint(lab: Lab) -> None:
     assert run.checkpoints[-1].name == f"step-{last['window']}"
     # The dashboard has ended with its launcher.
     assert "Traceback" not in ended.err
+
+
+SCRIPT = """\
+import time, torch
+from torch import nn
+from evener import Ddp
+from evener.observe.jsonl import JsonlSink
+from pathlib import Path
+
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+sinks = [lambda: JsonlSink(Path("runs/run/events.jsonl"))]
+ddp = Ddp.setup(model, optimizer, devices="cpu", sinks=sinks, quiet=True)
+loader = ddp.loader([(torch.randn(8), torch.randn(1)) for _ in range(64)], batch_size=8)
+for epoch in ddp.epochs(100_000):
+    for x, y in loader.epoch(epoch):
+        ddp.backward(((model(x) - y) ** 2).mean())
+        ddp.step()
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("rank", [1, 0])  # rank 0 records the run: then another one continues
+def test_a_rank_that_is_killed_is_gone_until_another_takes_its_place(
+    sandbox: Sandbox, rank: int
+) -> None:
+    script = sandbox.folder / "train.py"
+    script.write_text(SCRIPT)
+    options = ("--elastic", "1:2", "--nproc", 2, "--dashboard")
+    running = sandbox.evener("launch", *options, script)
+    with browsing(url_of(running.process.stderr), allowed=FAILED) as tab:
+        has(tab, "step")
+        (own,) = (
+            event
+            for event in read_events(sandbox.folder / "runs" / "run" / "events.jsonl")
+            if event["type"] == "worker_started" and event["rank"] == rank
+        )
+        os.kill(own["pid"], signal.SIGKILL)
+        has(tab, "gone", "#ranks")
+        has(tab, f"lost rank {rank} ({own['member']})", "#log")
+        has(tab, f"rank {rank} ({own['member']}.2) joined", "#log")
+        has(tab, "replaced", "#ranks")
+        rows = tab.locator("#ranks tbody tr").all_inner_texts()
+        assert sorted(row.split()[1] for row in rows) == ["here", "here", "replaced"]
+    running.process.kill()

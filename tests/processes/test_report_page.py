@@ -1,18 +1,14 @@
 """The page of a report in a real browser: it draws, asks for nothing, and obeys the keyboard."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evener import cli
 from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
-from helpers.browsers import find_browser
+from helpers.browsers import browsing
 from helpers.event_cases import committed_window, started
-from helpers.limits import PATIENCE_S
 
 pytestmark = pytest.mark.browser
 
@@ -34,33 +30,10 @@ def write_run(folder: Path, count: int) -> Path:
     return folder
 
 
-@contextmanager
-def browsing(page: Path, **options: Any) -> Iterator[Any]:
-    """A page in a browser; fails at its end for whatever the console said or was asked for."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    said: list[str] = []
-    asked: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        try:
-            tab = browser.new_page(**options)
-            tab.set_default_timeout(1000 * PATIENCE_S)
-            tab.on("console", lambda message: said.append(message.text))
-            tab.on("pageerror", lambda error: said.append(str(error)))
-            tab.on("request", lambda request: asked.append(request.url))
-            tab.goto(page.as_uri())
-            tab.wait_for_selector("html[data-drawn]")
-            yield tab
-        finally:
-            browser.close()
-    assert said == []
-    assert asked == [page.as_uri()]
-
-
-def report(folder: Path, *more: Path) -> Path:
+def report(folder: Path, *more: Path) -> str:
     page = folder.parent / "page.html"
     assert cli.main(["report", str(folder), *map(str, more), "-o", str(page)]) == 0
-    return page
+    return page.as_uri()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -68,6 +41,7 @@ def test_everything_is_drawn_at_the_width_of_a_phone_too(tmp_path, scheme):
     page = report(write_run(tmp_path / "run", 60), write_run(tmp_path / "other", 30))
     for width in (1200, 360):
         with browsing(page, color_scheme=scheme, viewport={"width": width, "height": 800}) as tab:
+            tab.wait_for_selector("html[data-drawn]")
             # Two of losses for both, then throughput, shares and waits of each.
             assert tab.locator(".chart canvas").count() == 8
             assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -17,8 +17,8 @@ MOST_NUMBERS: Final = 12_000
 MOST_LOGGED: Final = 60
 """The most lines of the log."""
 
-Presence = Literal["here", "gone", "parked", "ended"]
-"""Whether a member of the team takes part."""
+Presence = Literal["here", "gone", "replaced", "parked", "ended"]
+"""Whether a member of the team takes part; one that is gone may be replaced by another."""
 
 
 class RunView:
@@ -32,6 +32,7 @@ class RunView:
         self.history = RunHistory()
         self._progress = ProgressFigures(unicode=True)
         self._gone: dict[str, str] = {}  # why, by member
+        self._at_work: dict[int, str] = {}  # members of the newest window, by rank
         self._newest_t: float | None = None
 
     def add(self, event: Event) -> None:
@@ -47,6 +48,7 @@ class RunView:
         kind = event["type"]
         if kind == "window":
             self._progress.add(event)
+            self._at_work = {row["rank"]: row["member"] for row in event["ranks"]}
             for row in event["ranks"]:
                 self._gone.pop(row["member"], None)
         elif kind == "run_started":
@@ -99,7 +101,8 @@ class RunView:
         if self.history.ending is not None or is_running is False:
             return "ended"
         if row["member"] in self._gone:
-            return "gone"
+            is_replaced = self._at_work.get(row["rank"], row["member"]) != row["member"]
+            return "replaced" if is_replaced else "gone"
         return "parked" if row["parked"] else "here"
 
 

@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Any, Final, NamedTuple
 
 from evener.observe.events import SPANS, Event, mean_loss
+from evener.observe.numbers import human_duration
 from evener.observe.progress_line import describe
 from evener.parsing import Fields, short
 
@@ -357,7 +358,8 @@ def _sentence(event: Event) -> str:
     """Return what the terminal does not say of an event."""
     kind = event["type"]
     if kind == "reformed":
-        return f"the team formed anew with {len(event['members'])} ranks"
+        took = f" in {human_duration(event['reform_s'])}" if "reform_s" in event else ""
+        return f"the team formed anew with {len(event['members'])} ranks{took}"
     if kind == "healed":
         return f"rank {event['rank']} ({event['member']}) took the state of {event['donor']}"
     if kind == "checkpoint_missed":

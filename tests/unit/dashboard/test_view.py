@@ -66,6 +66,14 @@ def test_who_is_lost_is_gone_until_it_is_back() -> None:
     assert presences(made) == ["here", "here"]
 
 
+def test_who_is_gone_may_be_replaced() -> None:
+    after = committed_window(1, t=3.0)
+    after["ranks"][1]["member"] = "c"
+    made = view(started(), committed_window(0), make_event("worker_lost", t=1.0, **LOST), after)
+    told = [(row["rank"], row["member"], row["presence"]) for row in document(made)["ranks"]]
+    assert told == [(0, "a", "here"), (1, "b", "replaced"), (1, "c", "here")]
+
+
 def test_parked_and_ended() -> None:
     made = view(started(), {**committed_window(0), "parked": [1]})
     assert presences(made) == ["here", "parked"]

@@ -5,6 +5,7 @@ import pytest
 
 from evener.observe.events import make_event
 from evener.run_report import figures as figures_module
+from evener.run_report.chrome_trace import trace_events
 from evener.run_report.figures import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.summary_facts import SummaryFacts, read_facts
@@ -136,6 +137,29 @@ def test_numbers_that_overflow_are_null():
     for row in event["ranks"]:
         row["weight"] = 1e308
     assert document_of(history_of(started(), event))["team"]["weight"] is None
+
+
+def test_a_change_of_the_team_is_told_in_the_numbers_and_in_the_trace():
+    place = {"window": 1, "generation": 2}
+    history = history_of(
+        started(),
+        committed_window(0, t=1.0),
+        make_event("worker_lost", t=2.0, rank=1, member="b", window=1, reason="killed"),
+        make_event("reformed", t=2.0, **place, members=["a", "c"], reform_s=0.03),
+        make_event(
+            "healed", t=2.0, rank=1, member="c", window=1, donor="a", num_bytes=9, elapsed_s=0.1
+        ),
+        make_event("worker_joined", t=2.0, rank=1, member="c", **place),
+    )
+    told = {
+        "worker_lost": "lost rank 1 (b): killed",
+        "reformed": "the team formed anew with 2 ranks in 30 ms",
+        "healed": "rank 1 (c) took the state of a",
+        "worker_joined": "rank 1 (c) joined",
+    }
+    assert {e["type"]: e["text"] for e in document_of(history)["events"]} == told
+    marks = [event for event in trace_events("x", history) if event["ph"] == "i"]
+    assert {mark["name"]: mark["args"]["text"] for mark in marks} == told
 
 
 def test_of_very_many_checkpoints_the_first_and_the_last_are_listed():

@@ -119,9 +119,9 @@
       cells.forEach((text, i) => {
         const cell = row.appendChild(document.createElement(i ? "td" : "th"));
         cell.textContent = text;
-        if (i === 1 && rank.presence === "gone") {
-          cell.className = "gone";
-          cell.title = rank.why_gone || "";
+        if (i === 1 && rank.why_gone) {
+          cell.className = rank.presence;
+          cell.title = rank.why_gone;
         }
       });
       return row;
