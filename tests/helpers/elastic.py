@@ -18,7 +18,7 @@ from torch import Tensor
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
 from evener.errors import LaunchError, LeftOutError, PeerLostError
-from evener.protocol.formation import Formation, Standing
+from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
 
@@ -183,8 +183,10 @@ class ElasticThreads:
         order = self.formations[-1].members if self.formations else sorted(self.standings)
         ready = {m: s for m, s in self.standings.items() if m in self.living}
         stay = [m for m in order if m in ready and (ready[m] is not None or not self.formations)]
-        members = (*stay, *(m for m in ready if m not in stay))
         held = {m: s for m in stay if (s := ready[m]) is not None}
+        if any(s.phase != TRAINING for s in held.values()):
+            ready = {m: s for m, s in ready.items() if m in stay}
+        members = (*stay, *(m for m in ready if m not in stay))
         base = max((s.applied for s in held.values()), default=0)
         donor = next((m for m in stay if m in held and held[m].applied == base), members[0])
         bits = {m: (s.applied, s.digest) for m, s in held.items()}
@@ -201,7 +203,7 @@ class ElasticThreads:
                 lease_s=3.0,
             )
         )
-        self.standings.clear()
+        self.standings = {m: s for m, s in self.standings.items() if m not in members}
         self.team = ThreadTeam(len(members), timeout_s=PATIENCE_S)
         self.condition.notify_all()
 

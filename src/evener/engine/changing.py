@@ -1,18 +1,20 @@
 """Elastic teams: a generation ends as a rank is lost, joins or leaves, and the next one begins."""
 
 import hashlib
+import json
 import math
 import struct
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from evener.data.cursor import Cursor
-from evener.engine.engine import Engine, EngineOptions
+from evener.engine.asking import AskingEngine, Heard
+from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.results import Progress, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
@@ -22,18 +24,16 @@ from evener.errors import (
     LeftOutError,
     ReplicasDifferError,
 )
-from evener.places import here
 from evener.planning.policies import ApplyPolicy
-from evener.protocol.formation import Formation, Standing
+from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
 from evener.protocol.row import Purpose
 
-#: Under this key the team announces its epoch.
-_EPOCH = "epoch"
-_ALONE = (
-    "{} at {} is done by rank {} alone: it joins a team that has passed this point. With "
-    "`for epoch in ddp.epochs(n)` its loop begins at the epoch of the team"
-)
+#: Under this key the team announces where it is.
+_PLACE = "place"
+#: So long a worker that joins waits for a team that has begun to say where it is. Not longer: the
+#: members may all be lost, and wait for this worker to begin anew with it.
+_PLACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,24 @@ def _named(ranks: Mapping[int, str]) -> str:
     return " and ".join(f"rank {rank} ({name})" for rank, name in ranks.items())
 
 
-class ElasticEngine(Engine):
+class Position(Protocol):
+    """The data position of a loader."""
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """What windows are planned on; ``None`` for a stream."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from another one."""
+        ...
+
+
+class ElasticEngine(AskingEngine):
     """An engine whose team may change, where its membership is elastic.
 
     A rank that is lost ends the exchange that the others are in, or the next one. Each of them
@@ -97,6 +114,10 @@ class ElasticEngine(Engine):
 
     A rank may find that the team has gone on without it, such as one that was stopped. It then
     drops its state, and joins again as a rank does that has just come.
+
+    A rank may be lost while functions of ``on_commit`` exchange something. Ranks that have not
+    heard of the commit then commit in the new generation, and their functions meet those of the
+    others there. What else the commit's round has led to is void (``Superseded``).
     """
 
     def __init__(
@@ -122,9 +143,15 @@ class ElasticEngine(Engine):
         self._known = {} if self.is_joining else {r: team.names[r] for r in team.members}
         #: Names of ranks that were to leave in it.
         self._leaving: set[str] = set()
-        #: Rounds in which ranks asked one another, and what came of the last one.
-        self._num_asked = 0
-        self._answer: Any = None
+        #: Whether all ranks go on with new plans when the newest change is complete.
+        self._are_planning = False
+        #: The epoch that was begun last.
+        self._epoch = 0
+        #: Of all loaders; and states of those that are not made yet, too.
+        self._positions: list[Position] = []
+        self._known_positions: Sequence[Any] = ()
+        #: States of registered objects with which this rank has joined.
+        self._joined_with: dict[str, Any] = {}
         self._on_change: list[Callable[[Change], None]] = []
         self._on_anew: list[Callable[[], None]] = []
 
@@ -161,70 +188,58 @@ class ElasticEngine(Engine):
         """
         self._on_anew.append(function)
 
-    def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
-        """As ``Engine.ask``; where a rank is lost, those who remain ask again."""
-        if self._is_alone:
-            self.habits.tell_once(_ALONE.format(purpose.deed, here(), self.rank))
-            return super().ask(purpose, numbers)
-        asked = self._num_asked + 1
-        while True:
-            try:
-                answer = super().ask(purpose, numbers)
-            except CollectiveError as error:
-                self._survive(error)
-                if self._num_asked < asked:
-                    continue
-                # Another rank had heard all of them: its answer counts, as it goes on with that.
-                return {int(rank): body for rank, body in self._answer}
-            self._num_asked, self._answer = asked, list(answer.items())
-            return answer
-
-    def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
-        """As ``Engine.hear_main``; where a rank is lost, those who remain ask again."""
-        if self._is_alone:
-            return told
-        asked = self._num_asked + 1
-        while True:
-            try:
-                answer = super().hear_main(told, timeout_s=timeout_s)
-            except CollectiveError as error:
-                self._survive(error)
-                if self._num_asked < asked:
-                    continue
-                return self._answer
-            self._num_asked, self._answer = asked, answer
-            return answer
-
     # ── joining ──────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def _is_alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether this rank's script is where the others have been before it joined."""
-        return self.is_joining or self._is_new
+        return self.is_joining or (self._is_new and not self.committing)
 
     def _step_in(self) -> None:
         """Take part in what the others do from now on, where this rank has just joined."""
         if self._is_new:
             self._is_new = False
             self.team.step_in()
+            # The script may have changed them since, where the others had been before.
+            self.training.load_registered(self._joined_with)
 
     @property
     def has_just_joined(self) -> bool:
         """Whether this rank has joined and not begun an epoch since."""
         return self._is_new
 
+    def hold_position(self, position: Position) -> None:
+        """Let the data position of a loader travel to ranks that join.
+
+        All ranks make the same loaders, in the same order.
+        """
+        self._positions.append(position)
+        if len(self._positions) <= len(self._known_positions):
+            position.restore(self._known_positions[len(self._positions) - 1])
+
+    def pass_place(self, place: str) -> None:
+        """Note where the script is; see ``Record``."""
+        self._record.move(place)
+
     def announce(self, epoch: int) -> None:
-        """Tell workers that join later that an epoch begins."""
+        """Tell workers that join later that an epoch begins, and what has been recorded."""
+        self._epoch = epoch
         if self.team.is_elastic and self.is_main:
-            self.team.announce(_EPOCH, str(epoch))
+            place = {"epoch": epoch, "record": self._record.state_dict()}
+            self.team.announce(_PLACE, json.dumps(place))
 
     def is_past(self, epoch: int) -> bool:
         """Return whether this rank is to join, and the team has committed an epoch already."""
-        return self.is_joining and epoch < self._known_epoch()
+        return self.is_joining and epoch < self._team_epoch()
 
-    def _known_epoch(self) -> int:
-        """Return the epoch that the team announced last."""
-        return int(self.team.announced(_EPOCH) or 0)
+    def _team_epoch(self) -> int:
+        """Return the epoch that the team has announced last; 0 before the first one."""
+        place = self.team.announced(_PLACE)
+        return int(json.loads(place)["epoch"]) if place else 0
+
+    def _look_up(self) -> None:
+        if self.is_joining and (place := self.team.announced(_PLACE, _PLACE_S)):
+            self._record.load_state_dict(json.loads(place)["record"])
 
     def join(self, cursor: Cursor, batch_size: int, max_steps: int | None) -> None:
         """Join the team, if that began before this rank came; see ``begin`` for the arguments."""
@@ -232,10 +247,12 @@ class ElasticEngine(Engine):
             self._cursor, self.batch_size, self._max_steps = cursor, batch_size, max_steps
             try:
                 self._renew("")
+                self._resume()
             except CollectiveMismatchError:
                 raise
-            except CollectiveError:
-                continue  # a rank was lost before this one was in
+            except CollectiveError as error:
+                if self._is_in:  # a rank was lost when this one was in already
+                    self._survive(error)
 
     def _drop_out(self, left_out: LeftOutError, *, may_join: bool) -> None:
         """Be a rank that joins, as the team has gone on without this one.
@@ -244,10 +261,9 @@ class ElasticEngine(Engine):
             left_out: How this rank has learnt of it; raised where it cannot join again.
             may_join: Whether it can: it goes through epochs of a map-style loader.
         """
-        if self._cursor is None or not may_join:
+        if self._cursor is None or self.committing or not may_join:
             raise left_out
         self._applied, self._is_in, self._is_new = None, False, False
-        self._num_asked, self._answer = 0, None
         self._cursor.release()
         self.team.be_alone()
         state = self.state.release()
@@ -269,26 +285,27 @@ class ElasticEngine(Engine):
         Returns:
             Whether new plans were made.
         """
-        unlike = isinstance(error, CollectiveMismatchError)
-        # In a commit, only the round that has led to it can be done again.
-        if not self.team.is_elastic or unlike or self.committing:
+        if not self.team.is_elastic or isinstance(error, CollectiveMismatchError):
             raise error
-        why = str(error)
         while True:
             try:
-                return self._renew(why)
+                if isinstance(error, Superseded):
+                    self._break_off()  # what the void round was for; the team has changed already
+                else:
+                    self._renew(str(error))
+                return self._resume()
             except CollectiveMismatchError:
                 raise
             except CollectiveError as again:
-                why = str(again)
+                error = again
             except LeftOutError as left_out:
                 self._drop_out(left_out, may_join=may_join)
-                if not self._wants_plans or self.cursor.epoch != self._known_epoch():
+                if not self._wants_plans or self.cursor.epoch != self._team_epoch():
                     return False
-                why = ""
+                error = CollectiveError("")
 
-    def _renew(self, why: str) -> bool:
-        """Leave the generation, and begin the next one; return whether new plans were made.
+    def _renew(self, why: str) -> None:
+        """Leave the generation, and begin the next one; ``_resume`` completes the change.
 
         Raises:
             CollectiveError: A rank was lost meanwhile.
@@ -311,16 +328,15 @@ class ElasticEngine(Engine):
         self.rank = team.rank
         self.state = renewed(self.state, formation, team.rank)
         self._use_team()
-        told = self._introduce(is_new=is_new)
+        is_alike = self._introduce(is_new=is_new or self._is_new)
         formed_s = time.perf_counter()
         if not formation.has_state:
             self._begin_anew()
+            self._epoch = 0 if self._cursor is None else self._cursor.epoch
         num_bytes = self._heal(formation) if formation.receivers else 0
         self._set_progress(self.progress)  # a team in which nobody held state may have loaded one
         self._compare(formation.base)
         self._is_in = True
-        if self._applied is not None:
-            self._commit({})
         self._tell_change(
             formation,
             why,
@@ -328,21 +344,13 @@ class ElasticEngine(Engine):
             reform_s=formed_s - started_s,
             heal_s=time.perf_counter() - formed_s,
         )
-        if self._cursor is not None:
-            self.announce(self._cursor.epoch)
-        plans = all(one["plans"] for one in told.values() if not one["is_new"])
-        places = {one["plans"] for one in told.values()}
-        self._is_anew = not formation.has_state and len(places) == 1
+        self.announce(self._epoch)
+        self._is_anew = not formation.has_state and is_alike
         if self._is_anew:  # all are at the same place of their scripts
-            plans = self._wants_plans
+            self._are_planning = self._wants_plans
         elif is_new:  # unless it comes back into the epoch that it was in
-            plans &= self._wants_plans and self.cursor.epoch == epoch
-            self._is_new = not plans
-        if self._is_new:
-            self.team.stand_aside()
-        elif plans:
-            self._exchange_plans(math.inf, math.inf)
-        return plans
+            is_back = self._wants_plans and self.cursor.epoch == epoch
+            self._is_new = not (is_back and self._are_planning)
 
     def _leave_team(self) -> NoReturn:
         """Leave for good, as this rank was told to; the others continue without it.
@@ -370,6 +378,29 @@ class ElasticEngine(Engine):
             )
         self.habits.notice(text)
 
+    def _resume(self) -> bool:
+        """Commit what is applied, and agree on new plans where all ranks plan windows.
+
+        Inside a commit it does nothing: functions of ``on_commit`` go on, and whoever has called
+        them resumes after them.
+
+        Returns:
+            Whether new plans were made.
+
+        Raises:
+            CollectiveError: A rank was lost meanwhile.
+        """
+        if self.committing:
+            return False
+        if self._applied is not None:
+            self._commit({})
+        if self._is_new:
+            self._joined_with = self.training.copy_registered()
+            self.team.stand_aside()
+        elif self._are_planning:
+            self._exchange_plans(math.inf, math.inf)
+        return self._are_planning and not self._is_new
+
     def _standing(self) -> Standing:
         return Standing(
             member=self.team.name,
@@ -377,8 +408,14 @@ class ElasticEngine(Engine):
             applied=self.window,
             committed=self.window - (self._applied is not None),
             digest=self._digest(),
-            phase="training" if self.is_training else "between epochs",
+            phase=TRAINING if self._takes_joiners else "between two windows or epochs",
         )
+
+    @property
+    def _takes_joiners(self) -> bool:
+        """Whether plans are all that this rank exchanges next, as does one that joins."""
+        is_planning = self._wants_plans or self._is_new
+        return is_planning and not (self.committing or self._is_asking)
 
     def _digest(self) -> str:
         """Return a hash of what all ranks hold alike, in hexadecimal."""
@@ -386,26 +423,50 @@ class ElasticEngine(Engine):
             hashes = self._check.hashes()
         return hashlib.blake2b(struct.pack(f"={len(hashes)}q", *hashes), digest_size=8).hexdigest()
 
-    def _introduce(self, *, is_new: bool) -> dict[int, dict[str, Any]]:
-        """Tell the others who this rank is and what it is about to do; return what each tells."""
+    def _introduce(self, *, is_new: bool) -> bool:
+        """Tell the others who this rank is and what it is about to do, and learn it of them.
+
+        Returns:
+            Whether all are about to do the same.
+        """
+        rows = self._heard.rows
         told = self.team.introduce(
             {
                 "is_new": is_new,
                 "plans": self._wants_plans,
                 "fp16": self.options.dtype == torch.float16,
                 "kind": self.options.kind,
-                "asked": self._num_asked,
-                "answer": self._answer,
+                "heard": [self._heard.number, self._heard.answer],
+                "rows": None if rows is None else [[*rows.shape], str(rows.dtype)],
+                "record": self._record.state_dict() if self.is_main else None,
             }
         )
         by_rank = dict(zip(self.team.members, told, strict=True))
         self._scale.learn_ranks(rank for rank, one in by_rank.items() if one["fp16"])
         kinds = {tuple(one["kind"]) for one in told}
         self.options = replace(self.options, unlike_devices=len(kinds) > 1)
-        # A round needs all ranks, so none is ahead by more than one of them.
-        latest = max(told, key=lambda one: int(one["asked"]))
-        self._num_asked, self._answer = latest["asked"], latest["answer"]
-        return by_rank
+        self._are_planning = all(one["plans"] for one in told if not one["is_new"])
+        self._take_heard(told)
+        if is_new:
+            self._record.load_state_dict(by_rank[self.state.planner]["record"])
+        return len({one["plans"] for one in told}) == 1
+
+    def _take_heard(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the answer of the newest exchange outside of windows."""
+        numbers = [-1 if one["is_new"] else int(one["heard"][0]) for one in told]
+        if (latest := max(numbers)) < 0:  # nobody holds state: all begin anew
+            self._heard = Heard()
+            return
+        source = numbers.index(latest)
+        rows, packed = None, told[source]["rows"]
+        if packed is not None and min(n for n in numbers if n >= 0) < latest:
+            shape, dtype = packed
+            number = getattr(torch, dtype.removeprefix("torch."))
+            known = self._heard.rows if self.comm.rank == source else None
+            rows = torch.empty(shape, dtype=number) if known is None else known.cpu().contiguous()
+            self.comm.broadcast(rows, source, what="rows that some ranks have missed")
+        if numbers[self.comm.rank] < latest:
+            self._heard = Heard(latest, told[source]["heard"][1], rows)
 
     def _heal(self, formation: Formation) -> int:
         """Send the donor's state to the ranks that need it; return its size in bytes."""
@@ -421,19 +482,31 @@ class ElasticEngine(Engine):
             self._take_learnt(counters)
         return self.training.num_bytes
 
+    @property
+    def _current(self) -> int | None:
+        """The number of the loader whose epoch was begun last; ``None`` for none of these."""
+        cursors = [position.cursor for position in self._positions]
+        found = (number for number, cursor in enumerate(cursors) if cursor is self._cursor)
+        return None if self._cursor is None else next(found, None)
+
     def _counters(self) -> dict[str, Any]:
         """Return what a rank that was away has to know beside what is trained, in JSON."""
         return {
             "progress": asdict(self.progress),
-            "cursor": None if self._cursor is None else self._cursor.state_dict(),
+            "positions": [one.state_dict() for one in self._positions],
+            "current": self._current,
             "loss_scale": self._scale.state_dict(),
         }
 
     def _take_counters(self, counters: Mapping[str, Any]) -> None:
         """Undo ``_counters``."""
         self._set_progress(Progress(**counters["progress"]))
-        if self._cursor is not None and counters["cursor"] is not None:
-            self._cursor.load_state_dict(counters["cursor"])
+        self._known_positions = counters["positions"]
+        for position, state in zip(self._positions, self._known_positions, strict=False):
+            position.restore(state)
+        current = counters["current"]
+        if current is not None and current != self._current:
+            self._cursor = self._positions[current].cursor
         self._scale.load_state_dict(counters["loss_scale"])
         self.flat.zero_()
         self.restored()

@@ -26,7 +26,13 @@ from evener.engine.share import Share, WindowSpans, needs_plans
 from evener.engine.slowness import Slowness
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveMismatchError, CollectiveTimeoutError, EvenerError, UsageError
+from evener.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    EvenerError,
+    UsageError,
+)
 from evener.planning.local_plan import LocalPlan
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import ApplyPolicy, Planner
@@ -35,6 +41,10 @@ from evener.planning.stragglers import Straggler
 from evener.protocol import wording
 from evener.protocol.machine import Do, Phase, State, judge
 from evener.protocol.row import Purpose, Row, decode, encode
+
+
+class Superseded(CollectiveError):
+    """The generation of a round has ended while functions of ``on_commit`` ran."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,31 +205,6 @@ class Engine(ABC):
         """Return whether a signal, or who else is asked, wants this rank to stop without delay."""
         return bool(self.options.stop_requested and self.options.stop_requested())
 
-    def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
-        """Exchange numbers between the ranks that are present; all of them call it together.
-
-        First commits what a loop that was left by ``break`` has applied. Takes note of ranks that
-        want to stop.
-
-        Args:
-            purpose: What this rank wants; must be the same on all ranks.
-            numbers: At most ``room_of(world_size)``.
-
-        Returns:
-            Each rank's numbers, by rank and in rank order.
-
-        Raises:
-            CollectiveMismatchError: Ranks came for different things.
-        """
-        if self.has_left:
-            self.settle()
-        rows = self._meet(purpose, body=tuple(map(float, numbers))).rows
-        return {rank: row.body for rank, row in rows.items()}
-
-    def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
-        """Return the JSON ``told`` of the main rank; all that are present call it together."""
-        return self.team.hear(self.state.planner, told, timeout_s=timeout_s)
-
     def call_on_commit(self, function: Callable[[WindowResult], None]) -> None:
         """Call ``function`` with every window that is committed, after those given before."""
         self._on_commit.append(function)
@@ -363,14 +348,8 @@ class Engine(ABC):
     def consensus(self) -> AbstractContextManager[None]:
         """Show what all ranks have agreed on in the model, for the length of a block."""
 
-    def verify(self) -> None:
-        """Compare what all ranks have agreed on, where ``verify_every`` is given.
-
-        All ranks call it together, outside of an exchange: at a commit, or between epochs.
-
-        Raises:
-            ReplicasDifferError: On every rank.
-        """
+    def _verify(self) -> None:
+        """Compare what all ranks have agreed on; see ``AskingEngine.verify``."""
         if self._check.every:
             with self.consensus():
                 self._check.compare(self.comm, self.window - 1)
@@ -464,8 +443,11 @@ class Engine(ABC):
 
         The state follows when all is done: functions of ``on_commit`` see the window before, and
         what they exchange may tell of a stop. A change of the generation belongs to the new state.
+
+        Raises:
+            Superseded: The team has changed meanwhile: the rest of the verdict is void.
         """
-        rows, verdict = found.rows, found.verdict
+        rows, verdict, generation = found.rows, found.verdict, self.state.generation
         after = verdict.state
         self.state = self.state._replace(own=None, stopping=self.stopping or after.stopping)
         limits = {rank: row.report.limit for rank, row in rows.items() if row.report.limit}
@@ -474,8 +456,10 @@ class Engine(ABC):
         for do in verdict.do:
             if do is Do.COMMIT:
                 self._commit(rows)
+                if self.state.generation != generation:
+                    raise Superseded("a rank was lost while functions of ddp.on_commit ran")
             elif do is Do.VERIFY:
-                self.verify()
+                self._verify()
             elif do is Do.RATES:
                 self._agree_on_rates(rows)
             elif do is not Do.CHANGE:

@@ -72,6 +72,7 @@ class ParkingEngine(ElasticEngine):
         elif wish == RENEW:
             self._end_generation()
             self._renew("")
+            self._resume()
         elif wish == PARK:
             self._park_misfits()
         else:

@@ -5,6 +5,7 @@ It is a *document* of plain values, and the tensors that it names, in groups: ``
 was away receives it with the flat buffers.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -138,6 +139,15 @@ class TrainingState:
     def carry(self, name: str, stateful: Stateful) -> None:
         """Add an object whose state ranks receive that were away, but that checkpoints lack."""
         self._carried[name] = stateful
+
+    def copy_registered(self) -> dict[str, Any]:
+        """Return copies of the states of registered objects, by name."""
+        return {name: copy.deepcopy(one.state_dict()) for name, one in self._registered.items()}
+
+    def load_registered(self, states: Mapping[str, Any]) -> None:
+        """Put registered objects back into the states of ``copy_registered``."""
+        for name, state in states.items():
+            self._registered[name].load_state_dict(state)
 
     def check_identity(self) -> None:
         """The model must hold the parameters that are averaged and stepped, not others instead.

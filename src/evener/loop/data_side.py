@@ -119,7 +119,7 @@ class DataSide:
         num_workers = _optional("num_workers", num_workers, 0)
         max_steps = _optional("max_steps", max_steps, 0)
         seed = whole_number("seed", seed, 0)
-        engine = self._engine
+        engine, number = self._engine, len(self._loaders)
         loader: TeamLoader | StreamLoader
         if is_stream(dataset):
             batches = stream_of(
@@ -130,7 +130,7 @@ class DataSide:
                 collate_fn=collate_fn,
                 num_workers=num_workers,
             )
-            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps)
+            loader = StreamLoader(engine, batches, seed=seed, max_steps=max_steps, number=number)
         else:
             intake = read(
                 dataset,
@@ -147,10 +147,16 @@ class DataSide:
             engine.set_micro_batch_size(size)
             self.events.learn(num_samples=num_samples)
             loader = TeamLoader(
-                engine, intake, prefetch=prefetch, micro_batch_size=size, max_steps=max_steps
+                engine,
+                intake,
+                prefetch=prefetch,
+                micro_batch_size=size,
+                max_steps=max_steps,
+                number=number,
             )
         self._loaders.append(loader)
-        self._restore_position(len(self._loaders) - 1)
+        self._restore_position(number)
+        engine.hold_position(loader)
         return loader
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -163,14 +169,18 @@ class DataSide:
             num_epochs: Epochs of the run.
         """
         num_epochs = whole_number("num_epochs", num_epochs, 0)
+        engine = self._engine
         planned = [loader for loader in self._loaders if isinstance(loader, TeamLoader)]
         epoch = 0
         while True:
-            for loader in planned[:1]:
-                loader.join()  # also when the team has gone on without this rank meanwhile
-            epoch = max([epoch, *(one.cursor.epoch for one in planned)])
+            begun = [one.cursor.epoch for one in planned]
+            if planned and engine.is_joining:  # perhaps again, as the team has gone on without it
+                planned[0].join()
+                begun = [engine.cursor.epoch]  # of the loader that the others iterate over
+            epoch = max([epoch, *begun])
             if epoch >= num_epochs:
                 return
+            engine.pass_place(f"before epoch {epoch}")
             yield epoch
             epoch += 1
 
@@ -272,22 +282,27 @@ class DataSide:
         """
         engine = self._engine
         engine.ask(Purpose.SAVE)
+        if engine.is_alone:  # the team has saved, or not, before this rank has joined it
+            return
         engine.settle()  # parameters may be a window ahead of the data position
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
-        failure, written = f"the rank that wrote {path} was lost; save again", None
-        if engine.is_main:
-            failure = ""
-            positions = [loader.state_dict() for loader in self._loaders]
-            with engine.consensus():
-                try:
-                    written = save_state(self.assembly, positions, Path(path))
-                except (EvenerError, OSError) as error:
-                    failure = str(error)
-        if failure := engine.hear_main(failure):
+        failure = None
+        while failure is None:  # the rank that wrote was lost, and the next main rank writes
+            failure = engine.hear_main(self._write(Path(path)) if engine.is_main else None)
+        if failure:
             raise CheckpointError(failure)
-        if written is not None:
-            self.events.checkpoint(written)
+
+    def _write(self, path: Path) -> str:
+        """Write a checkpoint, on the main rank; return why it could not, empty if it could."""
+        positions = [loader.state_dict() for loader in self._loaders]
+        with self._engine.consensus():
+            try:
+                written = save_state(self.assembly, positions, path)
+            except (EvenerError, OSError) as error:
+                return str(error)
+        self.events.checkpoint(written)
+        return ""
 
     def load(self, path: str | Path, *, allow: Collection[Allowed] = ()) -> None:
         """Restore a checkpoint, on any number of ranks; all ranks call it together.
@@ -307,9 +322,9 @@ class DataSide:
         try:
             saved = find_state(assembly, Path(path))
         except CheckpointError as error:
-            assembly.team.introduce([str(error), 0])
+            assembly.engine.introduce([str(error), 0])
             raise
-        answers = assembly.team.introduce(["", saved.progress.window])
+        answers = assembly.engine.introduce(["", saved.progress.window])
         for rank, (refused, window) in enumerate(answers):
             if refused:
                 raise CheckpointError(f"rank {rank} cannot load it: {refused}")

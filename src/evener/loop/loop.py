@@ -25,7 +25,6 @@ from evener.loop.reporting import SinkMaker, check_sinks
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
-from evener.protocol.row import Purpose
 from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
@@ -284,10 +283,8 @@ class Loop(DataSide):
         """
         units = checked_weight(weight)
         product = checked_value(value) * units if units else 0.0
-        numerator = denominator = 0.0
-        for row in self._engine.ask(Purpose.VALUE, [product, units]).values():
-            numerator += row[0]
-            denominator += row[1]
+        numerator, denominator = self._engine.sum_up([product, units])
+        self._gatherer.check_complete()
         return numerator / denominator if denominator else float("nan")
 
     def all_reduce(self, value: float | Tensor, weight: float = 1.0) -> float:

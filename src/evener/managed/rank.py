@@ -180,7 +180,7 @@ class ManagedRank(EpochLoop):
 
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""
-        answers = self._engine.team.introduce(self._figures.document(time.perf_counter()))
+        answers = self._engine.introduce(self._figures.document(time.perf_counter()))
         if not any(answer["windows"] for answer in answers):
             return None
         return EpochMetrics.from_document(
@@ -199,11 +199,13 @@ class ManagedRank(EpochLoop):
         eval_fn = self.job.eval_fn
         if eval_fn is None or self.ddp.stopping:
             return {}
-        values: Mapping[str, float] = {}
-        if self.ddp.is_main_process:
-            with self.ddp.evaluating():
-                values = _numbers(eval_fn(self.model))
-        agreed: Mapping[str, float] = self._engine.hear_main(values, timeout_s=EVAL_TIMEOUT_S)
+        agreed: Mapping[str, float] | None = None
+        while agreed is None:  # the main rank was lost meanwhile, and the next one evaluates
+            values = None
+            if self.ddp.is_main_process:
+                with self.ddp.evaluating():
+                    values = _numbers(eval_fn(self.model))
+            agreed = self._engine.hear_main(values, timeout_s=EVAL_TIMEOUT_S)
         return agreed
 
 

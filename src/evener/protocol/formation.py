@@ -18,6 +18,10 @@ WHOLE_RUN: Final = 0
 """Generation under which the coordinator keeps what holds for all generations."""
 
 
+TRAINING: Final = "training"
+"""The phase of a member that agrees on plans next: the only one in which a joiner can follow."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """What a member that has left its generation holds.
@@ -29,7 +33,7 @@ class Standing:
         committed: Windows that it has committed; at most ``applied``.
         digest: Of its state after ``applied``, in hexadecimal; members with the same digest hold
             the same bits.
-        phase: What it was doing, such as ``training``; for messages.
+        phase: What it was doing: ``TRAINING``, or in its own words.
     """
 
     member: str
@@ -37,7 +41,7 @@ class Standing:
     applied: int
     committed: int
     digest: str
-    phase: str = "training"
+    phase: str = TRAINING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

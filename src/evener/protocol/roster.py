@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from evener.planning.silence import silence_deadline_s
-from evener.protocol.formation import NO_NUMBER
+from evener.protocol.formation import NO_NUMBER, TRAINING
 from evener.protocol.formation import Deadlines as Deadlines
 from evener.protocol.formation import Formation as Formation
 from evener.protocol.formation import ProcessState as ProcessState
@@ -320,7 +320,7 @@ class Roster:
     def _tell_wanted(self) -> None:
         members = self._members()
         waits = any(seat.can_join and not self.is_member(seat.member) for seat in self._all())
-        wanted = waits and 0 < len(members) < self.most
+        wanted = 0 < len(members) < (self.most if waits else self.least)
         if wanted != self._wanted:
             self._wanted = wanted
             for seat in members:
@@ -363,7 +363,7 @@ class Roster:
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
         if formation is not None and is_patient and self._awaited(now_s):
             return False
-        if num_ready < self.least:
+        if num_ready < self.least and self._takes_joiners:
             self._wait_for_more(now_s, num_ready)
             return False
         self._short_s = None
@@ -375,6 +375,16 @@ class Roster:
             return True
         latest_s = max((seat.lease_end_s for seat in members if seat.may_commit), default=0.0)
         return now_s >= max(latest_s, self._older_lease_s)
+
+    @property
+    def _takes_joiners(self) -> bool:
+        """Whether all members that hold state are where a joiner can follow.
+
+        Elsewhere, such as in an evaluation, those who remain continue alone, even where they are
+        fewer than the least: their next window ends the generation.
+        """
+        standings = [seat.standing for seat in self._members() if seat.can_join]
+        return all(one is None or one.phase == TRAINING for one in standings)
 
     def _wait_for_more(self, now_s: float, num_ready: int) -> None:
         if not num_ready:
@@ -404,7 +414,8 @@ class Roster:
         before = self._members()
         ready = {seat.member: seat for seat in self._all() if seat.can_join}
         standings = {m.member: m.standing for m in before if m.member in ready and m.standing}
-        order = [*standings, *(member for member in ready if member not in standings)]
+        joiners = [m for m in ready if m not in standings and self._takes_joiners]
+        order = [*standings, *joiners]
         members = tuple(order[: self.most])
         base = max((s.applied for s in standings.values()), default=0)
         donor = next((m for m, s in standings.items() if s.applied == base), members[0])

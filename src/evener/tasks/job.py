@@ -3,7 +3,7 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from evener.loop.epochs import EpochLoop
 from evener.loop.models import Schedulers
 from evener.loop.reporting import find_sinks
 from evener.loop.saved_state import check_state
+from evener.protocol.row import Purpose
 from evener.tasks.recording import SUMS, RunTally, record, show, summarise
 from evener.tasks.rehearsal import Rehearsal, Speeds
 from evener.tasks.resuming import RUN_FOLDER, choose_checkpoint, find_run, is_finished
@@ -410,22 +411,28 @@ class Job(EpochLoop):
             The sums of ``Task.measure``, the same on every rank; ``None`` when a rank was told to
             stop meanwhile.
         """
-        ddp, task = self.ddp, self._task
+        ddp = self.ddp
         batches = ddp.eval_loader(
             self._heldout, batch_size=self.loader.micro_batch_size, collate_fn=list
         )
-        parts = []
-        with ddp.evaluating():
-            for samples in batches:
-                if not ddp.wants_stop():
-                    with ddp.emulated_slowness():
-                        parts.append(task.measure(samples))
-        ddp.weighted_mean(0.0)  # agrees on a stop
+        parts: list[Sequence[float]] = []
+        measured: dict[int, list[float]] = {}
+        to_do: Iterable[list[Any]] = batches
+        while to_do:
+            with ddp.evaluating():
+                for samples in to_do:
+                    if not ddp.wants_stop():
+                        with ddp.emulated_slowness():
+                            parts.append(self._task.measure(samples))
+            own = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
+            measured = dict(self._engine.introduce([ddp.rank, own]))
+            # A rank that was lost before it could say its sums: the others do its part.
+            to_do = () if batches.is_complete(measured) else batches.make_up()
+        self._engine.ask(Purpose.VALUE)  # agrees on a stop
         if ddp.stopping:
             return None
-        own = [math.fsum(numbers) for numbers in zip(*parts, strict=True)]
-        measured = [totals for totals in self._engine.team.introduce(own) if totals]
-        return [math.fsum(numbers) for numbers in zip(*measured, strict=True)]
+        told = [totals for totals in measured.values() if totals]
+        return [math.fsum(numbers) for numbers in zip(*told, strict=True)]
 
     def _evaluate(self) -> None:
         began_s = time.perf_counter()

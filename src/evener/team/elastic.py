@@ -22,7 +22,6 @@ from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
 
 #: What a worker is doing, as it declares it with its heartbeats.
-TRAINING: Final = "training"
 WAITING: Final = "waiting"
 """It waits for other members, in an exchange."""
 

@@ -16,6 +16,7 @@ from evener.comm.wires import Wires
 from evener.errors import ConfigError, LaunchError, LeftOutError, PeerLostError
 from evener.protocol.formation import (
     NO_NUMBER,
+    TRAINING,
     WHOLE_RUN,
     Formation,
     Standing,
@@ -24,7 +25,7 @@ from evener.protocol.formation import (
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
 from evener.team.child import tell
-from evener.team.elastic import TRAINING, CoordinatorLink
+from evener.team.elastic import CoordinatorLink
 from evener.team.environment import COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE
 from evener.team.membership import Formed, Membership
 from evener.team.sealed import read_token

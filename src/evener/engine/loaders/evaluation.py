@@ -2,15 +2,16 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
-from evener.engine.engine import Engine
+from evener.engine.asking import AskingEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
 from evener.errors import UsageError
+from evener.places import here
 from evener.planning.rounds import Parts, evaluation_rounds
 from evener.protocol.row import Purpose
 
@@ -30,14 +31,22 @@ class EvaluationLoader(LikeDataLoader):
     where ``Ddp.gather`` also returns the rows that it has missed. Only with fewer samples than
     ranks in all, the loop's body does not run on the last ranks; they take part in what the others
     gather before their loop ends.
+
+    In an elastic team all ranks meet at the end of the loop. What a rank had that was lost until
+    then is handed out to those who remain, apart from rounds whose rows ``Ddp.gather`` has given to
+    all. On a rank whose script is where the team has been before it joined, the loop's body runs
+    for the first batch alone, so that what follows finds its names.
     """
 
-    def __init__(self, engine: Engine, gatherer: Gatherer, intake: Intake) -> None:
+    def __init__(self, engine: AskingEngine, gatherer: Gatherer, intake: Intake) -> None:
         super().__init__(intake)
         self.drop_last = False  # an evaluation leaves no sample out
         self.batch_size = intake.batch_size
         self._engine = engine
         self._gatherer = gatherer
+        #: Positions that ranks have evaluated for themselves in the newest loop, by rank.
+        self._held: dict[int, list[int]] = {}
+        self._lost: tuple[int, ...] = ()
         self._order = intake.order
         self._fetcher = intake.fetcher()
         # A loader made anew for each evaluation takes its workers with it.
@@ -60,33 +69,81 @@ class EvaluationLoader(LikeDataLoader):
                 after an epoch.
             UsageError: Ranks have data sets of different length or order.
         """
+        engine, count = self._engine, self._order.num_samples
+        if engine.is_alone:
+            yield from self._first_batch()
+            return
+        self._held = {}
+        yield from self._evaluate(range(count))
+        while engine.team.is_elastic and not self.is_complete(engine.ask(Purpose.EVALUATE)):
+            yield from self.make_up()
+        self._gatherer.end(self._held)
+
+    def is_complete(self, ranks: Collection[int]) -> bool:
+        """Return whether no other rank than these has evaluated something in the newest loop."""
+        self._lost = tuple(rank for rank in self._held if rank not in ranks)
+        return not self._lost
+
+    def make_up(self) -> Iterator[Any]:
+        """Yield batches of what ranks had that were lost; all ranks call it together.
+
+        Call it after ``is_complete``, to which every rank has given the same ranks.
+        """
+        missed = [p for rank in self._lost for p in self._held.pop(rank)]
+        yield from self._evaluate(missed)
+
+    def _first_batch(self) -> Iterator[Any]:
         indices = self._order.of(0)
-        rounds = self._agree(self._order.fingerprint(indices))
-        engine = self._engine
-        place = engine.comm.rank  # among the ranks that are present
-        parts, start = [], 0
+        first = [indices[p] for p in range(min(self.batch_size, self._order.num_samples))]
+        if first:
+            self._engine.habits.tell_once(
+                f"the evaluation at {here()} was made before rank {self._engine.rank} joined the "
+                "team: its loop sees one batch here, and ddp.weighted_mean returns what the team "
+                "has found"
+            )
+            yield self._received(self._fetcher.submit(0, first))
+
+    def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
+        """Yield this rank's batches of some positions of the data set, in their order."""
+        indices, engine = self._order.of(0), self._engine
+        rounds = self._agree(len(positions), self._order.fingerprint(indices))
+        ranks = engine.team.members
+        parts: dict[int, list[Sequence[int]]] = {rank: [] for rank in ranks}
+        start = 0
         for sizes in rounds:
-            first = start + sum(sizes[:place])
-            parts.append(range(first, first + sizes[place]))
-            start += sum(sizes)
-        wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in parts if part)
+            for rank, size in zip(ranks, sizes, strict=True):
+                parts[rank].append(positions[start : start + size])
+                start += size
+        own = (part for part in parts[engine.rank] if part)
+        wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in own)
         fetched = deque(islice(wanted, _AHEAD))
-        for _ in self._gatherer.evaluate(rounds):
-            batch = self._received(fetched.popleft())
-            fetched.extend(islice(wanted, 1))
-            yield batch
+        delivered = dict.fromkeys(ranks, 0)
+        try:
+            for _ in self._gatherer.evaluate(rounds, delivered):
+                batch = self._received(fetched.popleft())
+                fetched.extend(islice(wanted, 1))
+                yield batch
+        finally:
+            for rank in ranks:
+                rest = [p for part in parts[rank][delivered[rank] :] for p in part]
+                if rest:
+                    self._held.setdefault(rank, []).extend(rest)
 
     def close(self) -> None:
         """End the fetching of data; idempotent."""
         self._closing()
 
-    def _agree(self, fingerprint: int) -> list[Parts]:
+    def _agree(self, count: int, fingerprint: int) -> list[Parts]:
         """Return the rounds of the ranks that are present, by the planner's speeds.
+
+        Args:
+            count: Samples that are evaluated.
+            fingerprint: Of the order of the data set.
 
         Raises:
             UsageError: Ranks have different data.
         """
-        engine, count = self._engine, self._order.num_samples
+        engine = self._engine
         speeds = engine.policy.solo_speeds(self.batch_size)
         if not all(speed > 0 for speed in speeds):
             speeds = (1.0,) * engine.world_size

@@ -1,14 +1,15 @@
 """``ddp.gather``: every rank gets the rows of all ranks, in the order of the data set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from evener.engine.engine import Engine
-from evener.errors import CollectiveMismatchError, UsageError
+from evener.engine.asking import AskingEngine
+from evener.errors import CollectiveError, CollectiveMismatchError, UsageError
+from evener.places import here
 from evener.planning.rounds import Parts
 from evener.protocol.row import Purpose, pack, room_of, unpack
 
@@ -70,14 +71,22 @@ class EvaluationPass:
     Args:
         engine: Whose ranks evaluate.
         rounds: Samples of each rank that is present, by round; none outside of any evaluation.
+        delivered: Receives by rank how many rounds are over in which it has given its rows.
         in_training: Whether the loop was begun inside a training loop.
     """
 
-    def __init__(self, engine: Engine, rounds: Sequence[Parts], *, in_training: bool) -> None:
+    def __init__(
+        self,
+        engine: AskingEngine,
+        rounds: Sequence[Parts],
+        delivered: dict[int, int],
+        *,
+        in_training: bool,
+    ) -> None:
         self.in_training = in_training
         self._engine = engine
-        self._place = engine.comm.rank  # among the ranks that are present
-        self._rounds = rounds
+        self._ranks = engine.team.members
+        self._rounds, self._delivered = rounds, delivered
         self._round, self._turn = _OUTSIDE, 0
         #: By turn: the rows of rounds in which this rank had no batch, until its next call.
         self._gathered: dict[int, list[Tensor]] = {}
@@ -88,8 +97,9 @@ class EvaluationPass:
         A rank that has no batch in the last round takes part at the end in what others gather in
         it. Where all have one, that exchanges nothing.
         """
+        place = self._ranks.index(self._engine.rank)
         for number, parts in enumerate(self._rounds):
-            if parts[self._place]:
+            if parts[place]:
                 self._round, self._turn = number, 0
                 yield
         if self._rounds and 0 in self._rounds[-1]:
@@ -122,10 +132,10 @@ class EvaluationPass:
         front = None
         while front != place:
             told = self._engine.ask(Purpose.GATHER, pack(own))
-            offers = [unpack(_Offer, numbers) for numbers in told.values()]
-            front = min(offer.place for offer in offers)
+            offers = {rank: unpack(_Offer, numbers) for rank, numbers in told.items()}
+            front = min(offer.place for offer in offers.values())
             if not self._fits(front, offers):
-                said = "; ".join(f"rank {r} {o}" for r, o in zip(told, offers, strict=True))
+                said = "; ".join(f"rank {rank} {offer}" for rank, offer in offers.items())
                 raise CollectiveMismatchError(
                     f"ranks gather unlike rows: {said}. Remedy: in each round of the loop call "
                     "ddp.gather on all ranks equally often, in the same order, with the same dtype "
@@ -134,19 +144,22 @@ class EvaluationPass:
                 )
             self._gathered.setdefault(front[1], []).append(self._exchange(front, offers, rows))
 
-    def _fits(self, front: Place, offers: Sequence[_Offer]) -> bool:
+    def _fits(self, front: Place, offers: Mapping[int, _Offer]) -> bool:
         """Return whether ranks ahead of others had no batch since, and rows are of one kind."""
-        kinds = {offer.kind for offer in offers if offer.place == front}
+        kinds = {offer.kind for offer in offers.values() if offer.place == front}
         first = front[0]
         return len(kinds) == 1 and all(
             first != _OUTSIDE
             and first < offer.place[0]
-            and not any(parts[rank] for parts in self._rounds[first : offer.place[0]])
-            for rank, offer in enumerate(offers)
+            and not any(self._has_part(rank, q) for q in range(first, offer.place[0]))
+            for rank, offer in offers.items()
             if offer.place != front
         )
 
-    def _exchange(self, front: Place, offers: Sequence[_Offer], own: Tensor | None) -> Tensor:
+    def _has_part(self, rank: int, number: int) -> bool:
+        return number < len(self._rounds) and self._rounds[number][self._ranks.index(rank)] > 0
+
+    def _exchange(self, front: Place, offers: Mapping[int, _Offer], own: Tensor | None) -> Tensor:
         """Return the rows of all ranks that are at one place, in rank order.
 
         Args:
@@ -155,33 +168,74 @@ class EvaluationPass:
             own: This rank's rows; the result lies where they do, or with ``None`` on the model's
                 device.
         """
-        comm, home = self._engine.comm, self._engine.device
-        bringing = [offer for offer in offers if offer.place == front]
+        home = self._engine.device
+        bringing = [offer for offer in offers.values() if offer.place == front]
         dtype, shape = bringing[0].kind
-        counts = [offer.shape[0] if offer.shape and offer.place == front else 0 for offer in offers]
+        counts = {
+            rank: offer.shape[0] if offer.shape and offer.place == front else 0
+            for rank, offer in offers.items()
+        }
         # NCCL takes tensors of GPUs, and Gloo all others, so ranks must not differ in where theirs
         # lie.
         where = home if all(offer.on_device for offer in bringing) else torch.device("cpu")
-        size = (len(counts), max(counts), *shape)
-        parts = torch.empty(size, dtype=_DTYPES[dtype], device=where)
-        if own is not None and offers[comm.rank].place == front:
-            parts[comm.rank, : len(own)] = own
-        comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
-        rows = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        brought = own if offers[self._engine.rank].place == front else None
+        ranks, rows = self._engine.gather_rows(brought, counts, shape, _DTYPES[dtype], where)
+        if bringing[0].shape:
+            self._note_delivered(front, ranks)
         return rows.to(home if own is None else own.device)
+
+    def _note_delivered(self, front: Place, ranks: Collection[int]) -> None:
+        """Note whose rows all ranks have, and what a rank has not given that was lost.
+
+        Raises:
+            CollectiveError: A rank was lost between two calls of one round.
+        """
+        number, turn = front
+        for rank in self._delivered.keys() - ranks:
+            if self._delivered[rank] > number and self._has_part(rank, number):
+                raise CollectiveError(
+                    f"rank {rank} was lost in round {number} of an evaluation, before "
+                    f"ddp.gather number {turn + 1}: what it has given to the calls before would "
+                    "have no counterpart. Evaluate again"
+                )
+            if self._delivered[rank] <= number:
+                self._engine.habits.tell_once(
+                    f"rank {rank} was lost in an evaluation: in what ddp.gather returns, the rows "
+                    "of its remaining samples come last, not in the order of the data set"
+                )
+        self._delivered.update(dict.fromkeys(self._delivered.keys() & ranks, number + 1))
 
 
 @final
 class Gatherer:
     """Knows whether this rank is in the loop of an evaluation."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AskingEngine) -> None:
         self._engine = engine
-        self._passes = [EvaluationPass(engine, (), in_training=False)]  # first: outside of any
+        # first: outside of any
+        self._passes = [EvaluationPass(engine, (), {}, in_training=False)]
+        #: The window before which an evaluation has ended, and the ranks that have results of it.
+        self._ended: tuple[int, frozenset[int]] = (-1, frozenset())
 
-    def evaluate(self, rounds: Sequence[Parts]) -> Iterator[None]:
-        """Go through an evaluation; see ``EvaluationPass.go_through``."""
-        current = EvaluationPass(self._engine, rounds, in_training=self._engine.is_training)
+    def end(self, ranks: Iterable[int]) -> None:
+        """Note the ranks that have results of the evaluation that has just ended."""
+        self._ended = self._engine.window, frozenset(ranks)
+
+    def check_complete(self) -> None:
+        """Warn where a rank was lost after an evaluation and before its results were averaged."""
+        window, ranks = self._ended
+        lost = sorted(ranks - self._engine.summed_ranks)
+        if lost and window == self._engine.window and not self._engine.is_alone:
+            self._ended = -1, frozenset()
+            self._engine.habits.notice(
+                f"rank {lost[0]} was lost after its part of an evaluation, and before the result "
+                f"was averaged at {here()}: the average is that of the other ranks' samples"
+            )
+
+    def evaluate(self, rounds: Sequence[Parts], delivered: dict[int, int]) -> Iterator[None]:
+        """Go through an evaluation; see ``EvaluationPass``."""
+        in_training = self._engine.is_training
+        current = EvaluationPass(self._engine, rounds, delivered, in_training=in_training)
         self._passes.append(current)
         try:
             yield from current.go_through()

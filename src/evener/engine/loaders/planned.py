@@ -35,6 +35,7 @@ class TeamLoader(LikeDataLoader):
         prefetch: How samples are loaded ahead.
         micro_batch_size: Most samples of one forward and backward.
         max_steps: Optimizer steps of the run; ``None`` for no limit.
+        number: Loaders that the script has made before.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class TeamLoader(LikeDataLoader):
         prefetch: Prefetch,
         micro_batch_size: int,
         max_steps: int | None,
+        number: int = 0,
     ) -> None:
         super().__init__(intake)
+        self._number = number
         self._engine = engine
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
@@ -94,6 +97,7 @@ class TeamLoader(LikeDataLoader):
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
         engine, max_steps = self._engine, self._max_steps
+        engine.pass_place(f"epoch {epoch} of loader {self._number}")
         if engine.has_left:  # by `break`, perhaps in the last window of this very epoch
             engine.settle()
         if engine.is_past(epoch):
@@ -155,13 +159,13 @@ class TeamLoader(LikeDataLoader):
         """Refuse a sampler that draws other samples on another rank."""
         if not (own := self._order.fingerprint(indices)):
             return
-        team = self._engine.team
-        for rank, other in enumerate(team.introduce(own)):
+        engine = self._engine
+        for rank, other in engine.introduce([engine.rank, own]):
             if other != own:
                 raise UsageError(
-                    f"the sampler draws other samples on rank {rank} than on rank {team.rank}; it "
-                    "must draw from torch's, NumPy's or Python's global generators, or be seeded "
-                    "alike, and not split the data by rank"
+                    f"the sampler draws other samples on rank {rank} than on rank {engine.rank}; "
+                    "it must draw from torch's, NumPy's or Python's global generators, or be "
+                    "seeded alike, and not split the data by rank"
                 )
 
     def close(self) -> None:

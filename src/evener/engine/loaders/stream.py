@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from evener.data.start_method import choose_context
 from evener.devices import pins_memory
-from evener.engine.engine import Engine
+from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.loops import UserLoop
 from evener.errors import CheckpointError, ConfigError
@@ -37,9 +37,16 @@ class StreamLoader(LikeDataLoader):
     """
 
     def __init__(
-        self, engine: Engine, batches: DataLoader[Any], *, seed: int, max_steps: int | None
+        self,
+        engine: ElasticEngine,
+        batches: DataLoader[Any],
+        *,
+        seed: int,
+        max_steps: int | None,
+        number: int = 0,
     ) -> None:
         super().__init__(batches)
+        self._number = number
         self.batch_size = batches.batch_size  # of this rank
         self._engine = engine
         self._batches = batches
@@ -75,6 +82,7 @@ class StreamLoader(LikeDataLoader):
             UsageError: ``ddp.step()`` was not called for the batch before.
         """
         engine = self._engine
+        engine.pass_place(f"epoch {epoch} of loader {self._number}")
         self._next = epoch + 1
         loop = self.loop = UserLoop.here()
         loop.skip("the team had stopped, or finished this epoch, before")
@@ -92,6 +100,11 @@ class StreamLoader(LikeDataLoader):
         except BaseException:  # GeneratorExit, after `break`; or an error, which others may not see
             engine.leave()
             raise
+
+    @property
+    def cursor(self) -> None:
+        """None: no window of a stream is planned."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many epochs are finished."""

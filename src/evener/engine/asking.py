@@ -1,0 +1,219 @@
+"""Exchanges outside of windows, by what ranks tell one another; a lost rank ends none of them."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evener.engine.engine import Engine, EngineOptions
+from evener.engine.record import Record
+from evener.engine.state import TrainingState
+from evener.engine.team import Team
+from evener.errors import CollectiveError
+from evener.places import here
+from evener.planning.policies import ApplyPolicy
+from evener.protocol.row import Purpose
+
+_ALONE = (
+    "{} at {} is done by rank {} alone: it joins a team that has passed this point, and no result "
+    "of the team is kept for it. With `for epoch in ddp.epochs(n)` its loop begins at the epoch of "
+    "the team"
+)
+
+
+class Heard(NamedTuple):
+    """The newest exchange outside of windows.
+
+    Where a rank is lost in one, some of the others may have heard its end, and the rest not: they
+    take the answer over.
+
+    Attributes:
+        number: How many there have been.
+        answer: What came of it, in JSON.
+        rows: The tensor that came of it, where there is one.
+    """
+
+    number: int = 0
+    answer: Any = None
+    rows: Tensor | None = None
+
+
+class AskingEngine(Engine):
+    """An engine whose ranks exchange something outside of windows, such as in an evaluation.
+
+    No other class exchanges anything after the set-up of a team, apart from what belongs to a
+    window or to a change of the team. Each exchange is numbered. Where a rank is lost in it, those
+    who remain repeat it, unless one of them has heard its end: then its answer is that of all. An
+    exchange needs all ranks, so none is ahead of another by more than one of them.
+
+    A rank whose script is where the others have been before it joined exchanges nothing.
+
+    Attributes:
+        summed_ranks: Ranks whose numbers are in the newest sums of ``sum_up``.
+    """
+
+    def __init__(
+        self, team: Team, training: TrainingState, options: EngineOptions, way: ApplyPolicy
+    ) -> None:
+        super().__init__(team, training, options, way)
+        self._heard = Heard()
+        self._record = Record()
+        self.summed_ranks: frozenset[int] = frozenset()
+        #: Whether this rank is in an exchange outside of windows.
+        self._is_asking = False
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether this rank's script is where the others have been before it joined."""
+
+    @abstractmethod
+    def _survive(self, error: CollectiveError) -> bool:
+        """Go on with those who remain, as a rank was lost; all of them call it."""
+
+    @abstractmethod
+    def announce(self, epoch: int) -> None:
+        """Tell workers that join later that an epoch begins, and what has been recorded."""
+
+    @abstractmethod
+    def _look_up(self) -> None:
+        """Learn what the team has recorded, where this rank is to join it."""
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Go on with those who remain where a rank is lost in the block."""
+        before, self._is_asking = self._is_asking, True
+        try:
+            yield
+        except CollectiveError as error:
+            self._survive(error)
+        finally:
+            self._is_asking = before
+
+    def ask(self, purpose: Purpose, numbers: Sequence[float] = ()) -> dict[int, Sequence[float]]:
+        """Exchange numbers between the ranks that are present; all of them call it together.
+
+        First commits what a loop that was left by ``break`` has applied. Takes note of ranks that
+        want to stop.
+
+        Args:
+            purpose: What this rank wants; must be the same on all ranks.
+            numbers: At most ``room_of(world_size)``.
+
+        Returns:
+            Each rank's numbers, by rank and in rank order. Where a rank is lost meanwhile, those of
+            the ranks that remain, or those of all.
+
+        Raises:
+            CollectiveMismatchError: Ranks came for different things.
+        """
+        own = tuple(map(float, numbers))
+        if self.is_alone:
+            self.habits.tell_once(_ALONE.format(purpose.deed, here(), self.rank))
+            return {self.rank: own}
+        number = self._heard.number + 1
+        while self._heard.number < number:
+            with self._surviving():
+                if self.has_left:
+                    self.settle()
+                rows = self._meet(purpose, body=own).rows
+                self._heard = Heard(number, [[rank, row.body] for rank, row in rows.items()])
+        return {int(rank): body for rank, body in self._heard.answer}
+
+    def sum_up(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the sum of each number over ranks, from the left in rank order.
+
+        Between epochs it is recorded, for workers that join later: their scripts come by here, too.
+        """
+        if self.is_alone:
+            self._look_up()
+            if (recorded := self._record.take()) is not None:
+                return recorded
+        totals, rows = [0.0] * len(numbers), self.ask(Purpose.VALUE, numbers)
+        self.summed_ranks = frozenset(rows)
+        for row in rows.values():
+            totals = [total + number for total, number in zip(totals, row, strict=True)]
+        if not (self.is_alone or self.in_epoch or self.committing):
+            self._record.add(totals)
+            if self._record.is_at_start:
+                self.announce(0)
+        return totals
+
+    def introduce(self, told: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Give every rank that is present each one's JSON, in rank order; all call it together."""
+        if self.is_alone:
+            return [told]
+        number = self._heard.number + 1
+        while self._heard.number < number:
+            with self._surviving():
+                answers = self.team.introduce(told, timeout_s=timeout_s)
+                self._heard = Heard(number, answers)
+        return [*self._heard.answer]
+
+    def hear_main(self, told: Any, *, timeout_s: float | None = None) -> Any:
+        """Return the JSON ``told`` of the main rank; all that are present call it together.
+
+        Where that is lost meanwhile, what the next main rank has told.
+        """
+        if self.is_alone:
+            return told
+        number = self._heard.number + 1
+        while self._heard.number < number:
+            with self._surviving():
+                answer = self.team.hear(self.state.planner, told, timeout_s=timeout_s)
+                self._heard = Heard(number, answer)
+        return self._heard.answer
+
+    def gather_rows(
+        self,
+        own: Tensor | None,
+        counts: Mapping[int, int],
+        row: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> tuple[tuple[int, ...], Tensor]:
+        """Return the rows of all ranks in rank order; all that are present call it together.
+
+        Args:
+            own: This rank's rows; ``None`` for none.
+            counts: Rows that each rank has, by rank; also of one that is lost meanwhile.
+            row: Shape of a row, the same on all ranks.
+            dtype: Of the rows.
+            device: Where they are exchanged.
+
+        Returns:
+            The ranks whose rows they are, and the rows.
+        """
+        if self.is_alone:
+            return (self.rank,), torch.empty((0, *row), dtype=dtype) if own is None else own
+        number = self._heard.number + 1
+        while self._heard.number < number:
+            with self._surviving():
+                ranks = self.team.members
+                size = (len(ranks), max(counts[rank] for rank in ranks), *row)
+                parts = torch.empty(size, dtype=dtype, device=device)
+                if own is not None:
+                    parts[ranks.index(self.rank), : len(own)] = own
+                if parts.numel():  # otherwise nobody that remains has any
+                    self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
+                each = [part[: counts[rank]] for rank, part in zip(ranks, parts, strict=True)]
+                self._heard = Heard(number, [*ranks], torch.cat(each))
+        assert self._heard.rows is not None
+        return tuple(self._heard.answer), self._heard.rows
+
+    def verify(self) -> None:
+        """Compare what all ranks have agreed on, where ``verify_every`` is given.
+
+        All ranks call it together: at a commit, or between epochs.
+
+        Raises:
+            ReplicasDifferError: On every rank.
+        """
+        number = self._heard.number + 1
+        while self._check.every and not self.is_alone and self._heard.number < number:
+            with self._surviving():
+                self._verify()
+                self._heard = Heard(number)
