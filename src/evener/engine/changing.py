@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from evener.data.cursor import Cursor
-from evener.engine.asking import AskingEngine, Heard
+from evener.engine.answers import AskingEngine, Heard
 from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.results import Progress, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
@@ -218,7 +218,7 @@ class ElasticEngine(AskingEngine):
             position.restore(self._known_positions[len(self._positions) - 1])
 
     def pass_place(self, place: str) -> None:
-        """Note where the script is; see ``Record``."""
+        """Note where the script is; see ``RecordedSums``."""
         self._record.move(place)
 
     def announce(self, epoch: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
-from evener.engine.asking import AskingEngine
+from evener.engine.answers import AskingEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.gathering import Gatherer
 from evener.engine.loaders.intake import Intake
@@ -96,7 +96,8 @@ class EvaluationLoader(LikeDataLoader):
         indices = self._order.of(0)
         first = [indices[p] for p in range(min(self.batch_size, self._order.num_samples))]
         if first:
-            self._engine.habits.tell_once(
+            habits = self._engine.habits
+            habits.tell_once(
                 f"the evaluation at {here()} was made before rank {self._engine.rank} joined the "
                 "team: its loop sees one batch here, and ddp.weighted_mean returns what the team "
                 "has found"

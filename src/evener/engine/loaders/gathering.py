@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from evener.engine.asking import AskingEngine
+from evener.engine.answers import AskingEngine
 from evener.errors import CollectiveError, CollectiveMismatchError, UsageError
 from evener.places import here
 from evener.planning.rounds import Parts
@@ -190,7 +190,7 @@ class EvaluationPass:
         Raises:
             CollectiveError: A rank was lost between two calls of one round.
         """
-        number, turn = front
+        (number, turn), engine = front, self._engine
         for rank in self._delivered.keys() - ranks:
             if self._delivered[rank] > number and self._has_part(rank, number):
                 raise CollectiveError(
@@ -199,7 +199,7 @@ class EvaluationPass:
                     "have no counterpart. Evaluate again"
                 )
             if self._delivered[rank] <= number:
-                self._engine.habits.tell_once(
+                engine.habits.tell_once(
                     f"rank {rank} was lost in an evaluation: in what ddp.gather returns, the rows "
                     "of its remaining samples come last, not in the order of the data set"
                 )
@@ -223,11 +223,11 @@ class Gatherer:
 
     def check_complete(self) -> None:
         """Warn where a rank was lost after an evaluation and before its results were averaged."""
-        window, ranks = self._ended
-        lost = sorted(ranks - self._engine.summed_ranks)
-        if lost and window == self._engine.window and not self._engine.is_alone:
+        engine, (window, ranks) = self._engine, self._ended
+        lost = sorted(ranks - engine.summed_ranks)
+        if lost and window == engine.window and not engine.is_alone:
             self._ended = -1, frozenset()
-            self._engine.habits.notice(
+            engine.habits.notice(
                 f"rank {lost[0]} was lost after its part of an evaluation, and before the result "
                 f"was averaged at {here()}: the average is that of the other ranks' samples"
             )

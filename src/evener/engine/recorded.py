@@ -7,7 +7,7 @@ from typing import Any, Final
 MOST_RESULTS: Final = 2048
 
 
-class Record:
+class RecordedSums:
     """Sums over ranks, by where the script was: a worker that joins runs it from the top.
 
     A *place* is the time from one mark of the script to the next: before its first epoch, and after

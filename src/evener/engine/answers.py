@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evener.engine.engine import Engine, EngineOptions
-from evener.engine.record import Record
+from evener.engine.recorded import RecordedSums
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.errors import CollectiveError
@@ -60,7 +60,7 @@ class AskingEngine(Engine):
     ) -> None:
         super().__init__(team, training, options, way)
         self._heard = Heard()
-        self._record = Record()
+        self._record = RecordedSums()
         self.summed_ranks: frozenset[int] = frozenset()
         #: Whether this rank is in an exchange outside of windows.
         self._is_asking = False
