@@ -177,7 +177,8 @@ class ElasticThreads:
         if not self.formations:
             return len(self.standings) == len(self.founders)
         here = [m for m in self.formations[-1].members if m in self.living]
-        return bool(here) and all(m in self.standings for m in here)
+        waiting = [m for m in self.standings if m in self.living]
+        return bool(waiting) and all(m in self.standings for m in here)
 
     def _form(self) -> None:
         order = self.formations[-1].members if self.formations else sorted(self.standings)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evener.team import elastic_launch
-from helpers.launched import Running, Sandbox
+from helpers.launched import Running, Sandbox, wait_until_gone
 from helpers.limits import PATIENCE_S
 
 # The launcher takes a worker that says this for one that is in the team.
@@ -106,6 +106,23 @@ def find_process(*words: bytes) -> int:
                     return int(folder.name)
         time.sleep(0.05)
     raise AssertionError(f"no process has {words} in its command")
+
+
+def test_a_launcher_that_is_killed_takes_its_coordinator_along(sandbox: Sandbox) -> None:
+    """Also before its lifeline has heard of the coordinator."""
+    (sandbox.folder / "token").write_text("secret")
+    launcher = sandbox.script(
+        "from pathlib import Path\n"
+        "from evener.team.coordinator_process import CoordinatorProcess\n"
+        "coordinator = CoordinatorProcess('1:2', None, Path('token'))\n"
+        "tell(str(coordinator.pid))\n"
+        "wait_forever()\n"
+    )
+    running = sandbox.start(sys.executable, "-P", launcher)
+    assert "listens on" in next_line(running, "evener coordinator: ")
+    pid = int(sandbox.mailbox.read(1)[0].split()[1])
+    running.process.kill()
+    assert wait_until_gone(pid)
 
 
 def test_too_many_failures_end_the_run_with_the_last_one(sandbox: Sandbox) -> None:

@@ -1,5 +1,6 @@
 """The coordinator of an elastic team as a process that its launcher starts, and starts again."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,8 @@ from typing import Final, final
 
 from evener.closing import Closing
 from evener.errors import LaunchError
+from evener.team.child import PARENT_PID
+from evener.team.environment import LAUNCHED
 from evener.team.signals import start_in_silence
 from evener.team.supervisor import bind_store
 from evener.team.terminal import say
@@ -85,5 +88,9 @@ class CoordinatorProcess(Closing):
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "evener", "coordinator", *self._arguments]
+        # It asks the kernel to end it with this process: the lifeline has yet to hear of it.
+        environ = {**os.environ, LAUNCHED: "1", PARENT_PID: str(os.getpid())}
         with start_in_silence():
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, env=environ, start_new_session=True
+            )
