@@ -20,7 +20,6 @@ from evener.errors import ConfigError, EvenerError
 from evener.observe.event_lines import to_line
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
-from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from evener.observe.tally import EventTally
 from evener.tasks.classification.adapter import read_document
 from evener.tasks.classification.label_files import read_labelled
@@ -29,6 +28,7 @@ from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from evener.team.environment import read_place
 from helpers.configurations import load_run_config
 from helpers.event_cases import committed_window, started
+from helpers.lineage import check_exactly_once, effective_events, lineage
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 
 # ── YAML ─────────────────────────────────────────────────────────────────────────────────────────

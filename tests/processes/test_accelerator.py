@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from evener.observe.lineage import check_exactly_once
 from helpers import pretend
 from helpers.limits import PATIENCE_S
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import NUM_SAMPLES, Lab
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from evener.data.cursor import Permutation
-from evener.observe.lineage import check_exactly_once
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import RUN_TIMEOUT_S, RunFolder, be_evener
 from helpers.ranks import Rank, RankTeam, run_ranks
 

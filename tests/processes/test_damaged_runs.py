@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file, save
 
-from evener.observe.lineage import check_exactly_once
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, RunFolder, be_evener
 from helpers.ranks import RankTeam
 from helpers.tampering import NESTED, forge

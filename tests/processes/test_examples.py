@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from evener.observe.lineage import check_exactly_once
 from helpers import slurm
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
     LLAMA,
     NUM_SAMPLES,

@@ -12,8 +12,8 @@ import pytest
 
 from evener.checkpoint import find_newest
 from evener.observe.following import read_events
-from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
     NEEDED,
     NUM_SAMPLES,

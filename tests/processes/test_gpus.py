@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.observe.lineage import check_exactly_once
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import NUM_SAMPLES, Lab
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from evener.observe.lineage import check_exactly_once
+from helpers.lineage import check_exactly_once
 from helpers.machines import ADDRESSES, NOBODY, TwoMachines
 from helpers.ports import free_port
 from helpers.pretraining import (

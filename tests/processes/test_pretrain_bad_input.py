@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from evener.cli import main
-from evener.observe.lineage import check_exactly_once
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import LAYER, LLAMA, NUM_SAMPLES, TINY, Lab, write_corpus
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import (
     NEEDED,
     NUM_SAMPLES,

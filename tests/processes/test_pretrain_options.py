@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from evener.observe.lineage import check_exactly_once
 from helpers.forking import Zygote
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import NEEDED, NUM_SAMPLES, TINY, Lab, be_evener, relative_difference
 from helpers.ranks import Rank, RankTeam, run_ranks
 

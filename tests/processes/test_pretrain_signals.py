@@ -6,8 +6,8 @@ import signal
 import psutil
 import pytest
 
-from evener.observe.lineage import check_exactly_once
 from evener.team.launch import GRACE_S
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import RUN_TIMEOUT_S, Lab
 
 # Ranks that are slowed on purpose sleep after each micro-batch and each update. Here they do not,

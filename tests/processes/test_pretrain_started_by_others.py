@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from evener.observe.lineage import check_exactly_once
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, relative_difference
 
 

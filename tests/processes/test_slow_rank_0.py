@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from evener.observe.lineage import check_exactly_once
 from helpers.classification import NEEDED, TINY_LLAMA, samples
 from helpers.forking import Zygote
 from helpers.launched import Sandbox
+from helpers.lineage import check_exactly_once
 from helpers.managed import describe_job
 from helpers.pretraining import NUM_SAMPLES, RUN_TIMEOUT_S, Lab, RunFolder, be_evener
 from helpers.ranks import RankTeam

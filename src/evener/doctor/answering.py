@@ -7,13 +7,7 @@ from dataclasses import asdict
 from typing import Final
 
 from evener.comm.addresses import bind, is_loopback, listens_everywhere
-from evener.doctor.conversation import (
-    Conversation,
-    StrangerError,
-    challenge,
-    hear_text,
-    hear_whole,
-)
+from evener.doctor.conversation import Conversation, StrangerError, challenge
 from evener.doctor.host_facts import HostFacts
 from evener.errors import ConfigError, LaunchError
 from evener.team.address import parse_address
@@ -101,27 +95,28 @@ def answer_visitors(
                 _answer(talk, facts)
             say(f"evener: answered {visitor}")
             deadline = time.monotonic() + idle_s
-        except (OSError, StrangerError) as error:
+        except (OSError, StrangerError, ValueError) as error:
             complaints += 1
             if complaints <= _MOST_COMPLAINTS:
-                say(f"evener: {visitor} {error}")
+                told = "sent a message in which " if isinstance(error, ValueError) else ""
+                say(f"evener: {visitor} {told}{error}")
 
 
 def _answer(talk: Conversation, facts: HostFacts) -> None:
     while True:
         message = talk.hear()
-        match hear_text(message, "want"):
+        match message.text("want"):
             case "facts":
                 talk.say(facts=asdict(facts))
             case "time":
                 talk.say(time=time.time())
             case "drain":
-                talk.drain(hear_whole(message, "bytes", MOST_BYTES))
+                talk.drain(message.whole("bytes", most=MOST_BYTES))
                 talk.say(done=True)
             case "pour":
-                talk.pour(hear_whole(message, "bytes", MOST_BYTES))
+                talk.pour(message.whole("bytes", most=MOST_BYTES))
             case "call":
-                port = hear_whole(message, "port", 65_535)
+                port = message.whole("port", most=65_535)
                 talk.say(failure=_call(talk.peer_address, port))
             case "end":
                 return

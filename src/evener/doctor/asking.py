@@ -13,13 +13,7 @@ from pydantic import TypeAdapter
 
 from evener.comm.addresses import is_unknown_name
 from evener.doctor.answering import MOST_BYTES
-from evener.doctor.conversation import (
-    Conversation,
-    StrangerError,
-    hear_number,
-    hear_text,
-    introduce,
-)
+from evener.doctor.conversation import OTHER_PORT, Conversation, StrangerError, introduce
 from evener.doctor.host_facts import HostFacts, MeasuredLink
 from evener.doctor.judgement import Problem
 from evener.parsing import MOST_WHOLE
@@ -78,6 +72,9 @@ def ask(address: str, token: bytes, patience_s: float = PATIENCE_S) -> Reply:
             return Reply(facts, link)
     except StrangerError as error:
         return Reply(failure=Problem("between", f"{where} {error}", error.remedy))
+    except ValueError as error:
+        told = f"{where} sent a message in which {error}"
+        return Reply(failure=Problem("between", told, OTHER_PORT))
     except OSError as error:
         why = "was silent for too long" if isinstance(error, TimeoutError) else str(error)
         return Reply(
@@ -141,7 +138,7 @@ def _measure(talk: Conversation) -> MeasuredLink:
     for _ in range(_NUM_PINGS):
         asked, started = time.time(), time.monotonic()
         talk.say(want="time")
-        theirs = hear_number(talk.hear(), "time")
+        theirs = talk.hear().number("time")
         trips.append(time.monotonic() - started)
         aheads.append(theirs - asked - trips[-1] / 2)
     shortest_s = min(trips)
@@ -184,4 +181,4 @@ def _ask_for_call(talk: Conversation) -> str:
     # Nobody needs to accept it: the kernel answers for a socket that listens.
     with socket.create_server((own, 0), family=family) as door:
         talk.say(want="call", port=door.getsockname()[1])
-        return printable(hear_text(talk.hear(), "failure"))[:200]
+        return printable(talk.hear().text("failure"))[:200]

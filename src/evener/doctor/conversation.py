@@ -21,7 +21,7 @@ from evener.version import __version__
 LIMIT_BYTES: Final = 1 << 18
 _PROTOCOL: Final = 1
 _CHUNK_BYTES: Final = 1 << 18
-_OTHER_PORT: Final = "another program seems to use that port: give another (HOST:PORT) on both"
+OTHER_PORT: Final = "another program seems to use that port: give another (HOST:PORT) on both"
 _SAME_TOKEN: Final = "give the same --token-file on both machines, or on neither"
 
 
@@ -36,7 +36,7 @@ class StrangerError(Exception):
         remedy: As given.
     """
 
-    def __init__(self, what: str, remedy: str = _OTHER_PORT) -> None:
+    def __init__(self, what: str, remedy: str = OTHER_PORT) -> None:
         super().__init__(what)
         self.remedy = remedy
 
@@ -136,11 +136,12 @@ def challenge(talk: Conversation, token: bytes) -> None:
     Raises:
         OSError: It has gone, or was silent for too long.
         StrangerError: It is something else, or has another token.
+        ValueError: Its message lacks something.
     """
     nonce = secrets.token_hex(16)
     talk.say(evener_doctor=_PROTOCOL, evener=__version__, nonce=nonce)
     answer = talk.hear()
-    theirs = hear_text(answer, "nonce")
+    theirs = answer.text("nonce")
     if not _is_proved(answer, _proof(token, "asks", nonce, theirs)):
         talk.say(error="wrong token")
         raise StrangerError("has another token", _SAME_TOKEN)
@@ -153,6 +154,7 @@ def introduce(talk: Conversation, token: bytes) -> None:
     Raises:
         OSError: It has gone, or was silent for too long.
         StrangerError: It is something else, of another version, or has another token.
+        ValueError: Its message lacks something.
     """
     greeting = talk.hear()
     if greeting.values.get("evener_doctor") != _PROTOCOL:
@@ -161,7 +163,7 @@ def introduce(talk: Conversation, token: bytes) -> None:
             what = f"runs evener {printable(version)[:64]}, and this is {__version__}"
             raise StrangerError(what, "install the same version of evener on both")
         raise StrangerError("sent something that is not a message of evener doctor")
-    nonce, own = hear_text(greeting, "nonce"), secrets.token_hex(16)
+    nonce, own = greeting.text("nonce"), secrets.token_hex(16)
     talk.say(nonce=own, proof=_proof(token, "asks", nonce, own))
     answer = talk.hear()
     if "proof" not in answer:
@@ -170,45 +172,9 @@ def introduce(talk: Conversation, token: bytes) -> None:
         raise StrangerError("does not know the token", _SAME_TOKEN)
 
 
-def hear_whole(message: Fields, key: str, most: int) -> int:
-    """Return a whole number of a message, from 0 to ``most``.
-
-    Raises:
-        StrangerError: It is something else.
-    """
-    try:
-        return message.whole(key, most=most)
-    except ValueError as error:
-        raise StrangerError(f"sent a message in which {error}") from None
-
-
-def hear_number(message: Fields, key: str) -> float:
-    """Return a number of a message.
-
-    Raises:
-        StrangerError: It is something else.
-    """
-    try:
-        return message.number(key)
-    except ValueError as error:
-        raise StrangerError(f"sent a message in which {error}") from None
-
-
-def hear_text(message: Fields, key: str) -> str:
-    """Return a text of a message.
-
-    Raises:
-        StrangerError: It is something else.
-    """
-    try:
-        return message.text(key)
-    except ValueError as error:
-        raise StrangerError(f"sent a message in which {error}") from None
-
-
 def _is_proved(answer: Fields, proof: str) -> bool:
     # compare_digest takes bytes of any kind, but no text beyond ASCII.
-    given = hear_text(answer, "proof").encode(errors="replace")
+    given = answer.text("proof").encode(errors="replace")
     return hmac.compare_digest(given, proof.encode())
 
 

@@ -12,8 +12,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS
 from evener.errors import ConfigError
 from evener.observe.events import Event
-from evener.observe.following import each_event
-from evener.observe.lineage import effective_events
+from evener.observe.following import each_effective_event
 from evener.observe.tally import WARM_UP_WINDOWS
 from evener.parsing import MOST_WHOLE
 from evener.planning.elche import ANCHOR
@@ -65,7 +64,7 @@ def read_team(run: Path) -> MeasuredTeam:
         )
     starts: list[Event] = []
     newest: deque[Event] = deque(maxlen=_MOST_EVENTS)
-    for event in each_event(path):
+    for event in each_effective_event(path):
         (starts if event["type"] == "run_started" else newest).append(event)
     return measured_team([*starts[-1:], *newest], str(run))
 
@@ -74,13 +73,13 @@ def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
     """Return what a run has measured of the team that it had at its end.
 
     Args:
-        events: All events of the run.
+        events: Those of the run that count; see ``each_effective_event``.
         run: Its name, for people.
 
     Raises:
         ConfigError: There are too few windows.
     """
-    kept = effective_events(events)
+    kept = list(events)
     starts = [event for event in kept if event["type"] == "run_started"]
     start: Event = starts[-1] if starts else {}
     windows = _of_last_team([event for event in kept if event["type"] == "window"])

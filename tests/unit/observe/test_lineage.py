@@ -1,8 +1,8 @@
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.lineage import check_exactly_once, effective_events, lineage
 from helpers.event_cases import committed_window, started
+from helpers.lineage import check_exactly_once, effective_events, lineage
 
 
 def test_ranges_are_merged_by_epoch() -> None:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from evener.observe.events import make_event
-from evener.observe.lineage import effective_events
 from evener.observe.tally import EventTally
 from helpers.event_cases import committed_window, started
+from helpers.lineage import effective_events
 
 
 def test_totals_per_member() -> None:

@@ -13,9 +13,9 @@ from evener.comm.base import Communicator
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
 from evener.errors import CheckpointError, ConfigError
-from evener.observe.lineage import check_exactly_once
 from evener.tasks.job import Job, Task, run_task
 from evener.tasks.run_results import TaskResult
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import RunFolder
 from helpers.teams import run_team, setup
 

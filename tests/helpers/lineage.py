@@ -1,0 +1,125 @@
+"""Which samples are in the final parameters, read from the events of a run."""
+
+from collections.abc import Iterable, Sequence
+
+from evener.observe.events import Event
+from evener.observe.lineage import VOIDING, Voids
+
+
+def effective_events(events: Iterable[Event]) -> list[Event]:
+    """Drop ``window`` events that a later ``run_resumed`` or ``reformed`` made void.
+
+    Args:
+        events: All events of a run, in the order they were written.
+
+    Returns:
+        All others, in the same order.
+    """
+    events = list(events)
+    voids = Voids([event["window"] for event in events if event["type"] in VOIDING])
+    return [event for event in events if voids.counts(event)]
+
+
+def lineage(events: Iterable[Event]) -> dict[int, list[tuple[int, int]]]:
+    """Return the committed ranges in the lineage of the final parameters.
+
+    Of a run that was resumed with other data: those of the last data.
+
+    Returns:
+        For each epoch the positions of its permutation as ``(start, stop)``, sorted, neighbours
+        merged. What is committed twice shows in :func:`check_exactly_once`, not here.
+    """
+    merged: dict[int, list[tuple[int, int]]] = {}
+    for epoch, ranges in sorted(_ranges_by_epoch(effective_events(events)).items()):
+        parts: list[tuple[int, int]] = []
+        for start, stop, _ in sorted(ranges):
+            if parts and start <= parts[-1][1]:
+                parts[-1] = (parts[-1][0], max(parts[-1][1], stop))
+            else:
+                parts.append((start, stop))
+        merged[epoch] = parts
+    return merged
+
+
+def check_exactly_once(
+    events: Iterable[Event], num_samples: int, *, whole_epochs: int | None = None
+) -> list[str]:
+    """Say what is wrong with the data that a run has seen.
+
+    Args:
+        events: All events of a run, in the order they were written; ranges are checked from the
+            last resume with other data on.
+        num_samples: Samples of one epoch.
+        whole_epochs: So many epochs, from epoch 0, must be whole. By default all but the last one
+            that was begun, in which a run may have been stopped.
+
+    Returns:
+        One sentence per problem: samples committed twice, never, or that do not exist; windows
+        that are missing or there twice. Empty when every sample was seen exactly once.
+    """
+    effective = effective_events(events)
+    problems = _window_problems([e["window"] for e in effective if e["type"] == "window"])
+    by_epoch = _ranges_by_epoch(effective)
+    if whole_epochs is None:
+        whole_epochs = max(by_epoch, default=0)
+    expected = 0
+    for epoch, ranges in sorted(by_epoch.items()):
+        problems += _epoch_problems(expected, min(epoch, whole_epochs))
+        problems += _range_problems(epoch, sorted(ranges), num_samples, whole=epoch < whole_epochs)
+        expected = epoch + 1
+    return problems + _epoch_problems(expected, whole_epochs)
+
+
+def _ranges_by_epoch(events: Iterable[Event]) -> dict[int, list[tuple[int, int, int]]]:
+    """Return ``(start, stop, window)`` by epoch of the last data."""
+    by_epoch: dict[int, list[tuple[int, int, int]]] = {}
+    for event in events:
+        if event.get("new_data"):
+            by_epoch.clear()
+        if event["type"] == "window":
+            ranges = by_epoch.setdefault(event["epoch"], [])
+            ranges += [(start, stop, event["window"]) for start, stop in event["committed"]]
+    return by_epoch
+
+
+def _window_problems(numbers: Sequence[int]) -> list[str]:
+    problems: list[str] = []
+    expected = 0
+    for number in sorted(numbers):
+        if number < expected:
+            problems.append(f"window {number} is committed twice")
+        elif number > expected:
+            problems.append(f"windows {expected} to {number - 1} are missing")
+        expected = max(expected, number + 1)
+    return problems
+
+
+def _epoch_problems(expected: int, epoch: int) -> list[str]:
+    if epoch <= expected:
+        return []
+    return [f"epochs {expected} to {epoch - 1} are never committed"]
+
+
+def _range_problems(
+    epoch: int, ranges: Sequence[tuple[int, int, int]], num_samples: int, *, whole: bool
+) -> list[str]:
+    problems: list[str] = []
+    reached, reached_by = 0, -1
+    for start, stop, window in ranges:
+        if not 0 <= start < stop <= num_samples:
+            problems.append(
+                f"epoch {epoch}: window {window} committed [{start}, {stop}), "
+                f"which is no range within {num_samples} samples"
+            )
+        if start < reached:
+            problems.append(
+                f"epoch {epoch}: [{start}, {min(stop, reached)}) is committed twice, "
+                f"by windows {reached_by} and {window}"
+            )
+        elif start > reached and whole:
+            problems.append(f"epoch {epoch}: [{reached}, {start}) is never committed")
+        if stop > reached:
+            reached, reached_by = stop, window
+    if whole and reached < num_samples:
+        problems.append(f"epoch {epoch}: [{reached}, {num_samples}) is never committed")
+    return problems
