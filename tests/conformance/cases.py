@@ -258,6 +258,25 @@ def sums_of_parts_stay_with_their_owners(comm: Communicator, device: str) -> Non
 
 
 @case
+def ranks_that_have_met_need_not_announce_parts(comm: Communicator, device: str) -> None:
+    shape, place = (comm.world_size * 9000,), torch.device(device)
+    shared = comm.allocate(shape[0], torch.float32, place)
+    mixed = comm.allocate(shape[0], torch.float32, place) if comm.rank else torch.zeros(shape)
+    for turn in range(3):
+        for tensor in (shared, mixed):
+            parts = [whole_numbers(r + turn, shape, torch.float32) for r in range(comm.world_size)]
+            tensor.copy_(parts[comm.rank])
+            comm.all_gather_rows([float(turn)], what="gradients are there")
+            comm.reduce_scatter_parts(tensor, what="gradients", have_met=True)
+            own = tensor.chunk(comm.world_size)[comm.rank]
+            assert torch.equal(own.cpu(), torch.stack(parts).sum(0).chunk(len(parts))[comm.rank])
+            comm.all_gather_rows([1.0], what="norms")
+            own.mul_(turn + 1)
+            comm.all_gather_parts(tensor, what="parameters", have_met=True)
+            assert torch.equal(tensor.cpu(), torch.stack(parts).sum(0) * (turn + 1))
+
+
+@case
 def allocated_memory_is_zero_and_outlives_its_exchanges(comm: Communicator, device: str) -> None:
     first = comm.allocate(1000, torch.float32, torch.device(device))
     second = comm.allocate(70_000, torch.bfloat16, torch.device(device))

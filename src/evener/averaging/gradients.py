@@ -209,15 +209,20 @@ class GradientAverager:
         return norm_of(groups, torch.float64)
 
     @torch.no_grad()
-    def unify(self, part: int | None, *, what: str) -> None:
+    def unify(self, part: int | None, *, what: str, have_met: bool = False) -> None:
         """Give every rank the same bits of the parameters; all ranks call it together.
 
         Unlike devices round an update differently, so that replicas would drift apart. Each rank
         owns an equal part of every buffer and the others copy it.
+
+        Args:
+            part: As in ``gather``.
+            what: Names the exchange in errors.
+            have_met: See ``Communicator.all_gather_parts``.
         """
         for group in self._flat.groups_of(part):
             if group.data.numel() % self.comm.world_size == 0:
-                self.comm.all_gather_parts(group.data, what=what)
+                self.comm.all_gather_parts(group.data, what=what, have_met=have_met)
             else:  # ranks are parked, the buffer was padded for all: the lowest present rank gives
                 self.comm.broadcast(group.data, 0, what=what)
 
@@ -381,7 +386,8 @@ class ShardedUpdate:
         comm, groups = self._comm, self._flat.groups_of(part)
         assert comm is not None
         for group in groups:
-            comm.reduce_scatter_parts(group.grad_values, what=f"gradients of {what}")
+            # Ranks have exchanged rows, and none touches its gradients between that and this.
+            comm.reduce_scatter_parts(group.grad_values, what=f"gradients of {what}", have_met=True)
         own = [[self._parts[group]] for group in groups]
         had = self._flat.have_gradients()  # the buffer's flags would have to be waited for
         flags = [flag for group in groups for flag in had[group.indices.start : group.indices.stop]]

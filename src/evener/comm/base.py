@@ -29,6 +29,7 @@ class Call(NamedTuple):
         what: What is exchanged, in words for a message; equal on all ranks.
         timeout_s: Seconds after which the call must have failed.
         label: ``what``, and the operation with its size: what ranks compare.
+        have_met: Whether the caller vouches that all ranks are ready; see ``reduce_scatter_parts``.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Call(NamedTuple):
     what: str
     timeout_s: float
     label: str
+    have_met: bool = False
 
 
 class WaitListener(ABC):
@@ -203,13 +205,17 @@ class Communicator(Closing):
                 self.sent_bytes += flat.nbytes * (self.world_size - 1)
             self._broadcast(flat, src, call)
 
-    def all_gather_parts(self, flat: Tensor, *, what: str, timeout_s: float | None = None) -> None:
+    def all_gather_parts(
+        self, flat: Tensor, *, what: str, timeout_s: float | None = None, have_met: bool = False
+    ) -> None:
         """Fill ``flat`` on every rank with part ``r`` as it stands on rank ``r``, bit for bit.
 
         Args:
             flat: Contiguous, of any dtype; cut into ``world_size`` equal parts.
             what: What is gathered, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
+            have_met: All ranks have met in another call since any of them last used the parts of
+                others. They may be overwritten before this rank has made the call.
         """
         self._check_parts(flat, what)
         whole = _flat(flat, what).view(torch.uint8)
@@ -217,10 +223,10 @@ class Communicator(Closing):
         call = self._begin("all_gather_parts", what, timeout_s, size)
         if whole.numel():
             self._count_parts(whole, 1)
-            self._all_gather_parts(whole, call)
+            self._all_gather_parts(whole, call._replace(have_met=have_met))
 
     def reduce_scatter_parts(
-        self, flat: Tensor, *, what: str, timeout_s: float | None = None
+        self, flat: Tensor, *, what: str, timeout_s: float | None = None, have_met: bool = False
     ) -> None:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
@@ -234,13 +240,15 @@ class Communicator(Closing):
                 where the leaf adds in rank order.
             what: What is summed, for messages.
             timeout_s: Deadline; ``None`` takes the communicator's.
+            have_met: All ranks have met in another call since any of them last wrote to ``flat``,
+                and go on to this call. So a leaf need not wait for them again.
         """
         self._check_parts(flat, what)
         whole = _real(_flat(flat, what))
         call = self._begin("reduce_scatter_parts", what, timeout_s, _size_of(whole))
         if whole.numel():
             self._count_parts(whole, 1)
-            self._reduce_scatter_parts(whole, call)
+            self._reduce_scatter_parts(whole, call._replace(have_met=have_met))
 
     def all_gather_rows(
         self, row: Sequence[float], *, what: str, timeout_s: float | None = None

@@ -101,6 +101,8 @@ class SharedCommunicator(Communicator, NotInherited):
         #: Views of tensors and cells by where they lie, the latest last.
         self._kept: dict[tuple[object, ...], Slots] = {}
         self._kept_cells: dict[tuple[object, ...], list[Tensor]] = {}
+        #: By call and own place: where tensors lie that need not be announced any more.
+        self._kept_places: dict[tuple[object, ...], list[MemoryPlace]] = {}
         leave_behind_in_children(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -194,9 +196,13 @@ class SharedCommunicator(Communicator, NotInherited):
                 self._swap(call, ELSEWHERE, parts[0].nbytes)
                 for part, cell in zip(parts, cells, strict=True):
                     part.copy_(cell)
-            else:
-                size = parts[0].numel()
+                return
+            size = parts[0].numel()
+            known = self._known_places(self._memory.find(flat), flat, call)
+            if known is None:
                 self._collect(flat, range(self.world_size), size, size, call)
+            else:
+                self._hand_out(flat, known, call)
 
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]:
         form = struct.Struct(f"={len(row)}d")
@@ -238,9 +244,11 @@ class SharedCommunicator(Communicator, NotInherited):
             flat.copy_(reduce(torch.add, cells))
             return False
         place = self._memory.find(flat)
-        if place.offset == NOWHERE:
-            self._stage(flat, 0)
-        places = self._swap(call, place)
+        places = self._known_places(place, flat, call)
+        if places is None:
+            if place.offset == NOWHERE:
+                self._stage(flat, 0)
+            places = self._swap_places(place, flat, call)
         if any(each.offset == NOWHERE for each in places):
             self._sum_by_stages(flat, places, call)
             return False
@@ -293,7 +301,7 @@ class SharedCommunicator(Communicator, NotInherited):
         place = self._memory.find(flat)
         if is_source and place.offset == NOWHERE:
             self._stage(own, 0)
-        places = self._swap(call, place)
+        places = self._swap_places(place, flat, call)
         whole = self._tensors(places, flat)
         is_staged = any(places[source].offset == NOWHERE for source in sources)
         for number, (start, stop) in enumerate(steps(size, STAGE_BYTES if is_staged else size)):
@@ -308,6 +316,34 @@ class SharedCommunicator(Communicator, NotInherited):
             if is_source and place.offset == NOWHERE and stop < size:
                 self._stage(own[stop:], number + 1)
             self._meet(call)
+
+    def _hand_out(self, flat: Tensor, places: Sequence[MemoryPlace], call: Call) -> None:
+        """Write this rank's part into the others' tensors, where nobody uses it; then meet."""
+        size = flat.numel() // self.world_size
+        own = flat[size * self.rank :][:size]
+        for rank, other in enumerate(self._tensors(places, flat)):
+            if rank != self.rank:
+                other[size * self.rank :][:size].copy_(own)
+        self._meet(call)
+
+    def _known_places(
+        self, place: MemoryPlace, flat: Tensor, call: Call
+    ) -> list[MemoryPlace] | None:
+        """Return where a tensor lies on each rank, if all ranks know, and no meeting is needed."""
+        if not call.have_met:
+            return None
+        return self._kept_places.get((call.kind, place.offset, flat.nbytes))
+
+    def _swap_places(self, place: MemoryPlace, flat: Tensor, call: Call) -> list[MemoryPlace]:
+        """Meet, and learn where a tensor lies on each rank.
+
+        A place is never used again. So all ranks know the places from the same call on, the first
+        one on this tensor; those of a rank outside of shared memory are never known.
+        """
+        places = self._swap(call, place)
+        if call.have_met and all(each.offset != NOWHERE for each in places):
+            _keep(self._kept_places, (call.kind, place.offset, flat.nbytes), places)
+        return places
 
     def _stage(self, rest: Tensor, number: int) -> None:
         """Copy the front of what is left of a tensor into half ``number % 2`` of the stage."""
@@ -518,6 +554,7 @@ class SharedCommunicator(Communicator, NotInherited):
                 kind_of(self._pinned_by).unpin(self._own.stage)
             self._kept.clear()
             self._kept_cells.clear()
+            self._kept_places.clear()
             self._memory.release()
         self._base.close()
 

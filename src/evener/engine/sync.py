@@ -451,7 +451,9 @@ class SyncEngine(DraftingEngine):
         if self._sharded.is_on or self.options.unlike_devices:
             started_s = time.perf_counter()
             try:
-                self._averager.unify(part, what=f"parameters of {what}")
+                # In a divided update a rank touches its own part alone since norms were exchanged.
+                have_met = self._sharded.is_on
+                self._averager.unify(part, what=f"parameters of {what}", have_met=have_met)
             except CollectiveError as error:
                 self._torn = error
             self._sync_s += time.perf_counter() - started_s
