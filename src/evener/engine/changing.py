@@ -28,6 +28,7 @@ from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
 from evener.protocol.row import Purpose
+from evener.team.members import Member
 
 #: Under this key the team announces where it is.
 _PLACE = "place"
@@ -430,8 +431,11 @@ class ElasticEngine(AskingEngine):
             Whether all are about to do the same.
         """
         rows = self._heard.rows
-        told = self.team.introduce(
+        team = self.team
+        own = next(one for one in team.people if one.member == team.name)
+        told = team.introduce(
             {
+                "who": asdict(replace(own, rank=team.rank)),
                 "is_new": is_new,
                 "plans": self._wants_plans,
                 "fp16": self.options.dtype == torch.float16,
@@ -441,7 +445,8 @@ class ElasticEngine(AskingEngine):
                 "record": self._record.state_dict() if self.is_main else None,
             }
         )
-        by_rank = dict(zip(self.team.members, told, strict=True))
+        team.meet([Member(**one["who"]) for one in told])
+        by_rank = dict(zip(team.members, told, strict=True))
         self._scale.learn_ranks(rank for rank, one in by_rank.items() if one["fp16"])
         kinds = {tuple(one["kind"]) for one in told}
         self.options = replace(self.options, unlike_devices=len(kinds) > 1)
@@ -576,7 +581,7 @@ class ElasticEngine(AskingEngine):
             donor=formation.donor,
             **known,
         )
-        self.slowness.restart(change.joined)
+        self.slowness.restart(self.team.people)
         self.habits.notice(str(change))
         for tell in self._on_change:
             tell(change)

@@ -1,12 +1,13 @@
 """Names ranks that have become slow, and finds out why this one is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from evener.engine.results import WindowResult
 from evener.observe.numbers import human_duration
 from evener.observe.slow_causes import SlowDiagnosis
 from evener.planning.stragglers import SlowCause, Straggler, StragglerWatch
+from evener.team.members import Member
 
 
 @final
@@ -15,8 +16,7 @@ class Slowness:
 
     Args:
         rank: This rank.
-        kinds: By rank, what its device is; see ``StragglerWatch``.
-        names: By rank, how to call it for people.
+        members: What each rank is.
         diagnosis: Asked why this rank is slow, as long as it is suspected.
         warn: Tells the user something.
 
@@ -27,30 +27,23 @@ class Slowness:
     def __init__(
         self,
         rank: int,
+        members: Sequence[Member],
         *,
-        kinds: Sequence[str],
-        names: Sequence[str],
         diagnosis: SlowDiagnosis,
         warn: Callable[[str], None],
     ) -> None:
         self.because = SlowCause.UNKNOWN
         self._rank = rank
-        self._kinds, self._names = list(kinds), list(names)
-        self._watch = StragglerWatch(kinds)
+        self._members = members
+        self._watch = StragglerWatch([_kind(member) for member in members])
         self._diagnosis = diagnosis
         self._warn = warn
         self._is_looking = False
 
-    def restart(self, newcomers: Mapping[int, str]) -> None:
-        """Forget what was seen, as others have come under these numbers; on all ranks together.
-
-        Args:
-            newcomers: What the ranks that have come are called.
-        """
-        for rank, name in newcomers.items():
-            self._names[rank] = f"rank {rank} ({name})"
-            self._kinds[rank] = name  # its device is not known: it is judged by its own past
-        self._watch = StragglerWatch(self._kinds)
+    def restart(self, members: Sequence[Member]) -> None:
+        """Forget what was seen, as others have come under these numbers; on all ranks together."""
+        self._members = members
+        self._watch = StragglerWatch([_kind(member) for member in members])
         self.because, self._is_looking = SlowCause.UNKNOWN, False
         self._diagnosis.forget()
 
@@ -69,8 +62,22 @@ class Slowness:
             self.because, self._is_looking = SlowCause.UNKNOWN, False
             self._diagnosis.forget()
         for one in found if speaks else ():
-            self._warn(describe_straggler(one, self._names[one.rank]))
+            self._warn(describe_straggler(one, _name(self._members[one.rank])))
         return tuple(found)
+
+
+def _kind(member: Member) -> str:
+    """Return what ranks that are expected to be as fast as one another have in common."""
+    if not member.device:
+        return f"number {member.rank}, which nobody has"
+    return (
+        f"{member.device_name}, {member.threads} threads, {member.precision}, {member.emulated:g}"
+    )
+
+
+def _name(member: Member) -> str:
+    where = f" ({member.host}, {member.device}, {member.device_name})" if member.device else ""
+    return f"rank {member.rank}{where}"
 
 
 def describe_straggler(one: Straggler, name: str) -> str:

@@ -1,13 +1,13 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from evener.comm.base import Communicator, SingleCommunicator, WaitListener
+from evener.comm.base import Communicator, SingleCommunicator
 from evener.errors import CollectiveError
 from evener.places import here
-from evener.team.members import Member
+from evener.team.members import Member, absent
 from evener.team.membership import FixedMembership, Formed, GenerationWatch, Membership
 from evener.team.waits import WaitWatch
 
@@ -38,6 +38,7 @@ class Team:
         rank: Number of this rank.
         world_size: Ranks of the team, those that are parked or absent included.
         members: Ranks that are present, in order.
+        people: What each rank is, as they introduced themselves; see ``meet``.
         names: What each rank is called in events; empty where nobody has that number.
         comm: Joins them.
         whole: Joins all ranks, but for absent ones.
@@ -50,9 +51,10 @@ class Team:
         self.rank = self.membership.number
         self.world_size = self.membership.most
         self.members = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
+        self.people: tuple[Member, ...] = ()
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
-        self._watch: WaitListener | None = None
+        self._windows_s: Sequence[float] | None = None
         self.sent_before = 0
         self._on_handover: list[Callable[[], None]] = []
         self._called_s = 0.0  # on the monotonic clock
@@ -123,20 +125,29 @@ class Team:
         """Whether a connection was closed or lost."""
         return self.comm.has_ended or self.whole.has_ended
 
-    def watch_waits(self, members: Sequence[Member], windows_s: Sequence[float]) -> None:
+    def meet(self, people: Sequence[Member]) -> None:
+        """Learn what the ranks are that are present, as they have introduced themselves."""
+        known = {member.rank: member for member in people}
+        self.people = tuple(known.get(rank) or absent(rank) for rank in range(self.world_size))
+        for rank, member in known.items():
+            self.names[rank] = member.member
+        self._report_waits()
+
+    def watch_waits(self, windows_s: Sequence[float]) -> None:
         """Let this rank say at the terminal for whom it waits, when it waits for long.
 
         Args:
-            members: What each rank is.
             windows_s: Seconds that the latest windows took, kept by the engine.
         """
-        self._watch = WaitWatch(self.rank, members, windows_s)
+        self._windows_s = windows_s
         self._report_waits()
 
     def _report_waits(self) -> None:
-        if self._watch is not None:
-            listener = GenerationWatch(self.membership, self._watch) if self.is_elastic else None
-            self.whole.report_waits_to(listener or self._watch)
+        if self._windows_s is not None:
+            watch = WaitWatch(self.rank, self.people, self._windows_s)
+            self.whole.report_waits_to(
+                GenerationWatch(self.membership, watch) if self.is_elastic else watch
+            )
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""
@@ -206,7 +217,8 @@ class Team:
         self.members = formation.numbers
         self.rank = self.membership.number
         self._report_waits()
-        self.know(dict(zip(formation.numbers, formation.members, strict=True)))
+        for rank, name in zip(formation.numbers, formation.members, strict=True):
+            self.names[rank] = name
 
     def be_alone(self) -> None:
         """Have no part in any generation, as the team has gone on without this rank."""
@@ -221,11 +233,6 @@ class Team:
     def step_in(self) -> None:
         """End ``stand_aside``."""
         self.comm, self.members = self.whole, self.whole.numbers
-
-    def know(self, names: Mapping[int, str]) -> None:
-        """Learn what ranks are called."""
-        for rank, name in names.items():
-            self.names[rank] = name
 
     def hurry(self, timeout_s: float) -> None:
         """Shorten the deadlines of exchanges, also of one that is under way."""

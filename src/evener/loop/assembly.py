@@ -55,7 +55,7 @@ from evener.team.channel import LEFT
 from evener.team.child import apply_threads, tell
 from evener.team.elastic_membership import join_team
 from evener.team.environment import COORDINATOR, AverageBackend, DistributedTrainConfig
-from evener.team.members import Member, absent, describe_self, team_lines
+from evener.team.members import Member, describe_self, team_lines
 from evener.team.membership import Membership, begin_generation
 from evener.team.placement import Devices, choose_device
 from evener.team.terminal import say, warn
@@ -81,7 +81,6 @@ class Assembly:
         precision: What its forward computes in.
         backend_reason: Why they exchange as they do.
         team: The ranks.
-        members: What each of them is.
         flat: The trainable parameters.
         buffers: Keeps the model's buffers equal.
         engine: Runs the windows.
@@ -127,7 +126,7 @@ class Assembly:
         try:
             self.team = Team(comm, membership)
             self._config = _with_emulation(config, self.team)
-            self.members = self._introduce(training)
+            self._introduce(training)
             is_divided = self._divides_update()
             self.flat = self._make_flat(is_divided=is_divided)
             self._start_alike()
@@ -139,7 +138,7 @@ class Assembly:
             )
             self.state = self._make_state(Schedule(optimizers, scheduler))
             self.engine = self._make_engine()
-            self.team.watch_waits(self.members, self.engine.windows_s)
+            self.team.watch_waits(self.engine.windows_s)
             self._habits = self.engine.habits
             self._face_optimizers()
         except BaseException:
@@ -278,7 +277,12 @@ class Assembly:
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())
 
-    def _introduce(self, training: Sequence[object]) -> tuple[Member, ...]:
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """What each rank is."""
+        return self.team.people
+
+    def _introduce(self, training: Sequence[object]) -> None:
         config, team = self._config, self.team
         config.check_team(team.world_size)
         own = describe_self(
@@ -299,9 +303,7 @@ class Assembly:
             taken[name] += 1
             if taken[name] > 1:
                 greeting["member"] = f"{name}#{taken[name]}"
-        members = {member.rank: member for member in (Member(**one) for one in greetings)}
-        team.know({rank: member.member for rank, member in members.items()})
-        return tuple(members.get(rank) or absent(rank) for rank in range(team.world_size))
+        team.meet([Member(**one) for one in greetings])
 
     def _start_alike(self) -> None:
         """Give every rank rank 0's parameters (frozen ones too) and buffers."""
@@ -378,18 +380,7 @@ class Assembly:
             habits=Habits(self.flat, self.optimizers, warn=warn, rank=own.rank),
             slowness=Slowness(
                 own.rank,
-                kinds=[
-                    f"{m.device_name}, {m.threads} threads, {m.precision}, {m.emulated:g}"
-                    if m in members
-                    else f"number {m.rank}, which nobody had at the start"
-                    for m in self.members
-                ],
-                names=[
-                    f"rank {m.rank} ({m.host}, {m.device}, {m.device_name})"
-                    if m in members
-                    else f"rank {m.rank}"
-                    for m in self.members
-                ],
+                self.members,
                 diagnosis=SlowDiagnosis(kind_of(self.device).identify(self.device)),
                 warn=warn,
             ),

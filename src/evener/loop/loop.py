@@ -51,8 +51,6 @@ class Loop(DataSide):
         explain_with(self._explain)
         self.world_size = assembly.team.world_size
         self.device = assembly.device
-        self.members: tuple[Member, ...] = assembly.members
-        self.devices = tuple(member.device for member in self.members)
         self.precision = assembly.precision
 
     @classmethod
@@ -148,6 +146,16 @@ class Loop(DataSide):
             team.close()
             raise
         return team
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """What each rank is; of an elastic team, in its present generation."""
+        return self.assembly.members
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Each rank's device, such as ``"cuda:0"``; empty for a number that no rank has."""
+        return tuple(member.device for member in self.members)
 
     @property
     def rank(self) -> int:

@@ -17,6 +17,7 @@ from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, RankRow, Sink, make_event
 from evener.planning.report import RankRecord
 from evener.planning.stragglers import Straggler
+from evener.team.members import Member
 from evener.team.terminal import warn
 
 SinkMaker = Callable[[], Sink]
@@ -64,7 +65,6 @@ class EventStream:
         self._engine = assembly.engine
         self._team = assembly.team
         self._names = assembly.team.names
-        self._members = assembly.members
         self._makers: list[Sink | SinkMaker] = []
         self._sinks: Fanout | None = None  # open while this rank is the main process
         self._has_started = self._has_finished = False
@@ -147,7 +147,7 @@ class EventStream:
     def _tell_start(self) -> None:
         if self._has_started or not self._engine.is_main or not self._makers:
             return
-        self._has_started, facts, members = True, self._facts, self._members
+        self._has_started, facts = True, self._facts
         t, path, new_data = (
             facts["t"],
             facts.get("resumed_from"),
@@ -157,12 +157,17 @@ class EventStream:
             window = facts["window"]
             self.tell("run_resumed", t=t, window=window, path=str(path), new_data=new_data)
         self._emit(self._start())
-        for m in members:
-            who = {"rank": m.rank, "member": m.member, "pid": m.pid, "host": m.host}
-            self.tell("worker_started", t=t, device=f"{m.device} ({m.device_name})", **who)
+        for member in self._team.people:
+            self._tell_worker(member, t)
+
+    def _tell_worker(self, member: Member, t: float) -> None:
+        if member.device:  # otherwise nobody has that number, in an elastic team
+            device = f"{member.device} ({member.device_name})"
+            who = {"rank": member.rank, "member": member.member}
+            self.tell("worker_started", t=t, pid=member.pid, host=member.host, device=device, **who)
 
     def _start(self) -> Event:
-        emulated = {str(m.rank): m.emulated for m in self._members if m.emulated != 1}
+        emulated = {str(m.rank): m.emulated for m in self._team.people if m.emulated != 1}
         told = {"resumed_from", "new_data"}
         facts = {name: fact for name, fact in self._facts.items() if name not in told}
         # In an elastic team nobody may have a number.
@@ -228,9 +233,8 @@ class EventStream:
             self._straggler(one)
 
     def _straggler(self, one: Straggler) -> None:
-        member = self._members[one.rank]
-        name = self._names[one.rank]
-        who: dict[str, Any] = {"rank": one.rank, "member": name, "window": one.window}
+        member = self._team.people[one.rank]
+        who: dict[str, Any] = {"rank": one.rank, "member": member.member, "window": one.window}
         who |= {"since": one.since, "delay_s": _rounded(one.delay_s)}
         if one.is_over:
             self.tell("straggler_over", **who)
@@ -238,9 +242,8 @@ class EventStream:
         self.tell(
             "straggler",
             **who,
-            # One that has joined an elastic team was not there when members introduced themselves.
-            host=member.host if member.member == name else "",
-            device=f"{member.device} ({member.device_name})" if member.member == name else "",
+            host=member.host,
+            device=f"{member.device} ({member.device_name})",
             factor=round(one.factor, 3),
             against=one.against,
             cause=one.cause.words,
@@ -299,6 +302,7 @@ class EventStream:
                 elapsed_s=change.heal_s,
             )
         for rank, name in change.joined.items():
+            self._tell_worker(self._team.people[rank], time.time())
             place = {"window": window, "generation": generation}
             self.tell("worker_joined", rank=rank, member=name, **place)
         for result in again:

@@ -77,6 +77,8 @@ class Roster:
     _short_s: float | None = None  # since when too few workers are ready
     _said_short: bool = False
     _has_formed: bool = False  # a generation of its own
+    #: Members of a generation of which one has left as it had done the run to its end.
+    _finished: frozenset[str] = frozenset()
     _paces: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_PACES))
 
     @property
@@ -236,17 +238,27 @@ class Roster:
             self._end(now_s, f"{member} has left it", tell=False)
         self._consider(now_s)
 
-    def leave(self, now_s: float, member: str) -> None:
-        """Note that a worker leaves for good, after its last window."""
+    def leave(self, now_s: float, member: str, *, finished: bool = False) -> None:
+        """Note that a worker leaves for good, after its last window.
+
+        Args:
+            now_s: The time.
+            member: Its id.
+            finished: Whether it has done the run to its end.
+        """
         seat = self._seats[member]
         seat.leave()
         if self.is_member(member):
+            if finished and self.formation is not None:
+                self._finished |= {*self.formation.members}
             self._end(now_s, f"{member} left the team", tell=False)
         self._consider(now_s)
 
     def beat(self, now_s: float, member: str, micro_batches: int, phase: str) -> bool:
         """Note a heartbeat; return whether it renews the member's lease."""
         seat = self._seats[member]
+        if seat.number == NO_NUMBER:
+            seat.give_number(self._free_number(NO_NUMBER))
         pace_s = seat.advance(now_s, micro_batches, phase)
         if pace_s is not None:
             self._paces.append(pace_s)
@@ -363,6 +375,12 @@ class Roster:
         is_patient = now_s - self._over_s < self.deadlines.timeout_s
         if formation is not None and is_patient and self._awaited(now_s):
             return False
+        if self._is_finished():
+            self._refuse_ready(
+                f"the team has done its run to the end, in generation {self.generation}: start a "
+                "run of its own for what is to be trained on"
+            )
+            return False
         if num_ready < self.least and self._takes_joiners:
             self._wait_for_more(now_s, num_ready)
             return False
@@ -405,10 +423,23 @@ class Roster:
                 "(--elastic MIN:MAX)"
             )
             self._say(why)
-            for seat in self._all():
-                if seat.can_join:
-                    seat.refuse(why)
-                    self._send(seat.member, "failed", {"why": why})
+            self._refuse_ready(why)
+
+    def _is_finished(self) -> bool:
+        """Return whether only workers are ready that would train a finished run once more.
+
+        A script may begin another run: its workers were members before.
+        """
+        ready = [seat for seat in self._all() if seat.can_join]
+        return bool(ready and self._finished) and not any(
+            seat.standing is not None or seat.member in self._finished for seat in ready
+        )
+
+    def _refuse_ready(self, why: str) -> None:
+        for seat in self._all():
+            if seat.can_join:
+                seat.refuse(why)
+                self._send(seat.member, "failed", {"why": why})
 
     def _form(self, now_s: float) -> None:
         before = self._members()
@@ -430,7 +461,13 @@ class Roster:
                 if seat.may_commit:
                     self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
         self._number([ready[member] for member in members])
-        self._has_formed = True
+        if before and not standings and not self._finished:
+            self._say(
+                f"no member is left that holds the state of generation {self.generation}, so the "
+                "next one begins without it: a job resumes from its newest complete checkpoint, a "
+                "script begins at step 0 unless it loads one"
+            )
+        self._has_formed, self._finished = True, frozenset()
         self.formation = Formation(
             generation=self.generation + 1,
             members=members,

@@ -74,7 +74,7 @@ class CoordinatorConnection(Closing):
         self._outgoing: deque[Message] = deque()
         self._is_welcome = False
         self._failure: EvenerError | None = None
-        self._closed = False
+        self._has_met = self._closed = False
         self._beat_due_s = 0.0
         self._wake_end, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -119,7 +119,7 @@ class CoordinatorConnection(Closing):
             self._changed.wait_for(lambda: self._is_welcome or self._failure, timeout_s)
             failure = self._failure
             if failure is None and not self._is_welcome:
-                failure = self._lost(has_met=False, why="no answer")
+                failure = self._lost("no answer")
         if failure is not None:
             self.close()
             raise failure
@@ -145,7 +145,6 @@ class CoordinatorConnection(Closing):
 
     def _run(self) -> None:
         began_s = lost_s = time.monotonic()
-        has_met = False
         while not self._closed:
             try:
                 channel, seal = self._connect()
@@ -154,16 +153,17 @@ class CoordinatorConnection(Closing):
                 break
             except (OSError, ValueError) as error:  # names that cannot be encoded, too
                 why = getattr(error, "strerror", None) or str(error) or "no answer"
-                left_s = (
-                    lost_s + self.deadlines.patience_s if has_met else began_s + self._timeout_s
-                ) - time.monotonic()
+                due_s = began_s + self._timeout_s
+                if self._has_met:
+                    due_s = lost_s + self.deadlines.patience_s
+                left_s = due_s - time.monotonic()
                 is_unknown = isinstance(error, OSError | UnicodeError) and is_unknown_name(error)
-                if left_s <= 0 or is_unknown:
-                    self._fail(self._lost(has_met=has_met, why=why))
+                if left_s <= 0 or (is_unknown and not self._has_met):
+                    self._fail(self._lost(why))
                     break
                 wait([self._wake_end], min(_PAUSE_S, left_s))
                 continue
-            has_met = True
+            self._has_met = True
             with closing(channel):
                 self._talk(channel, seal)
             lost_s = time.monotonic()
@@ -178,8 +178,8 @@ class CoordinatorConnection(Closing):
     def _disconnected(self) -> None:
         """Note that the connection has ended; the lock is held."""
 
-    def _lost(self, *, has_met: bool, why: str) -> EvenerError:
-        if not has_met:
+    def _lost(self, why: str) -> EvenerError:
+        if not self._has_met:
             return LaunchError(
                 f"{self._role} {self.member} waited {self._timeout_s:.0f} s for the coordinator at "
                 f"{self.address} ({why}): start it with `evener coordinator`, and check the "
@@ -216,7 +216,7 @@ class CoordinatorConnection(Closing):
         challenge = self._next(channel, deadline)
         needs_token = challenge.flag("needs_token")
         if challenge.text("evener") != __version__:
-            raise TeamRefusedError(
+            raise self._unproven(
                 f"the coordinator at {self.address} runs evener {challenge.text('evener')}, "
                 f"{self.member} runs {__version__}; install the same version on every machine"
             )
@@ -228,7 +228,7 @@ class CoordinatorConnection(Closing):
                 else f"{self.member} has a token, but the coordinator at {self.address} has none; "
                 "start both with the same --token-file, or both without"
             )
-            raise TeamRefusedError(missing)
+            raise self._unproven(missing)
         nonce = new_nonce()
         seal = Seal(self._token, (challenge.text("nonce"), nonce), TO_COORDINATOR)
         with self._changed:
@@ -236,7 +236,7 @@ class CoordinatorConnection(Closing):
         channel.tell({**seal.close(hello), "nonce": nonce})
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
-            raise TeamRefusedError(
+            raise self._unproven(
                 f"the coordinator at {self.address} refused {self.member}: {answer.text('why')}; "
                 "give both the same --token-file"
             )
@@ -246,6 +246,13 @@ class CoordinatorConnection(Closing):
                 f"the coordinator at {self.address} refused {self.member}: {welcome.text('why')}"
             )
         return seal, welcome
+
+    def _unproven(self, why: str) -> Exception:
+        """Return the error of a refusal that any program could send.
+
+        While the coordinator is started again, another program may listen on its port.
+        """
+        return ConnectionError(why) if self._has_met else TeamRefusedError(why)
 
     def _next(self, channel: Channel, deadline: float) -> Fields:
         message = channel.next(deadline)

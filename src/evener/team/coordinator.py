@@ -354,13 +354,15 @@ class Visitor(asyncio.Protocol):
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
             renewed = roster.beat(now_s, self.member, counter, phase)
-            self.tell("beaten", {"at": sent, "renewed": renewed, "generation": roster.generation})
+            number = roster.number_of(self.member)
+            known = {"renewed": renewed, "generation": roster.generation, "number": number}
+            self.tell("beaten", {"at": sent, **known})
         elif kind == "report":
             standing = fields["standing"]
             held = read_standing(fields.fields("standing")) if standing is not None else None
             roster.report(now_s, self.member, fields.whole("generation"), held)
         elif kind == "leave":
-            roster.leave(now_s, self.member)
+            roster.leave(now_s, self.member, finished=fields.flag("finished"))
             self.tell("left", {})
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)

@@ -264,6 +264,8 @@ class CoordinatorLink(CoordinatorConnection):
         if kind == "beaten":
             self._generation = fields.whole("generation")
             is_own = self._held is not None and self._generation == self._held.generation
+            if not is_own:
+                self._number = fields.whole("number", least=NO_NUMBER)
             if fields.flag("renewed") and is_own and self._asking is None and self._held:
                 self._lease_end_s = fields.number("at") + self._held.lease_s
         elif kind == "formed":

@@ -212,6 +212,52 @@ def test_no_lease_is_needed_where_every_process_has_ended() -> None:
     assert told(team.end("b"), "formed") == {"c"}
 
 
+def test_a_late_worker_does_not_train_a_finished_run_once_more() -> None:
+    team = Team("a", "b")
+    team.roster.leave(team.now_s, "a", finished=True)
+    team.join("late")
+    assert not told(team.pass_(DEADLINES.lease_s + 1.0), "failed"), "b may still be at work"
+    team.roster.leave(team.now_s, "b", finished=True)
+    (refusal,) = [message for message in team.roster.take() if message.type == "failed"]
+    assert refusal.to == "late"
+    assert "the team has done its run to the end, in generation 1" in refusal.content["why"]
+
+
+def test_workers_that_have_finished_a_run_may_begin_another() -> None:
+    team = Team("a", "b")
+    for member in "ab":
+        team.roster.leave(team.now_s, member, finished=True)
+        team.roster.depart(team.now_s, member, f"session of {member}")
+    said = []
+    for member in "ab":
+        assert team.roster.arrive(team.now_s, member, "another session", {}, None) == ""
+        team.roster.report(team.now_s, member, 0, None)
+        said += team.roster.take()
+    said += team.pass_(DEADLINES.lease_s + 1.0)
+    assert told(said, "formed") == {"a", "b"}
+    assert not told(said, "say")
+
+
+def test_a_team_that_has_lost_all_state_says_so() -> None:
+    team = Team("a", "b")
+    team.join("c")
+    team.end("a")
+    said = team.end("b")
+    assert not team.formation.has_state
+    (line,) = [message for message in said if message.type == "say"]
+    assert "no member is left that holds the state of generation 1" in line.content["text"]
+
+
+def test_a_worker_beyond_the_most_gets_the_number_of_one_that_is_lost() -> None:
+    team = Team("a", "b", most=2)
+    team.join("c")
+    team.roster.beat(team.now_s, "c", 0, "joining")
+    assert team.roster.number_of("c") == -1
+    team.end("b")
+    team.roster.beat(team.now_s, "c", 0, "joining")
+    assert team.roster.number_of("c") == 1
+
+
 def test_a_living_member_is_named_and_waited_for_until_timeout_s() -> None:
     team = Team("a", "b", "c")
     team.roster.beat(team.now_s, "b", 17, "evaluating")

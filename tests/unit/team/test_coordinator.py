@@ -215,6 +215,37 @@ def test_a_restarted_coordinator_continues_the_team() -> None:
             assert form([a, b], [standing("a", 1, 3), standing("b", 1, 3)])[0].generation == 2
 
 
+def test_a_program_on_the_port_of_a_coordinator_that_is_away_ends_no_worker() -> None:
+    with serving() as address, ExitStack() as stack:
+        a = stack.enter_context(link(address, "a"))
+        b = stack.enter_context(link(address, "b"))
+        form([a, b], [None, None])
+        stack = stack.pop_all()
+    port = int(address.rpartition(":")[2])
+    challenges = [
+        {"nonce": "0", "needs_token": True, "evener": "0.0.0"},
+        {"nonce": "0", "needs_token": False, "evener": _version()},
+        {"type": "refused", "why": "go away"},
+    ]
+    with stack:
+        with closing(socket.create_server(("127.0.0.1", port))) as stranger:
+            for challenge in challenges:
+                connection, _ = stranger.accept()
+                with connection:
+                    connection.sendall(json.dumps(challenge).encode() + b"\n")
+                    connection.recv(65536)
+        with serving(port=port):
+            until(lambda: a.await_lease(0.2) and b.await_lease(0.2))
+            assert not a.why_over(1)
+
+
+def test_a_worker_gets_the_number_of_one_that_has_left() -> None:
+    with serving() as address, team_of(address, "a", "b") as (_, b), link(address, "c") as c:
+        assert c.number == -1
+        b.leave()
+        until(lambda: c.number == 1)
+
+
 def test_a_worker_that_loses_the_coordinator_waits_for_patience_s_and_says_so() -> None:
     deadlines = replace(DEADLINES, patience_s=0.3)
     with serving(most=1, deadlines=deadlines) as address:
