@@ -163,7 +163,9 @@ class AskingEngine(Engine):
         number = self._heard.number + 1
         while self._heard.number < number:
             with self._surviving():
-                answer = self.team.hear(self.state.planner, told, timeout_s=timeout_s)
+                # Alone, if the team has gone on without this rank.
+                main = self.rank if self.is_alone else self.state.planner
+                answer = self.team.hear(main, told, timeout_s=timeout_s)
                 self._heard = Heard(number, answer)
         return self._heard.answer
 

@@ -301,7 +301,8 @@ class ElasticEngine(AskingEngine):
                 error = again
             except LeftOutError as left_out:
                 self._drop_out(left_out, may_join=may_join)
-                if not self._wants_plans or self.cursor.epoch != self._team_epoch():
+                is_in_epoch = self._wants_plans and not self._is_asking
+                if not is_in_epoch or self.cursor.epoch != self._team_epoch():
                     return False
                 error = CollectiveError("")
 
