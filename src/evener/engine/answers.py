@@ -163,8 +163,8 @@ class AskingEngine(Engine):
         number = self._heard.number + 1
         while self._heard.number < number:
             with self._surviving():
-                # Alone, if the team has gone on without this rank.
-                main = self.rank if self.is_alone else self.state.planner
+                # If the team goes on without this rank, it is alone.
+                main = self.state.planner if self.state.planner >= 0 else self.rank
                 answer = self.team.hear(main, told, timeout_s=timeout_s)
                 self._heard = Heard(number, answer)
         return self._heard.answer
