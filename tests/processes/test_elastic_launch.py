@@ -110,7 +110,7 @@ def find_process(*words: bytes) -> int:
 
 def test_a_launcher_that_is_killed_takes_its_coordinator_along(sandbox: Sandbox) -> None:
     """Also before its lifeline has heard of the coordinator."""
-    (sandbox.folder / "token").write_text("secret")
+    (sandbox.folder / "token").write_text("not a secret at all")
     launcher = sandbox.script(
         "from pathlib import Path\n"
         "from evener.team.coordinator_process import CoordinatorProcess\n"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import Ddp, DdpConfig
-from evener.checkpoint import Checkpoint
+from evener.checkpoint import Checkpoint, find_newest
 from evener.config.folders import FolderLock
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
@@ -77,7 +77,7 @@ def work(
 
 def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path) -> None:
     team = ElasticThreads(2)
-    holders: list[bool] = []
+    free: list[bool] = []
 
     def after(membership: ThreadMembership, window: int) -> None:
         member = membership.member
@@ -88,7 +88,7 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
         elif window == {"w0": 6, "w1": 10}.get(member):
             team.die(member)
         elif (member, window) == ("j", 14):
-            holders.append(FolderLock(tmp_path / "line").take())
+            free.append(is_free(tmp_path / "line"))
 
     def body(membership: ThreadMembership) -> tuple[TaskResult, list[int]]:
         return work(membership, tmp_path, after)
@@ -103,8 +103,8 @@ def test_a_worker_that_joins_becomes_the_main_process_of_the_run(tmp_path: Path)
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
     assert run.events[-1]["type"] == "run_finished"
     assert run.checkpoints[-1].name == "step-16"
-    assert holders == [False]  # j has taken the lock
-    assert FolderLock(tmp_path / "line").take()
+    assert free == [False]  # j has taken the lock
+    assert is_free(tmp_path / "line")
 
 
 def test_a_team_of_which_nobody_is_left_continues_from_the_newest_checkpoint(
@@ -112,6 +112,8 @@ def test_a_team_of_which_nobody_is_left_continues_from_the_newest_checkpoint(
 ) -> None:
     def end(membership: ThreadMembership, window: int) -> None:
         if window == 6:
+            while find_newest(tmp_path / "line" / "checkpoints") is None:
+                time.sleep(0.001)
             membership.team.die(membership.member)
 
     def body(membership: ThreadMembership) -> Any:
@@ -142,6 +144,11 @@ def test_a_team_of_which_nobody_is_left_continues_from_the_newest_checkpoint(
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
     other = ElasticThreads(1).run(lambda founder: work(founder, tmp_path, lambda *_: None))
     assert value(other[0])[0].run_folder == tmp_path / "line-2"
+
+
+def is_free(folder: Path) -> bool:
+    with FolderLock(folder) as lock:
+        return lock.take()
 
 
 def value(fate: Fate) -> tuple[TaskResult, list[int]]:
