@@ -144,7 +144,7 @@ def predicted_from(
     earlier: Sequence[Window], policy: ApplyPolicy, arguments: argparse.Namespace
 ) -> TeamPrediction:
     """What a run of a policy would do, from the windows of an earlier run."""
-    team = measured_team(earlier, "the earlier run").team
+    team = measured_team(earlier, "the earlier run")
     anchor = arguments.anchor
     size = arguments.micro_batch_size
     team = replace(team, local_batch_size=size, anchor=anchor, max_anchor=anchor)

@@ -472,6 +472,7 @@ def _with_dashboard(folder: Path, options: LaunchOptions, node: Node | None) -> 
 def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
     """Predict what a team would do under each policy, and which devices are worth having."""
     from evener.simulation.question import answer_plan, calibrated_team, check_options
+    from evener.simulation.telling import document, text
 
     check_options(options)
     if options.picture is not None:
@@ -483,15 +484,17 @@ def plan(options: PlanOptions, _arguments: Sequence[str]) -> int:
         with loading_libraries():
             from evener.simulation.calibrated import time_devices
         calibrated = calibrated_team(options, time_devices())
-    answer = answer_plan(options, calibrated)
+    advice = answer_plan(options, calibrated)
     if options.picture is not None:
         from evener.simulation.chart import draw
 
-        draw(answer.advice, answer.asked.source, options.picture)
+        draw(advice, options.picture)
         print(f"{options.picture}: written", file=sys.stderr)
-    # Names come from a file of events: they may hold what a terminal would obey.
-    text = "\n".join(map(printable, answer.to_text().split("\n")))
-    print(answer.to_json() if options.numbers else text, end="")
+    if options.numbers:
+        print(json.dumps(document(advice), allow_nan=False))
+    else:
+        # Names come from a file of events: they may hold what a terminal would obey.
+        print("\n".join(map(printable, text(advice).split("\n"))), end="")
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from evener.observe.numbers import human_duration
 from evener.planning.policies import ApplyPolicy
-from evener.simulation.prediction import RankSpec, TeamPrediction, TeamSpec, predict
+from evener.simulation.prediction import TeamPrediction, TeamSpec, predict
 
 AS_GOOD: Final = 0.97
 """A policy with this part of the fastest one's throughput is preferred if its mathematics is nearer
@@ -47,6 +47,7 @@ class Advice:
     """What to do with a team.
 
     Attributes:
+        team: The team.
         predictions: By policy.
         best: The policy to choose.
         reason: Why.
@@ -55,6 +56,7 @@ class Advice:
         samples_per_s: Its throughput.
     """
 
+    team: TeamSpec
     predictions: Predictions
     best: ApplyPolicy
     reason: str
@@ -82,6 +84,7 @@ def advise(team: TeamSpec) -> Advice:
     )
     kept, speed = _drop_costly(team, whole, others)
     return Advice(
+        team=team,
         predictions=predictions,
         best=best,
         reason=_reason(team, predictions, best),
@@ -113,12 +116,9 @@ def _without_each(team: TeamSpec) -> list[float]:
     """Return the throughput without each rank; equal ranks are simulated once."""
     if len(team.ranks) < 2:
         return []
-    known: dict[RankSpec, float] = {}
-    for rank, spec in enumerate(team.ranks):
-        kind = replace(spec, name="")
-        if kind not in known:
-            known[kind] = _speed(team.without(rank))
-    return [known[replace(spec, name="")] for spec in team.ranks]
+    kinds = [replace(rank, name="") for rank in team.ranks]
+    known = {first: _speed(team.without(first)) for first in {*map(kinds.index, kinds)}}
+    return [known[kinds.index(kind)] for kind in kinds]
 
 
 def _drop_costly(

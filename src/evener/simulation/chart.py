@@ -33,12 +33,11 @@ def check_picture(path: Path) -> None:
         ) from None
 
 
-def draw(advice: Advice, source: str, path: Path) -> None:
+def draw(advice: Advice, path: Path) -> None:
     """Draw throughput by policy and where time goes, and what each rank adds.
 
     Args:
         advice: What to show.
-        source: Where its speeds come from, for the title.
         path: The file; PNG or SVG by its ending.
 
     Raises:
@@ -70,7 +69,7 @@ def draw(advice: Advice, source: str, path: Path) -> None:
         panels[2].margins(y=0.15)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(source, fontsize=9)
+    figure.suptitle(advice.team.source, fontsize=9)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

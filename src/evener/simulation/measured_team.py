@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -18,8 +17,8 @@ from evener.parsing import MOST_WHOLE
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel, SpeedModel
-from evener.simulation.prediction import RankSpec, TeamSpec
-from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise
+from evener.simulation.prediction import TeamSpec
+from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
 LEAST_WINDOWS: Final = 5
 """Windows after the warm-up without which a run tells too little."""
@@ -31,22 +30,7 @@ _PAUSES: Final = ("eval", "checkpoint", "checkpoint_missed")
 """Events whose time is in the window that follows, and is not the loop's."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTeam:
-    """What a run tells.
-
-    Attributes:
-        team: The team, as fast as it was.
-        source: Where it comes from, for people.
-        notes: What the run does not tell.
-    """
-
-    team: TeamSpec
-    source: str
-    notes: tuple[str, ...] = ()
-
-
-def read_team(run: Path) -> MeasuredTeam:
+def read_team(run: Path) -> TeamSpec:
     """Read what the run of a folder has measured.
 
     Args:
@@ -69,7 +53,7 @@ def read_team(run: Path) -> MeasuredTeam:
     return measured_team([*starts[-1:], *newest], str(run))
 
 
-def measured_team(events: Iterable[Event], run: str) -> MeasuredTeam:
+def measured_team(events: Iterable[Event], run: str) -> TeamSpec:
     """Return what a run has measured of the team that it had at its end.
 
     Args:
@@ -128,25 +112,25 @@ class _MeasuredWindows:
         self._ends_s = tuple(accumulate(max(map(_length_s, w["ranks"])) for w in windows))
         self._notes: list[str] = []
 
-    def result(self) -> MeasuredTeam:
+    def result(self) -> TeamSpec:
         """Return the team."""
-        batch_size = self._batch_size()
-        micro_batch_size = self._micro_batch_size()
-        ranks = tuple(self._rank(rows) for rows in self._by_member.values())
+        batch_size, micro_batch_size = self._batch_size(), self._micro_batch_size()
+        ranks = [self._rank(rows, micro_batch_size) for rows in self._by_member.values()]
         self._notes_of_policy()
-        team = TeamSpec(
-            ranks=ranks,
+        return TeamSpec(
+            ranks=tuple(ranks),
             link=self._link(),
             batch_size=batch_size,
             local_batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
             anchor=_whole(self._windows[0], "anchor") or ANCHOR,
             divides_updates=self._parts > 1,
+            source=f"{self._run}: {len(self._windows):,} windows of policy {self._policy}",
+            notes=tuple(self._notes),
         )
-        source = f"{self._run}: {len(self._windows):,} windows of policy {self._policy}"
-        return MeasuredTeam(team, source, tuple(self._notes))
 
-    def _rank(self, rows: Sequence[Mapping[str, Any]]) -> RankSpec:
+    def _rank(
+        self, rows: Sequence[Mapping[str, Any]], micro_batch_size: int | None
+    ) -> SimulatedRank:
         speed = SpeedModel()
         worked = [row for row in rows if row["samples"] > 0 and row["compute_s"] > 0]
         for row in worked:
@@ -162,9 +146,10 @@ class _MeasuredWindows:
         cost = speed.cost
         told = [row for row in worked if "elapsed_s" in row]
         beside_s = math.fsum(map(_beside_s, told))
-        return RankSpec(
+        return SimulatedRank(
             name=name,
             cost=cost,
+            micro_batch_size=micro_batch_size,
             overhead_s=max(0.0, beside_s) / (sum(map(_micro_batches, told)) or 1),
             noise=Noise(tuple(self._factor(row, cost) for row in rows), self._ends_s),
         )

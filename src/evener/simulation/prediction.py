@@ -9,16 +9,9 @@ from evener.planning.cadence import CadencePolicy
 from evener.planning.elche import ANCHOR, MAX_ANCHOR, ElChe
 from evener.planning.guard import NoGuard
 from evener.planning.policies import ApplyPolicy
-from evener.planning.speed import CostModel
 from evener.planning.sync import SyncPolicy
 from evener.simulation.simulated_local import SimulatedLocal
-from evener.simulation.simulated_rank import (
-    UNDISTURBED,
-    Link,
-    Noise,
-    SimulatedRank,
-    SimulatedWindow,
-)
+from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
 from evener.simulation.simulated_sync import SimulatedSync
 
 _WINDOWS: Final = {ApplyPolicy.SYNC: 160, ApplyPolicy.CADENCE: 36, ApplyPolicy.ASYNC: 36}
@@ -37,33 +30,6 @@ _ENDLESS: Final = 2**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSpec:
-    """What is known of a rank before it is simulated.
-
-    Attributes:
-        name: For people, such as ``rank 1 (cpu)``.
-        cost: Seconds of compute; ``window_s`` is the optimizer's update.
-        overhead_s: Seconds beside compute for each micro-batch.
-        noise: Disturbances of the computed time, as measured.
-    """
-
-    name: str
-    cost: CostModel
-    overhead_s: float = 0.0
-    noise: Noise = UNDISTURBED
-
-    def simulated(self, micro_batch_size: int | None) -> SimulatedRank:
-        """Return a rank of its own for one simulation."""
-        return SimulatedRank(self.cost, micro_batch_size, self.overhead_s, self.noise)
-
-    def alone(self, batch_size: int, micro_batch_size: int | None) -> float:
-        """Return samples per second of the rank alone, with an update for each batch."""
-        usual = self.cost.scaled(fmean(self.noise.factors))
-        rank = replace(self, cost=usual, noise=UNDISTURBED).simulated(micro_batch_size)
-        return batch_size / rank.share(batch_size, 0.0).busy_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
     """A team that may be simulated.
 
@@ -72,20 +38,22 @@ class TeamSpec:
         link: What connects them.
         batch_size: Samples of an optimizer step: of the team in SYNC.
         local_batch_size: The same of a local step in CADENCE and ASYNC.
-        micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         anchor: Local steps of the slowest rank in a window, to begin with.
         max_anchor: The anchor grows no further.
         divides_updates: In SYNC each rank makes its part of the optimizer's update.
+        source: Where its speeds come from, for people.
+        notes: What is not known of it.
     """
 
-    ranks: tuple[RankSpec, ...]
+    ranks: tuple[SimulatedRank, ...]
     link: Link
     batch_size: int
     local_batch_size: int
-    micro_batch_size: int | None = None
     anchor: int = ANCHOR
     max_anchor: int = MAX_ANCHOR
     divides_updates: bool = False
+    source: str = ""
+    notes: tuple[str, ...] = ()
 
     def without(self, rank: int) -> "TeamSpec":
         """Return the team of the other ranks."""
@@ -98,7 +66,7 @@ class TeamSpec:
     def ideal(self, policy: ApplyPolicy) -> float:
         """Return the sum of what ranks do alone, in samples per second."""
         size = self.batch_of(policy)
-        return sum(rank.alone(size, self.micro_batch_size) for rank in self.ranks)
+        return sum(rank.alone(size) for rank in self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +123,13 @@ def predict(team: TeamSpec, policy: ApplyPolicy) -> TeamPrediction:
 
 def simulate(team: TeamSpec, policy: ApplyPolicy) -> SimulatedSync | SimulatedLocal:
     """Return a team at the beginning of an epoch, with the planner that a run would have."""
-    ranks = [rank.simulated(team.micro_batch_size) for rank in team.ranks]
+    ranks = team.ranks
     members = [str(rank) for rank in range(len(ranks))]
     size = team.batch_of(policy)
     if policy is ApplyPolicy.SYNC:
-        planner = SyncPolicy(members, [team.micro_batch_size] * len(ranks))
+        planner = SyncPolicy(members, [rank.micro_batch_size for rank in ranks])
         if len(ranks) > 1:
-            planner.calibrate([rank.alone(size, team.micro_batch_size) for rank in team.ranks])
+            planner.calibrate([rank.alone(size) for rank in ranks])
         return SimulatedSync(
             ranks,
             team.link,

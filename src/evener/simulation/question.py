@@ -1,19 +1,17 @@
 """What ``evener plan`` is asked: a team from a run, from a calibration, or by hand."""
 
-import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from evener.config.options import PlanOptions
 from evener.errors import ConfigError
-from evener.planning.elche import ANCHOR
 from evener.planning.speed import CostModel
 from evener.simulation.advice import Advice, advise
-from evener.simulation.measured_team import MeasuredTeam, read_team
-from evener.simulation.prediction import RankSpec, TeamSpec
+from evener.simulation.measured_team import read_team
+from evener.simulation.prediction import TeamSpec
 from evener.simulation.quantities import read_bandwidth, read_count, read_duration, read_speeds
-from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link
-from evener.simulation.telling import document, text
+from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, SimulatedRank
 
 BATCH_SIZE: Final = 32
 """Samples of an optimizer step unless told otherwise, as in a run without the key."""
@@ -28,29 +26,7 @@ _FLOP_PER_WEIGHT: Final = 6
 """Floating-point operations of a parameter for each token, forward and backward."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanAnswer:
-    """What ``evener plan`` has found out.
-
-    Attributes:
-        asked: The team, and where it comes from.
-        advice: What to do with it.
-    """
-
-    asked: MeasuredTeam
-    advice: Advice
-
-    def to_text(self) -> str:
-        """Return it for people."""
-        return text(self.asked.team, self.advice, self.asked.source, self.asked.notes)
-
-    def to_json(self) -> str:
-        """Return it for programs."""
-        told = document(self.asked.team, self.advice, self.asked.source, self.asked.notes)
-        return json.dumps(told, allow_nan=False) + "\n"
-
-
-def answer_plan(options: PlanOptions, calibrated: MeasuredTeam | None = None) -> PlanAnswer:
+def answer_plan(options: PlanOptions, calibrated: TeamSpec | None = None) -> Advice:
     """Predict what a team would do.
 
     Args:
@@ -61,10 +37,9 @@ def answer_plan(options: PlanOptions, calibrated: MeasuredTeam | None = None) ->
         ConfigError: An option is wrong, or contradicts another; or the run tells too little.
     """
     check_options(options)
-    asked = _asked(options) if calibrated is None else calibrated
-    changed = _with_options(asked, options)
-    _refuse_far_apart(changed.team)
-    return PlanAnswer(changed, advise(changed.team))
+    team = _with_options(calibrated or _asked(options), options)
+    _refuse_far_apart(team)
+    return advise(team)
 
 
 def check_options(options: PlanOptions) -> None:
@@ -104,7 +79,7 @@ def check_options(options: PlanOptions) -> None:
         )
 
 
-def calibrated_team(options: PlanOptions, speeds: dict[str, float]) -> MeasuredTeam:
+def calibrated_team(options: PlanOptions, speeds: dict[str, float]) -> TeamSpec:
     """Return the team of devices that have been timed.
 
     Args:
@@ -118,42 +93,44 @@ def calibrated_team(options: PlanOptions, speeds: dict[str, float]) -> MeasuredT
     assert options.tokens is not None
     flop = _FLOP_PER_WEIGHT * read_count("--params", options.params) * options.tokens
     named = {name: speed / flop for name, speed in speeds.items()}
-    team = _team_of([(f"rank {r} ({n})", s) for r, (n, s) in enumerate(named.items())])
     note = (
         "matrix products alone were timed, of which training reaches a part: trust how devices "
         "compare, and plan again with the folder of a run"
     )
-    return MeasuredTeam(team, "a calibration of this machine", (note,))
+    team = _team_of([f"rank {rank} ({name})" for rank, name in enumerate(named)], named.values())
+    return replace(team, source="a calibration of this machine", notes=(note,))
 
 
-def _asked(options: PlanOptions) -> MeasuredTeam:
+def _asked(options: PlanOptions) -> TeamSpec:
     if options.run is not None:
         return read_team(options.run)
     assert options.speeds is not None
     speeds = read_speeds("--speeds", options.speeds)
-    team = _team_of([(f"rank {rank}", speed) for rank, speed in enumerate(speeds)])
-    return MeasuredTeam(team, "the command line")
+    return _team_of([f"rank {rank}" for rank in range(len(speeds))], speeds)
 
 
-def _team_of(speeds: list[tuple[str, float]]) -> TeamSpec:
-    """Return a team of names and samples per second, whose exchanges cost nothing."""
+def _team_of(names: Iterable[str], speeds: Iterable[float]) -> TeamSpec:
+    """Return a team of so many samples per second, whose exchanges cost nothing."""
     return TeamSpec(
-        ranks=tuple(RankSpec(name=name, cost=CostModel(0.0, 1.0 / s)) for name, s in speeds),
+        ranks=tuple(map(_rank_of, names, speeds)),
         link=Link(),
         batch_size=BATCH_SIZE,
         local_batch_size=BATCH_SIZE,
-        anchor=ANCHOR,
+        source="the command line",
     )
 
 
-def _with_options(asked: MeasuredTeam, options: PlanOptions) -> MeasuredTeam:
+def _rank_of(name: str, speed: float) -> SimulatedRank:
+    return SimulatedRank(CostModel(0.0, 1.0 / speed), name=name)
+
+
+def _with_options(team: TeamSpec, options: PlanOptions) -> TeamSpec:
     """Return the team as the options change it."""
-    team, notes = asked.team, list(asked.notes)
-    ranks = list(team.ranks)
+    notes, ranks = list(team.notes), list(team.ranks)
+    micro_batch_size = options.micro_batch_size or ranks[0].micro_batch_size
     if options.add is not None:
         for speed in read_speeds("--add", options.add):
-            name = f"rank {len(ranks)} (added)"
-            ranks.append(RankSpec(name=name, cost=CostModel(0.0, 1.0 / speed)))
+            ranks.append(_rank_of(f"rank {len(ranks)} (added)", speed))
     size = options.batch_size or team.batch_size
     default_local = team.local_batch_size if options.batch_size is None else size
     link = _link(team.link, options)
@@ -163,21 +140,20 @@ def _with_options(asked: MeasuredTeam, options: PlanOptions) -> MeasuredTeam:
         notes = [note for note in notes if "--bandwidth" not in note]
     elif link.transfer_s == 0.0 and options.run is None:
         notes.append("exchanges are taken to cost nothing: give --params and --bandwidth")
-    team = replace(
+    return replace(
         team,
-        ranks=tuple(ranks),
+        ranks=tuple(replace(rank, micro_batch_size=micro_batch_size) for rank in ranks),
         link=link,
         batch_size=size,
         local_batch_size=options.local_batch_size or default_local,
-        micro_batch_size=options.micro_batch_size or team.micro_batch_size,
         anchor=options.anchor or team.anchor,
+        notes=tuple(notes),
     )
-    return replace(asked, team=team, notes=tuple(notes))
 
 
 def _refuse_far_apart(team: TeamSpec) -> None:
     """Refuse ranks that do hardly anything while another does a step."""
-    alone = [rank.alone(team.batch_size, team.micro_batch_size) for rank in team.ranks]
+    alone = [rank.alone(team.batch_size) for rank in team.ranks]
     fast, slow = alone.index(max(alone)), alone.index(min(alone))
     if alone[fast] > _MOST_RATIO * alone[slow]:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from evener.planning.report import Report
@@ -44,12 +45,20 @@ class SimulatedRank:
         micro_batch_size: Most samples in one forward and backward; ``None`` for all in one.
         overhead_s: Seconds beside compute for each micro-batch, such as fetching data.
         noise: Disturbs the computed time.
+        name: For people, such as ``rank 1 (cpu)``.
     """
 
     cost: CostModel
     micro_batch_size: int | None = None
     overhead_s: float = 0.0
     noise: Noise = UNDISTURBED
+    name: str = ""
+
+    def alone(self, batch_size: int) -> float:
+        """Return samples per second of the rank alone, with an update for each batch."""
+        usual = self.cost.scaled(fmean(self.noise.factors))
+        undisturbed = SimulatedRank(usual, self.micro_batch_size, self.overhead_s)
+        return batch_size / undisturbed.share(batch_size, 0.0).busy_s
 
     def factor(self, at_s: float) -> float:
         """Return the factor of the computed time of a share or step that begins at a moment."""

@@ -1,6 +1,5 @@
 """Advice for people, as text, and for programs, as JSON. Pure."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from evener.observe.event_lines import strict_json
@@ -11,17 +10,11 @@ from evener.simulation.prediction import TeamPrediction, TeamSpec
 from evener.version import __version__
 
 
-def document(team: TeamSpec, advice: Advice, source: str, notes: Sequence[str]) -> dict[str, Any]:
-    """Return everything that is told, as values that ``json.dumps`` accepts.
-
-    Args:
-        team: The team.
-        advice: What was found out about it.
-        source: Where its speeds come from.
-        notes: What is not known.
-    """
+def document(advice: Advice) -> dict[str, Any]:
+    """Return everything that is told, as values that ``json.dumps`` accepts."""
+    team = advice.team
     knows_bytes = team.link.num_bytes > 0
-    alone = [rank.alone(team.batch_size, team.micro_batch_size) for rank in team.ranks]
+    alone = [rank.alone(team.batch_size) for rank in team.ranks]
     policies: list[dict[str, Any]] = []
     for one in advice.predictions.values():
         row = strict_json(one)
@@ -31,15 +24,15 @@ def document(team: TeamSpec, advice: Advice, source: str, notes: Sequence[str]) 
     plan: dict[str, Any] = strict_json(
         {
             "version": __version__,
-            "source": source,
-            "notes": list(notes),
+            "source": team.source,
+            "notes": list(team.notes),
             "ranks": [
                 {"rank": rank, "name": spec.name, "samples_per_s": speed}
                 for (rank, spec), speed in zip(enumerate(team.ranks), alone, strict=True)
             ],
             "batch_size": team.batch_size,
             "local_batch_size": team.local_batch_size,
-            "micro_batch_size": team.micro_batch_size,
+            "micro_batch_size": team.ranks[0].micro_batch_size,
             "policies": policies,
             "best": advice.best.value,
             "reason": advice.reason,
@@ -54,11 +47,12 @@ def document(team: TeamSpec, advice: Advice, source: str, notes: Sequence[str]) 
     return plan
 
 
-def text(team: TeamSpec, advice: Advice, source: str, notes: Sequence[str]) -> str:
+def text(advice: Advice) -> str:
     """Return the same for people; see ``document``."""
+    team = advice.team
     names = [rank.name for rank in team.ranks]
-    alone = [rank.alone(team.batch_size, team.micro_batch_size) for rank in team.ranks]
-    lines = [f"speeds from {source}"]
+    alone = [rank.alone(team.batch_size) for rank in team.ranks]
+    lines = [f"speeds from {team.source}"]
     lines += [
         f"  {name}: {human_count(speed)} samples/s alone"
         for name, speed in zip(names, alone, strict=True)
@@ -76,7 +70,7 @@ def text(team: TeamSpec, advice: Advice, source: str, notes: Sequence[str]) -> s
             f"fastest with {' and '.join(names[rank] for rank in advice.kept)} only: "
             f"{human_count(advice.samples_per_s)} samples/s"
         )
-    lines += [f"note: {note}" for note in notes]
+    lines += [f"note: {note}" for note in team.notes]
     return "\n".join(lines) + "\n"
 
 

@@ -14,18 +14,20 @@ from evener.planning.policies import ApplyPolicy
 from evener.planning.speed import CostModel
 from evener.simulation.advice import Worth, advise, best_policy, predict_all
 from evener.simulation.measured_team import measured_team
-from evener.simulation.prediction import RankSpec, TeamSpec, predict, simulate
-from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise
+from evener.simulation.prediction import TeamSpec, predict, simulate
+from evener.simulation.simulated_rank import UNDISTURBED, Link, Noise, SimulatedRank
 from evener.simulation.telling import document, text, verdict
 
 SYNC, CADENCE, ASYNC = ApplyPolicy.SYNC, ApplyPolicy.CADENCE, ApplyPolicy.ASYNC
 BOUNDED = settings(deadline=None, derandomize=True, max_examples=5, database=None)
 
 
-def team_at(*speeds: float, link: Link | None = None, batch_size: int = 64, **options) -> TeamSpec:
+def team_at(
+    *speeds: float, link: Link | None = None, batch_size: int = 64, micro_batch_size=None, **options
+) -> TeamSpec:
     return TeamSpec(
         ranks=tuple(
-            RankSpec(name=f"rank {rank}", cost=CostModel(0.0, 1.0 / speed))
+            SimulatedRank(CostModel(0.0, 1.0 / speed), micro_batch_size, name=f"rank {rank}")
             for rank, speed in enumerate(speeds)
         ),
         link=link or Link(),
@@ -71,7 +73,7 @@ def test_bookkeeping_and_noise_count():
 
 
 def test_updates_that_ranks_divide_take_less():
-    ranks = tuple(RankSpec(name="", cost=CostModel(0.0, 0.01, 0.4)) for _ in range(2))
+    ranks = tuple(SimulatedRank(CostModel(0.0, 0.01, 0.4)) for _ in range(2))
     team = replace(team_at(1, 1, batch_size=8), ranks=ranks)
     assert predict(team, SYNC).window_s == pytest.approx(0.44)
     assert predict(replace(team, divides_updates=True), SYNC).window_s == pytest.approx(0.24)
@@ -119,7 +121,7 @@ def test_a_rank_without_work_is_named():
     team = team_at(100, 99, 0.3, link=Link(num_bytes=4, transfer_s=0.01, latency_s=0.002))
     advice = advise(team)
     assert advice.worth[2].is_parked
-    told = text(team, advice, "here", ["a note"])
+    told = text(advise(replace(team, notes=("a note",))))
     assert "sync parks rank 2" in told
     assert "rank 2: not worth having" in told
     assert "rank 0: worth having" in told
@@ -150,7 +152,7 @@ def test_another_device_never_lowers_the_best_throughput(speeds, added, link):
 
 def test_the_document_has_the_numbers_of_the_text():
     team = team_at(100, 50)
-    told = document(team, advise(team), "here", [])
+    told = document(advise(team))
     assert [row["policy"] for row in told["policies"]] == ["sync", "cadence", "async"]
     assert told["policies"][0]["sent_bytes"] is None, "nothing says how much is exchanged"
     assert told["best"] == best_policy(predict_all(team))
@@ -204,11 +206,11 @@ def test_a_run_is_predicted_from_its_own_events(policy):
     ]
     team = replace(team, ranks=tuple(ranks), divides_updates=True)
     read = measured_team(events_of(team, policy, 80, params=500), "r")
-    assert [rank.name for rank in read.team.ranks] == [f"rank {r} (m{r})" for r in range(3)]
-    assert read.team.micro_batch_size == 4
-    assert read.team.batch_of(policy) == 64
-    assert read.team.link.num_bytes == 2000
-    again, truth = predict(read.team, policy), predict(team, policy)
+    assert [rank.name for rank in read.ranks] == [f"rank {r} (m{r})" for r in range(3)]
+    assert read.ranks[0].micro_batch_size == 4
+    assert read.batch_of(policy) == 64
+    assert read.link.num_bytes == 2000
+    again, truth = predict(read, policy), predict(team, policy)
     assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.03)
     assert again.lost == pytest.approx(truth.lost, abs=0.02)
     assert any("local steps" in note for note in read.notes) == (policy is not SYNC)
@@ -217,10 +219,10 @@ def test_a_run_is_predicted_from_its_own_events(policy):
 @pytest.mark.parametrize("told_by", [SYNC, CADENCE])
 def test_a_disturbance_lasts_as_long_as_it_did(told_by):
     """Steps that were disturbed each by itself would cancel out within a window."""
-    team = team_at(90, 30, batch_size=4, anchor=3, max_anchor=3)
+    team = team_at(90, 30, batch_size=4, anchor=3, max_anchor=3, micro_batch_size=4)
     slow = replace(team.ranks[1], noise=Noise((1.0, 1.5), (0.8, 2.0)))
-    team = replace(team, ranks=(team.ranks[0], slow), batch_size=48, micro_batch_size=4)
-    read = measured_team(events_of(team, told_by, 60), "r").team
+    team = replace(team, ranks=(team.ranks[0], slow), batch_size=48)
+    read = measured_team(events_of(team, told_by, 60), "r")
     read = replace(read, local_batch_size=4, anchor=3, max_anchor=3)
     again, truth = predict(read, CADENCE), predict(team, CADENCE)
     assert again.wait == pytest.approx(truth.wait, abs=0.01)
@@ -233,7 +235,7 @@ def test_rows_go_by_member_whatever_their_rank():
         window["ranks"].reverse()
         for rank, row in enumerate(window["ranks"]):
             row["rank"] = rank
-    team = measured_team(events, "r").team
+    team = measured_team(events, "r")
     assert [rank.name for rank in team.ranks] == ["rank 0 (m0)", "rank 1 (m1)"]
     assert [1 / rank.cost.per_sample_s for rank in team.ranks] == pytest.approx([100, 25])
 
@@ -244,7 +246,7 @@ def test_the_time_of_evaluations_is_nobodys():
     for row in paused["ranks"]:
         row["elapsed_s"] += 100.0
     evaluation = make_event("eval", t=9.0, window=10, name="x", loss=1.0, weight=1, elapsed_s=100)
-    team = measured_team([*events[:11], evaluation, *events[11:]], "r").team
+    team = measured_team([*events[:11], evaluation, *events[11:]], "r")
     assert max(rank.overhead_s for rank in team.ranks) < 0.001
 
 
@@ -255,7 +257,7 @@ def test_runs_of_earlier_versions_tell_less_and_say_so():
             for key in ("micro_batches", "update_s", "elapsed_s"):
                 del row[key]
     read = measured_team(events, "r")
-    assert predict(read.team, SYNC).samples_per_s == pytest.approx(150, rel=0.02)
+    assert predict(read, SYNC).samples_per_s == pytest.approx(150, rel=0.02)
     assert any("--params" in note for note in read.notes)
 
 
@@ -270,8 +272,8 @@ def test_only_windows_of_the_last_team_count():
         window["ranks"][1]["compute_s"] = 9.0
     read = measured_team(events, "r")
     assert read.source == "r: 22 windows of policy sync"
-    assert [1 / rank.cost.per_sample_s for rank in read.team.ranks] == pytest.approx([100, 50])
-    assert max(read.team.ranks[1].noise.factors) == pytest.approx(1.0)
+    assert [1 / rank.cost.per_sample_s for rank in read.ranks] == pytest.approx([100, 50])
+    assert max(read.ranks[1].noise.factors) == pytest.approx(1.0)
 
 
 def test_what_a_run_cannot_tell_is_refused():
@@ -295,7 +297,7 @@ def test_damaged_fields_do_no_harm(key, value):
     for window in events[1:]:
         window["ranks"][0][key] = value
         window["update_parts"] = [1]
-    found = predict(measured_team(events, "r").team, SYNC)
+    found = predict(measured_team(events, "r"), SYNC)
     assert math.isfinite(found.samples_per_s)
     assert found.bookkeeping >= 0.0
 
@@ -304,5 +306,5 @@ def test_noise_keeps_its_mean():
     rank = replace(team_at(100).ranks[0], noise=Noise((1.0, 3.0), (3.0, 6.0)))
     team = replace(team_at(100, 100), ranks=(rank, rank))
     read = measured_team(events_of(team, SYNC, 100), "r")
-    cost = read.team.ranks[0].cost.per_sample_s * fmean(read.team.ranks[0].noise.factors)
+    cost = read.ranks[0].cost.per_sample_s * fmean(read.ranks[0].noise.factors)
     assert cost == pytest.approx(0.015, rel=0.05)
