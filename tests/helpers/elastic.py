@@ -18,7 +18,8 @@ from torch import Tensor
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
 from evener.errors import LaunchError, LeftOutError, PeerLostError
-from evener.protocol.formation import TRAINING, Formation, Standing
+from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
+from evener.protocol.roster import Roster
 from evener.team.membership import Formed, Membership
 from helpers.limits import PATIENCE_S
 
@@ -58,17 +59,24 @@ class Kill:
 
 
 class ElasticThreads:
-    """The members and the roster of one team."""
+    """The members of one team, and the roster of a coordinator in virtual time.
+
+    Time passes only where all living workers wait: then gathering ends and leases run out.
+    """
 
     def __init__(self, founders: int, *, most: int = 5, kills: Sequence[Kill] = ()) -> None:
         self.most = most
         self.kills = list(kills)
         self.condition = threading.Condition()
+        self.deadlines = Deadlines()
+        self.now_s = self.deadlines.lease_s
+        self.roster = Roster(1, most, self.deadlines, 0.0)
         self.formations: list[Formation] = []
-        self.standings: dict[str, Standing | None] = {}
-        self.living: list[str] = []
-        self.lost: set[str] = set()
+        self.formed: dict[str, Formation] = {}  # by member that has not heard of it yet
         self.left_out: set[str] = set()
+        self.wanted: dict[str, bool] = {}
+        self.waiting: set[str] = set()
+        self.living: list[str] = []
         self.numbers: dict[str, int] = {}
         self.announced: dict[str, str] = {}
         self.threads: list[threading.Thread] = []
@@ -93,9 +101,10 @@ class ElasticThreads:
     ) -> None:
         """Starts a worker; one that comes when the team has begun joins it."""
         with self.condition:
-            free = set(range(self.most)) - {self.numbers[m] for m in self.living}
-            self.numbers[member] = min(free)
+            assert not self.roster.arrive(self.now_s, member, member, {}, None)
+            self.numbers[member] = self.roster.number_of(member)
             self.living.append(member)
+            self._heed()
             membership = ThreadMembership(self, member, joins=bool(self.formations))
             fate = Fate(member)
             self.fates.append(fate)
@@ -115,98 +124,94 @@ class ElasticThreads:
     def fate(self, member: str) -> Fate:
         return next(fate for fate in self.fates if fate.member == member)
 
-    # ── the roster ───────────────────────────────────────────────────────────────────────────────
+    @property
+    def joiners(self) -> list[str]:
+        """Workers that wait to be taken in."""
+        here = self.formations[-1].members if self.formations else ()
+        return [member for member in self.living if member in self.waiting and member not in here]
+
+    # ── the coordinator ──────────────────────────────────────────────────────────────────────────
 
     def end(self, member: str) -> None:
         """A worker's process is gone."""
         with self.condition:
             if member in self.living:
                 self.living.remove(member)
-            self.lost.add(member)
-            if self.team is not None and member in self.formations[-1].members:
-                self.team.fail(self.formations[-1].members.index(member))
-            self.condition.notify_all()
+                self.waiting.discard(member)
+                self._break(member)
+                self.roster.process(self.now_s, member, ProcessState.GONE, "its thread has ended")
+                self._heed()
 
     def leave_out(self, member: str) -> None:
         """A member is stopped for so long that the others go on without it."""
         with self.condition:
-            self.left_out.add(member)
-            self.living.remove(member)
-            if self.team is not None:
-                self.team.fail(self.formations[-1].members.index(member))
-            self.condition.notify_all()
             number = len(self.formations)
+            self.living.remove(member)
+            self._break(member)
+            self.roster.process(self.now_s, member, ProcessState.STOPPED)
+            self.now_s += self.deadlines.stopped_s
+            self.roster.tick(self.now_s)
+            self._heed()
             while len(self.formations) == number:
-                if self._may_form():
-                    self._form()
-                else:
-                    self.condition.wait(PATIENCE_S)
+                assert self.condition.wait(PATIENCE_S)
+            self.roster.process(self.now_s, member, ProcessState.CONTINUED)
+            self.living.append(member)
+            self._heed()
 
     def die(self, member: str) -> None:
         """Ends the thread that calls it, as that of a member which is killed."""
         self.end(member)
         raise Died(member)
 
-    @property
-    def joiners(self) -> list[str]:
-        here = self.formations[-1].members if self.formations else ()
-        return [m for m in self.standings if m not in here and m in self.living]
-
-    def next_generation(self, member: str, standing: Standing | None) -> Formed:
+    def next_generation(
+        self, member: str, generation: int, standing: Standing | None
+    ) -> tuple[Formation, Communicator]:
         with self.condition:
-            number = len(self.formations)
-            if member in self.left_out and standing is not None:
-                self.left_out.remove(member)
-                self.living.append(member)
-                raise LeftOutError(f"the team went on without {member}")
-            self.standings[member] = standing
-            if number and member in self.formations[-1].members and self.team is not None:
-                self.team.fail(self.formations[-1].members.index(member))
-            self.condition.notify_all()
-            while not (len(self.formations) > number and member in self.formations[-1].members):
-                if self._may_form():
-                    self._form()
-                elif not self.condition.wait(PATIENCE_S):
-                    raise LaunchError(f"{member} waited for a generation: {self.standings}")
-            formation, team = self.formations[-1], self.team
+            self.waiting.add(member)
+            self._break(member)
+            self.roster.report(self.now_s, member, generation, standing)
+            self._heed()
+            while member not in self.formed:
+                if member in self.left_out:
+                    self.left_out.remove(member)
+                    raise LeftOutError(f"the team went on without {member}")
+                if not self.condition.wait(PATIENCE_S):
+                    raise LaunchError(f"{member} waited for a generation with {self.waiting}")
+            formation, team = self.formed.pop(member), self.team
             assert team is not None
         place = formation.members.index(member)
-        return Formed(formation, MortalCommunicator(self, member, team, place, formation.numbers))
+        return formation, MortalCommunicator(self, member, team, place, formation.numbers)
 
-    def _may_form(self) -> bool:
-        if not self.formations:
-            return len(self.standings) == len(self.founders)
-        here = [m for m in self.formations[-1].members if m in self.living]
-        waiting = [m for m in self.standings if m in self.living]
-        return bool(waiting) and all(m in self.standings for m in here)
+    def _break(self, member: str) -> None:
+        """Ends the exchanges of the others that wait for a member which has left."""
+        if self.team is not None and member in self.formations[-1].members:
+            self.team.fail(self.formations[-1].members.index(member))
 
-    def _form(self) -> None:
-        order = self.formations[-1].members if self.formations else sorted(self.standings)
-        ready = {m: s for m, s in self.standings.items() if m in self.living}
-        stay = [m for m in order if m in ready and (ready[m] is not None or not self.formations)]
-        held = {m: s for m in stay if (s := ready[m]) is not None}
-        if any(s.phase != TRAINING for s in held.values()):
-            ready = {m: s for m, s in ready.items() if m in stay}
-        members = (*stay, *(m for m in ready if m not in stay))
-        base = max((s.applied for s in held.values()), default=0)
-        donor = next((m for m in stay if m in held and held[m].applied == base), members[0])
-        bits = {m: (s.applied, s.digest) for m, s in held.items()}
-        behind = tuple(m for m in members if m != donor and bits.get(m) != bits.get(donor, ()))
-        self.formations.append(
-            Formation(
-                generation=len(self.formations) + 1,
-                members=members,
-                numbers=tuple(self.numbers[m] for m in members),
-                base=base,
-                has_state=bool(held),
-                donor=donor,
-                receivers=behind,
-                lease_s=3.0,
-            )
-        )
-        self.standings = {m: s for m, s in self.standings.items() if m not in members}
-        self.team = ThreadTeam(len(members), timeout_s=PATIENCE_S)
+    def _heed(self) -> None:
+        """Does what the roster says, and lets time pass where all wait."""
+        self._take()
+        have_come = bool(self.formations) or len(self.waiting) == len(self.founders)
+        if have_come and self.waiting.issuperset(self.living):
+            self.now_s += self.deadlines.lease_s
+            self.roster.tick(self.now_s)
+            self._take()
         self.condition.notify_all()
+
+    def _take(self) -> None:
+        for kind, member, content in ((o.type, o.to, o.content) for o in self.roster.take()):
+            if kind == "formed":
+                formation = self.roster.formation
+                assert formation is not None
+                if formation not in self.formations:
+                    self.formations.append(formation)
+                    self.team = ThreadTeam(len(formation.members), timeout_s=PATIENCE_S)
+                self.formed[member] = formation
+                self.waiting.discard(member)
+                self.wanted[member] = False
+            elif kind == "wanted":
+                self.wanted[member] = content["value"]
+            elif kind == "left_out":
+                self.left_out.add(member)
 
 
 class ThreadMembership(Membership):
@@ -227,7 +232,7 @@ class ThreadMembership(Membership):
 
     @property
     def wants_change(self) -> bool:
-        return bool(self.team.joiners)
+        return self.team.wanted.get(self.member, False)
 
     @property
     def is_leaving(self) -> bool:
@@ -239,11 +244,13 @@ class ThreadMembership(Membership):
 
     def next_generation(self, standing: Standing | None) -> Formed:
         try:
-            formed = self.team.next_generation(self.member, standing)
+            formed = Formed(*self.team.next_generation(self.member, self.generation, standing))
         except LeftOutError:
             self._joins = True
             raise
-        self._joins, self.generation = False, formed.formation.generation
+        formation = formed.formation
+        self._joins, self.generation = False, formation.generation
+        self.number = formation.numbers[formation.members.index(self.member)]
         return formed
 
     def leave(self, *, finished: bool) -> None:
