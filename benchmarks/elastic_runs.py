@@ -1,71 +1,23 @@
-"""Runs ``evener launch --elastic`` on ``elastic_worker.py``, and reads what its workers log."""
+"""Runs ``evener launch --elastic`` on ``elastic_worker.py``, and disturbs it."""
 
-import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from elastic_logs import WorkerLog
 from runs import clean_environment, command_line
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
 #: Longest wait for what has to come.
 PATIENCE_S = 120.0
-_LOOK_S = 0.005
-
-Line = dict[str, Any]
-
-
-@dataclass
-class WorkerLog:
-    """The log of one worker, read as it grows.
-
-    Attributes:
-        path: The file.
-        pid: Its process; 0 until it has begun.
-        member: Its id.
-        commits: Windows that it saw committed, in order.
-        was_killed: Whether ``kill`` has ended it; its process may still be listed.
-    """
-
-    path: Path
-    pid: int = 0
-    member: str = ""
-    was_killed: bool = False
-    commits: list[Line] = field(default_factory=list)
-    _num_bytes: int = 0
-
-    def read(self) -> None:
-        """Take in what was written since."""
-        with self.path.open("rb") as file:
-            file.seek(self._num_bytes)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._num_bytes += len(whole)
-        for line in map(json.loads, whole.splitlines()):
-            if "window" in line:
-                self.commits.append(line)
-            else:
-                self.pid, self.member = line["pid"], line["member"]
-
-    @property
-    def lives(self) -> bool:
-        """Whether its process runs."""
-        with suppress(OSError):
-            os.kill(self.pid, 0)
-            return bool(self.pid) and not self.was_killed
-        return False
-
-    def kill(self) -> float:
-        """End it by SIGKILL; return when that was."""
-        self.was_killed, killed_t = True, time.time()
-        os.kill(self.pid, signal.SIGKILL)
-        return killed_t
+_LOOK_S = 0.01
 
 
 class ElasticTeam:
@@ -79,7 +31,7 @@ class ElasticTeam:
 
     def __init__(self, folder: Path, workers: int, arguments: Sequence[object]) -> None:
         options = ["--elastic", f"1:{workers}", "--nproc", workers, "--max-failures", 10_000]
-        script = [WORKER, "--log", folder, *arguments]
+        script = [WORKER, "--log", folder, "--epochs", 1_000_000, *arguments]
         self.folder, self.workers = folder, workers
         self.output = (folder / "output.txt").open("w")
         self.process = subprocess.Popen(
@@ -111,25 +63,52 @@ class ElasticTeam:
         return list(self._logs.values())
 
     def alive(self) -> list[WorkerLog]:
-        """Workers whose process runs."""
-        return [log for log in self.logs() if log.lives]
+        """Workers whose process runs, by their place in the team."""
+        return sorted((log for log in self.logs() if log.lives), key=lambda log: log.member)
 
-    def has_ended(self) -> bool:
-        """Whether the launcher has."""
-        return self.process.poll() is not None
+    def members(self) -> list[WorkerLog]:
+        """Those of them that have seen a window committed."""
+        return [log for log in self.alive() if log.commits]
 
-    def wait_for_all(self, windows: int = 1) -> None:
-        """Wait until as many workers as the team has see so many windows committed."""
+    def wait_for_all(self, windows: int = 1, since_t: float = 0.0) -> None:
+        """Wait until as many workers as the team has see so many windows committed.
+
+        Args:
+            windows: How many each has to see.
+            since_t: Windows that were committed earlier do not count.
+        """
         for _ in self._looks("all workers take part"):
-            if sum(len(log.commits) >= windows for log in self.alive()) == self.workers:
+            if sum(log.commits_since(since_t) >= windows for log in self.alive()) == self.workers:
                 return
 
-    def wait_for_commit(self, after_t: float) -> float:
-        """Wait for the next window that is committed after a moment; return when that was."""
+    def wait_for_commits(self, since_t: float, windows: int = 1) -> None:
+        """Wait until a worker has seen so many windows committed after a moment."""
         for _ in self._looks("a window is committed"):
-            times = [c["t"] for log in self.logs() for c in log.commits[-50:] if c["t"] > after_t]
-            if times:
-                return float(min(times))
+            if any(log.commits_since(since_t) >= windows for log in self.alive()):
+                return
+
+    def coordinator(self) -> int:
+        """Return the coordinator's process; 0 while it has none."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        for pid in map(int, children.read_text().split()):
+            with suppress(OSError):
+                if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return pid
+        return 0
+
+    def wait_for_coordinator(self, ended: int) -> float:
+        """Wait until another coordinator than one that has ended accepts connections; return when.
+
+        Args:
+            ended: Its process.
+        """
+        found = re.search(r"`evener join 127.0.0.1:(\d+)", self.said())
+        assert found is not None
+        for _ in self._looks("the coordinator is back"):
+            with suppress(OSError):
+                if self.coordinator() not in (0, ended):
+                    socket.create_connection(("127.0.0.1", int(found[1])), 1.0).close()
+                    return time.time()
         raise AssertionError
 
     def said(self) -> str:
@@ -139,40 +118,15 @@ class ElasticTeam:
     def _looks(self, what: str) -> Iterator[None]:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            if self.has_ended():
-                raise RuntimeError(
-                    f"the run ended with {self.process.returncode} before {what}:\n{self.said()}"
-                )
+            if (code := self.process.poll()) is not None:
+                raise RuntimeError(f"the run ended with {code} before {what}:\n{self.said()}")
             yield
             time.sleep(_LOOK_S)
         raise RuntimeError(f"{PATIENCE_S:g} s passed before {what}:\n{self.said()}")
 
 
-def committed(logs: Sequence[WorkerLog]) -> dict[int, Line]:
-    """The committed windows by number.
-
-    Raises:
-        AssertionError: Workers saw different windows, or hold different bits after one.
-    """
-    windows: dict[int, Line] = {}
-    for log in logs:
-        for line in log.commits:
-            known = windows.setdefault(line["window"], line)
-            for key in ("epoch", "start", "size", "bits"):
-                assert line[key] == known[key], f"{log.member}: {line}, others: {known}"
-    return windows
-
-
-def times_seen(windows: dict[int, Line], samples: int) -> dict[int, int]:
-    """How many samples of whole epochs were committed how often."""
-    last = max(line["epoch"] for line in windows.values())
-    counts: dict[int, int] = {}
-    for epoch in range(last):
-        seen = [0] * samples
-        for line in windows.values():
-            if line["epoch"] == epoch:
-                for place in range(line["start"], line["start"] + line["size"]):
-                    seen[place] += 1
-        for count in seen:
-            counts[count] = counts.get(count, 0) + 1
-    return counts
+def send(pid: int, number: signal.Signals) -> float:
+    """Send a signal; return when that was."""
+    sent_t = time.time()
+    os.kill(pid, number)
+    return sent_t

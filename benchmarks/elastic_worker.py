@@ -1,7 +1,11 @@
-"""What the workers of ``kill.py`` and ``goodput.py`` run: a small model, and a log of commits.
+"""What the workers of elastic benchmarks run: a small model, and a log of what they do.
 
-Each worker writes a line for each window that it sees committed into a file of its own in
-``--log``: when, which samples, and a hash of the parameters.
+Each worker writes lines of JSON into a file of its own in ``--log``: one when it starts, one when
+it is ready to join, one for each micro-batch that it is handed, with the ids of its samples, and
+one for each window that it sees committed, with a hash of the parameters. With each micro-batch
+that begins a window also goes a hash of the parameters with which this worker computes it.
+
+A file ``slow-MEMBER`` in the folder slows a worker: it holds a number of seconds per micro-batch.
 """
 
 import argparse
@@ -10,57 +14,107 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from small_model import FEATURES, make_small_model
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from evener import Ddp, DdpConfig, WindowResult
 
-FEATURES = 16
+
+class Samples(Dataset[tuple[Tensor, Tensor, int]]):
+    """Sums of random numbers; each sample knows its id."""
+
+    def __init__(self, count: int) -> None:
+        self._inputs = torch.randn(count, FEATURES)
+        self._sums = self._inputs.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        return self._inputs[number], self._sums[number], number
+
+
+class Log:
+    """The file of one worker."""
+
+    def __init__(self, folder: Path, member: str) -> None:
+        self._file = (folder / f"{member.replace('/', '-')}.jsonl").open("w", buffering=1)
+        self._slow = folder / f"slow-{member.replace('/', '-')}"
+
+    def write(self, **line: Any) -> None:
+        """Write a line, with the time."""
+        self._file.write(json.dumps({"t": time.time(), **line}) + "\n")
+
+    def slow_s(self) -> float:
+        """Return the seconds by which each micro-batch is to take longer."""
+        try:
+            return float(self._slow.read_text() or 0.0)
+        except FileNotFoundError:
+            return 0.0
+
+
+def hash_of(model: nn.Module) -> str:
+    """Return a hash of the parameters' bits."""
+    state = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        state.update(parameter.detach().numpy().tobytes())
+    return state.hexdigest()
 
 
 def main() -> None:
-    """Trains until the epochs are over, or until it is ended."""
+    """Train until the epochs are over, or until it is ended."""
+    arguments = parse_arguments()
+    torch.manual_seed(0)
+    model = make_small_model(arguments.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = Samples(arguments.samples)
+    log = Log(arguments.log, os.environ.get("EVENER_MEMBER", f"rank/{os.environ.get('RANK', '0')}"))
+    log.write(pid=os.getpid(), member=os.environ.get("EVENER_MEMBER", ""))
+    config = DdpConfig(quiet=True)
+    ddp = Ddp.setup(model, optimizer, devices="cpu", policy=arguments.policy, config=config)
+
+    @ddp.on_commit
+    def note(result: WindowResult) -> None:
+        log.write(
+            window=result.window,
+            epoch=result.epoch,
+            start=result.start,
+            size=result.size,
+            shares=[record.samples for record in result.ranks],
+            applied_t=result.applied_t,
+            bits=hash_of(model),
+        )
+
+    begun = -1
+    with ddp:
+        loader = ddp.loader(data, batch_size=arguments.batch_size)
+        log.write(ready=True)
+        for epoch in ddp.epochs(arguments.epochs):
+            for x, y, ids in loader.epoch(epoch):
+                bits = hash_of(model) if ddp.window != begun else ""
+                begun = ddp.window
+                log.write(at=begun, rank=ddp.rank, ids=ids.tolist(), bits=bits)
+                # A device that computes, at no cost here.
+                time.sleep(arguments.sleep * len(x) + log.slow_s())
+                ddp.backward(nn.functional.mse_loss(model(x), y))
+                ddp.step()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--policy", default="sync")
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--sleep", type=float, default=0.002, metavar="SECONDS", help="per sample")
+    parser.add_argument("--sleep", type=float, default=0.0, metavar="SECONDS", help="per sample")
     parser.add_argument("--width", type=int, default=64)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, arguments.width), nn.ReLU(), nn.Linear(arguments.width, 1)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs = torch.randn(arguments.samples, FEATURES)
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    member = os.environ.get("EVENER_MEMBER", f"rank/{os.environ.get('RANK', '0')}")
-    log = (arguments.log / f"{member.replace('/', '-')}.jsonl").open("w", buffering=1)
-    log.write(json.dumps({"pid": os.getpid(), "member": member, "t": time.time()}) + "\n")
-    ddp = Ddp.setup(model, optimizer, devices="cpu", config=DdpConfig(quiet=True))
-
-    def note(result: WindowResult) -> None:
-        state = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-        line = {
-            "t": time.time(),
-            "window": result.window,
-            "epoch": result.epoch,
-            "start": result.start,
-            "size": result.size,
-            "bits": hashlib.sha256(state).hexdigest()[:16],
-        }
-        log.write(json.dumps(line) + "\n")
-
-    ddp.on_commit(note)
-    with ddp:
-        loader = ddp.loader(data, batch_size=arguments.batch_size)
-        for epoch in ddp.epochs(arguments.epochs):
-            for x, y in loader.epoch(epoch):
-                time.sleep(arguments.sleep * len(x))  # a device that computes, at no cost here
-                ddp.backward(nn.functional.mse_loss(model(x), y))
-                ddp.step()
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

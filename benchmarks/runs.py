@@ -31,8 +31,8 @@ class Run:
 
 
 def command_line() -> list[str]:
-    """The command ``evener`` of this Python."""
-    return [str(Path(sys.executable).with_name("evener"))]
+    """The command ``evener`` of this Python, also where it sees the packages of another one."""
+    return [sys.executable, "-P", "-m", "evener"]
 
 
 def clean_environment() -> dict[str, str]:

@@ -27,12 +27,17 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("repeatable")
 
 #: Marker -> what such a test needs.
-NEEDS = {"gpu": "a GPU", "root": "root and iproute2", "browser": "chromium and playwright"}
+NEEDS = {
+    "gpu": "a GPU",
+    "root": "root and iproute2",
+    "browser": "chromium and playwright",
+    "long": "more time than others",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="also run tests that need root, chromium or a GPU"
+        "--all", action="store_true", help="also run tests that need root, chromium, a GPU or long"
     )
 
 
@@ -65,6 +70,8 @@ def has(marker: str) -> bool:
     from importlib.util import find_spec
     from shutil import which
 
+    if marker == "long":
+        return True
     if marker == "root":
         return os.geteuid() == 0 and all(map(which, ("ip", "tc", "nsenter", "unshare")))
     if marker == "browser":

@@ -55,13 +55,27 @@ def holds(row: dict, *keys: str) -> None:
         assert 0 < low <= row[key] <= high
 
 
+SMALL = ("--samples", "64", "--batch-size", "8", "--sleep", "0.005")
+
+
 def test_kill(tmp_path):
     """A worker is killed and replaced; no sample is lost, and all hold the same bits."""
-    sizes = ("--samples", "64", "--batch-size", "8", "--sleep", "0.005")
-    (row,) = run(tmp_path, "kill.py", "--workers", "2", "--kills", "1", *sizes)["rows"]
-    assert (row["workers"], row["kills"], row["continued"]) == (2, 1, 1)
+    (row,) = run(tmp_path, "kill.py", "--sleepers", "2", "--kills", "1", *SMALL)["rows"]
+    assert (row["what"], row["workers"], row["asleep"], row["times"]) == ("kill", 2, True, 1)
     assert row["delay_s"] >= 0
-    assert set(row["times_seen"]) == {"1"}
+    assert row["redone_windows_max"] >= 0
+    assert set(row["times_trained"]) == {"1"}
+
+
+@pytest.mark.long
+def test_chaos_and_goodput(tmp_path):
+    few = ("--seed", "1", "--minutes", "0.2", *SMALL)
+    (row,) = run(tmp_path, "chaos.py", "--workers", "2", "--kinds", "kill,slow", *few)["rows"]
+    assert set(row["times_trained"]) == {"1"}
+    more = ("--rounds", "1", "--calm-minutes", "0.05", "--every", "4", "--ways", "evener,torchrun")
+    rows = run(tmp_path, "goodput.py", "--workers", "2", *more, *few)["rows"]
+    assert [row["name"] for row in rows] == ["evener.sync", "torchrun"]
+    assert all(row["kills"] > 0 and row["goodput"] > 0 for row in rows)
 
 
 def test_hetero(tmp_path):

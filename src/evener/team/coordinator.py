@@ -312,7 +312,8 @@ class Visitor(asyncio.Protocol):
         try:
             hello = seal.open(message)
         except ValueError as error:
-            self._write({"type": "refused", "why": "the token differs from the coordinator's"})
+            why = "the token differs from the coordinator's; give both the same --token-file"
+            self._write({"type": "refused", "why": why})
             raise ValueError(f"it does not know the token ({error})") from None
         role, member = hello.text("role"), hello.text("member")
         if role not in ("worker", "supervisor") or not 0 < len(member) <= 128:

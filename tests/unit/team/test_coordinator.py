@@ -1,14 +1,12 @@
 """The coordinator and the links of workers, over loopback: a thread of this process serves."""
 
-import asyncio
 import json
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,9 +23,10 @@ from evener.errors import (
 )
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.team.connection import SupervisorConnection
-from evener.team.coordinator import Coordinator, CoordinatorOptions
+from evener.team.coordinator import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
 from evener.team.sealed import read_token
+from helpers import coordinators
 from helpers.source import ROOT
 
 TOKEN = b"a token of enough bytes"
@@ -38,41 +37,15 @@ DEADLINES = Deadlines(
 )
 
 
-@contextmanager
 def serving(
     least: int = 1,
     most: int = 2,
     token: bytes | None = TOKEN,
     port: int = 0,
     deadlines: Deadlines = DEADLINES,
-) -> Iterator[str]:
+) -> AbstractContextManager[str]:
     """A coordinator on a thread; gives its address."""
-    options = CoordinatorOptions(
-        port=port, least=least, most=most, token=token, deadlines=deadlines
-    )
-    started: list[tuple[Coordinator, asyncio.AbstractEventLoop]] = []
-    ready = threading.Event()
-
-    bugs: list[object] = []
-
-    async def run() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
-        coordinator = Coordinator(options)
-        started.append((coordinator, asyncio.get_running_loop()))
-        ready.set()
-        await coordinator.serve()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    assert ready.wait(WAIT_S)
-    coordinator, loop = started[0]
-    try:
-        yield f"127.0.0.1:{coordinator.port}"
-    finally:
-        loop.call_soon_threadsafe(coordinator.stop)
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert not bugs
+    return coordinators.serving(least, most, deadlines, token=token, port=port)
 
 
 def link(

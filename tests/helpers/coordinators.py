@@ -1,0 +1,47 @@
+"""A coordinator of an elastic team, on a thread of the test."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from evener.protocol.formation import Deadlines
+from evener.team.coordinator import Coordinator, CoordinatorOptions
+from helpers.limits import PATIENCE_S
+
+
+@contextmanager
+def serving(
+    least: int,
+    most: int,
+    deadlines: Deadlines,
+    *,
+    token: bytes | None = None,
+    port: int = 0,
+) -> Iterator[str]:
+    """Serves until the block ends; gives the coordinator's address."""
+    options = CoordinatorOptions(
+        port=port, least=least, most=most, token=token, deadlines=deadlines
+    )
+    started: list[tuple[Coordinator, asyncio.AbstractEventLoop]] = []
+    ready = threading.Event()
+    bugs: list[object] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
+        coordinator = Coordinator(options)
+        started.append((coordinator, asyncio.get_running_loop()))
+        ready.set()
+        await coordinator.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(PATIENCE_S)
+    coordinator, loop = started[0]
+    try:
+        yield f"127.0.0.1:{coordinator.port}"
+    finally:
+        loop.call_soon_threadsafe(coordinator.stop)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert not bugs
