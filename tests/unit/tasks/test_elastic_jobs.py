@@ -14,12 +14,12 @@ from evener.checkpoint import Checkpoint, find_newest
 from evener.config.folders import FolderLock
 from evener.config.options import TaskOptions
 from evener.config.runs import JobConfig
-from evener.observe.lineage import check_exactly_once
 from evener.tasks.job import Job, Task
 from evener.tasks.resuming import RUN
 from evener.tasks.run_results import TaskResult
 from helpers.elastic import ElasticThreads, Fate, ThreadMembership
 from helpers.limits import PATIENCE_S
+from helpers.lineage import check_exactly_once
 from helpers.pretraining import RunFolder
 
 X = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
