@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evener.comm.base import Call, Communicator
 from evener.comm.threads import ThreadCommunicator, ThreadTeam
-from evener.errors import LaunchError, LeftOutError, PeerLostError
+from evener.errors import LaunchError, LeftOutError, PeerLostError, TeamRefusedError
 from evener.protocol.formation import Deadlines, Formation, ProcessState, Standing
 from evener.protocol.roster import Roster
 from evener.team.membership import Formed, Membership
@@ -74,6 +74,7 @@ class ElasticThreads:
         self.formations: list[Formation] = []
         self.formed: dict[str, Formation] = {}  # by member that has not heard of it yet
         self.left_out: set[str] = set()
+        self.refused: dict[str, str] = {}
         self.wanted: dict[str, bool] = {}
         self.waiting: set[str] = set()
         self.living: list[str] = []
@@ -132,14 +133,17 @@ class ElasticThreads:
 
     # ── the coordinator ──────────────────────────────────────────────────────────────────────────
 
-    def end(self, member: str) -> None:
-        """A worker's process is gone."""
+    def end(self, member: str, *, finished: bool = False) -> None:
+        """A worker's process is gone, or has done the run to its end."""
         with self.condition:
             if member in self.living:
                 self.living.remove(member)
                 self.waiting.discard(member)
                 self._break(member)
-                self.roster.process(self.now_s, member, ProcessState.GONE, "its thread has ended")
+                if finished:
+                    self.roster.leave(self.now_s, member, finished=True)
+                else:
+                    self.roster.process(self.now_s, member, ProcessState.GONE, "its thread ended")
                 self._heed()
 
     def leave_out(self, member: str) -> None:
@@ -175,6 +179,8 @@ class ElasticThreads:
                 if member in self.left_out:
                     self.left_out.remove(member)
                     raise LeftOutError(f"the team went on without {member}")
+                if member in self.refused:
+                    raise TeamRefusedError(self.refused[member])
                 if not self.condition.wait(PATIENCE_S):
                     raise LaunchError(f"{member} waited for a generation with {self.waiting}")
             formation, team = self.formed.pop(member), self.team
@@ -212,6 +218,8 @@ class ElasticThreads:
                 self.wanted[member] = content["value"]
             elif kind == "left_out":
                 self.left_out.add(member)
+            elif kind == "failed":
+                self.refused[member] = content["why"]
 
 
 class ThreadMembership(Membership):
@@ -256,7 +264,7 @@ class ThreadMembership(Membership):
     def leave(self, *, finished: bool) -> None:
         if not self.has_left:
             self.has_left = True
-            self.team.end(self.member)
+            self.team.end(self.member, finished=finished)
 
     def await_lease(self) -> None:
         pass

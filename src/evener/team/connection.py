@@ -237,8 +237,7 @@ class CoordinatorConnection(Closing):
         answer = self._next(channel, deadline)
         if "type" in answer and answer.text("type") == "refused":
             raise self._unproven(
-                f"the coordinator at {self.address} refused {self.member}: {answer.text('why')}; "
-                "give both the same --token-file"
+                f"the coordinator at {self.address} refused {self.member}: {answer.text('why')}"
             )
         welcome = seal.open(answer.values)
         if welcome.text("type") == "refused":
