@@ -47,6 +47,8 @@ class EvaluationLoader(LikeDataLoader):
         #: Positions that ranks have evaluated for themselves in the newest loop, by rank.
         self._held: dict[int, list[int]] = {}
         self._lost: tuple[int, ...] = ()
+        #: Whether rows are gathered in the newest loop.
+        self._gathers = False
         self._order = intake.order
         self._fetcher = intake.fetcher()
         # A loader made anew for each evaluation takes its workers with it.
@@ -73,7 +75,7 @@ class EvaluationLoader(LikeDataLoader):
         if engine.is_alone:
             yield from self._first_batch()
             return
-        self._held = {}
+        self._held, self._gathers = {}, False
         yield from self._evaluate(range(count))
         while engine.team.is_elastic and not self.is_complete(engine.ask(Purpose.EVALUATE)):
             yield from self.make_up()
@@ -107,24 +109,28 @@ class EvaluationLoader(LikeDataLoader):
     def _evaluate(self, positions: Sequence[int]) -> Iterator[Any]:
         """Yield this rank's batches of some positions of the data set, in their order."""
         indices, engine = self._order.of(0), self._engine
-        rounds = self._agree(len(positions), self._order.fingerprint(indices))
-        ranks = engine.team.members
+        ranks, rounds = self._agree(len(positions), self._order.fingerprint(indices))
         parts: dict[int, list[Sequence[int]]] = {rank: [] for rank in ranks}
         start = 0
         for sizes in rounds:
             for rank, size in zip(ranks, sizes, strict=True):
                 parts[rank].append(positions[start : start + size])
                 start += size
-        own = (part for part in parts[engine.rank] if part)
+        own = [part for part in parts[engine.rank] if part]
+        # A rank without a sample has got rows in this loop before. It is given the last ones by the
+        # same calls of gather, to which it comes by an echo of another rank's sample.
+        echoes = self._gathers and not own
+        own += [positions[:1]] * echoes
         wanted = (self._fetcher.submit(0, [indices[p] for p in part]) for part in own)
         fetched = deque(islice(wanted, _AHEAD))
         delivered = dict.fromkeys(ranks, 0)
         try:
-            for _ in self._gatherer.evaluate(rounds, delivered):
+            for _ in self._gatherer.evaluate(rounds, delivered, echoes=echoes):
                 batch = self._received(fetched.popleft())
                 fetched.extend(islice(wanted, 1))
                 yield batch
         finally:
+            self._gathers = any(delivered.values())
             for rank in ranks:
                 rest = [p for part in parts[rank][delivered[rank] :] for p in part]
                 if rest:
@@ -134,8 +140,8 @@ class EvaluationLoader(LikeDataLoader):
         """End the fetching of data; idempotent."""
         self._closing()
 
-    def _agree(self, count: int, fingerprint: int) -> list[Parts]:
-        """Return the rounds of the ranks that are present, by the planner's speeds.
+    def _agree(self, count: int, fingerprint: int) -> tuple[list[int], list[Parts]]:
+        """Return the ranks that evaluate, and their rounds, by the planner's speeds.
 
         Args:
             count: Samples that are evaluated.
@@ -167,6 +173,8 @@ class EvaluationLoader(LikeDataLoader):
                 f"not run on the last {len(rows) - count}, which ddp.gather gives no rows; compute "
                 f"what needs them on rank {next(iter(rows))}"
             )
-        known = rows[engine.state.planner]  # others may have been parked, and have missed windows
+        # Others may have been parked, and have missed windows. In an elastic team the first one
+        # has planned; it may be lost by now, and others go by what it has said.
+        known = rows[next(iter(rows)) if engine.team.is_elastic else engine.state.planner]
         sizes = [int(row[2]) for row in rows.values()]
-        return evaluation_rounds(count, sizes, [known[3 + rank] for rank in rows])
+        return [*rows], evaluation_rounds(count, sizes, [known[3 + rank] for rank in rows])

@@ -71,8 +71,10 @@ class EvaluationPass:
     Args:
         engine: Whose ranks evaluate.
         rounds: Samples of each rank that is present, by round; none outside of any evaluation.
-        delivered: Receives by rank how many rounds are over in which it has given its rows.
+        delivered: By rank, in the order of ``rounds``, how many rounds are over in which it has
+            given its rows; kept up to date.
         in_training: Whether the loop was begun inside a training loop.
+        echoes: Whether this rank has no samples, and comes by the calls of ``gather`` all the same.
     """
 
     def __init__(
@@ -82,10 +84,12 @@ class EvaluationPass:
         delivered: dict[int, int],
         *,
         in_training: bool,
+        echoes: bool = False,
     ) -> None:
         self.in_training = in_training
+        self._echoes = echoes
         self._engine = engine
-        self._ranks = engine.team.members
+        self._ranks = tuple(delivered)
         self._rounds, self._delivered = rounds, delivered
         self._round, self._turn = _OUTSIDE, 0
         #: By turn: the rows of rounds in which this rank had no batch, until its next call.
@@ -99,7 +103,7 @@ class EvaluationPass:
         """
         place = self._ranks.index(self._engine.rank)
         for number, parts in enumerate(self._rounds):
-            if parts[place]:
+            if parts[place] or self._echoes:
                 self._round, self._turn = number, 0
                 yield
         if self._rounds and 0 in self._rounds[-1]:
@@ -110,7 +114,7 @@ class EvaluationPass:
         round_, turn = self._round, self._turn
         if round_ != _OUTSIDE:
             self._turn += 1
-        self._meet((round_, turn), rows)
+        self._meet((round_, turn), rows[:0] if self._echoes else rows)
         *missed, gathered = parts = self._gathered.pop(turn)
         for before in missed:
             if (before.dtype, before.shape[1:]) != (gathered.dtype, gathered.shape[1:]):
@@ -232,10 +236,13 @@ class Gatherer:
                 f"was averaged at {here()}: the average is that of the other ranks' samples"
             )
 
-    def evaluate(self, rounds: Sequence[Parts], delivered: dict[int, int]) -> Iterator[None]:
+    def evaluate(
+        self, rounds: Sequence[Parts], delivered: dict[int, int], *, echoes: bool
+    ) -> Iterator[None]:
         """Go through an evaluation; see ``EvaluationPass``."""
-        in_training = self._engine.is_training
-        current = EvaluationPass(self._engine, rounds, delivered, in_training=in_training)
+        engine = self._engine
+        in_training = engine.is_training
+        current = EvaluationPass(engine, rounds, delivered, in_training=in_training, echoes=echoes)
         self._passes.append(current)
         try:
             yield from current.go_through()

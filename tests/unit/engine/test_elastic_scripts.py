@@ -1,0 +1,144 @@
+"""What a script does besides training windows, while ranks die and join; on threads."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from evener import Ddp, WindowResult
+from helpers.elastic import ElasticThreads, Kill, ThreadMembership
+from helpers.elastic_runs import BATCH, DATA, begin
+from helpers.elastic_scripts import Finding, run_script
+
+# Rounds of rows of the script: 0 averages a number; 1, 2 calibrate; 3, 4 plan; 5 to 8 close the
+# windows of an epoch; 9 ends it; 10 begins an evaluation, 11 ends it; 12 averages its results.
+FIRST_MEAN, BEGIN_EVALUATION, END_EVALUATION, AVERAGE_RESULTS = 0, 10, 11, 12
+
+
+def check(found: dict[str, Finding]) -> None:
+    """All members have the same, and every held-out sample counts once."""
+    first = max(found.values(), key=lambda one: len(one.alone))
+    for one in found.values():
+        assert one.scale == first.scale
+        assert one.losses == {epoch: first.losses[epoch] for epoch in one.losses}
+        assert all(map(torch.equal, one.state, first.state))
+        assert all(one.losses[epoch] == pytest.approx(one.alone[epoch]) for epoch in one.alone)
+
+
+@pytest.mark.parametrize("uses_range", [False, True])
+@pytest.mark.parametrize("joins_after", [1, 5, 7])
+def test_a_rank_joins_a_script(joins_after: int, uses_range: bool) -> None:
+    team, found = run_script(2, joins_after=joins_after, uses_range=uses_range)
+    check(found)
+    assert sorted(found) == ["j", "w0", "w1"]
+    # The last window of an epoch is committed when no window is planned: a joiner waits.
+    assert [len(formation.members) for formation in team.formations] == [2, 3]
+    if uses_range:  # the new rank has stopped by results that the team has found before
+        assert found["j"].losses == found["w0"].losses
+
+
+@pytest.mark.parametrize("member", ["w0", "w1"])
+@pytest.mark.parametrize(
+    ("skip", "when"),
+    [
+        (FIRST_MEAN, "inside"),
+        (BEGIN_EVALUATION, "before"),
+        (BEGIN_EVALUATION, "inside"),
+        (END_EVALUATION, "before"),
+        (AVERAGE_RESULTS, "inside"),
+    ],
+)
+def test_a_rank_dies_in_an_evaluation(skip: int, when: str, member: str) -> None:
+    told = ["w2"] if when == "inside" else []
+    _, found = run_script(3, [Kill(member, "a meeting", skip=skip, when=when, told=told)])
+    check(found)
+    assert len(found) == 2
+
+
+def test_an_average_without_a_lost_rank_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = run_script(2, [Kill("w1", "a meeting", skip=AVERAGE_RESULTS)])
+    assert sorted(found["w0"].losses) == [0, 1, 2, 3]
+    told = capsys.readouterr().err
+    assert "rank 1 was lost after its part of an evaluation" in told
+    assert "elastic_scripts.py" in told
+
+
+@pytest.mark.parametrize("member", ["w0", "w1"])
+@pytest.mark.parametrize("what", ["a meeting", "rows of all ranks"])
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+def test_every_row_is_gathered_once(what: str, when: str, member: str) -> None:
+    kill = Kill(member, what, skip=2, when=when, told=["w2"] if when == "inside" else [])
+
+    def body(membership: ThreadMembership) -> list[float]:
+        with begin(membership, seed=1) as ddp:
+            rows = []
+            for x, _ in ddp.eval_loader(DATA[:13], batch_size=2):
+                rows.append(ddp.gather(x[:, 0]))
+            return (torch.cat(rows) * 32).tolist()
+
+    team = ElasticThreads(3, kills=[kill])
+    team.run(body)
+    found = [team.fate(name).value for name in ({"w0", "w1", "w2"} - {member})]
+    assert sorted(found[0]) == [*range(13)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("told", [[], ["w2"]])
+@pytest.mark.parametrize("skip", [1, 2, 3, 5, 6])
+def test_functions_of_a_commit_average_on_all_ranks_that_remain(skip: int, told: list[str]) -> None:
+    # 0 to 3 calibrate and plan; 4 closes window 0, 5 window 1; 6 averages after window 0 is
+    # committed, which 5 has told; 7 closes window 2, and so on.
+    kill = Kill("w1", "a meeting", skip=skip + 3, when="inside" if told else "before", told=told)
+    means: dict[str, list[float]] = {}
+
+    def mean(ddp: Ddp, result: WindowResult) -> None:
+        kept = means.setdefault(ddp.assembly.team.name, [])
+        kept.append(ddp.weighted_mean(result.window))
+
+    _, found = run_script(3, [kill], at_commit=mean)
+    assert all(map(torch.equal, found["w0"].state, found["w2"].state))
+    assert means["w0"] == means["w2"] == [*range(16)]
+
+
+def test_the_next_main_rank_saves_where_the_first_is_lost(tmp_path: Path) -> None:
+    def body(membership: ThreadMembership) -> None:
+        with begin(membership, seed=1) as ddp:
+            ddp.save(tmp_path)
+
+    team = ElasticThreads(3, kills=[Kill("w0", "greetings", skip=2)])
+    team.run(body)
+    assert [team.fate(name).error for name in ("w1", "w2")] == [None, None]
+    assert len(team.formations) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+
+
+def test_positions_of_all_loaders_travel() -> None:
+    def body(membership: ThreadMembership) -> list[tuple[int, int]]:
+        with begin(membership, seed=membership.number + 1) as ddp:
+            model, seen = ddp.assembly.model, []
+
+            def start(result: WindowResult) -> None:
+                team = membership.team
+                if result.window == 4 and ddp.is_main_process:
+                    team.start("j", body)
+                    while not team.joiners:
+                        time.sleep(0.001)
+
+            ddp.on_commit(start)
+            loaders = [
+                ddp.loader(DATA, batch_size=BATCH, seed=seed, micro_batch_size=4) for seed in (1, 2)
+            ]
+            for epoch in ddp.epochs(2):
+                for number, loader in enumerate(loaders):
+                    for x, y in loader.epoch(epoch):
+                        seen.append((epoch, number))
+                        ddp.backward(((model(x) - y) ** 2).mean())
+                        ddp.step()
+            assert ddp.window == 16
+            return sorted({*seen})
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert [fate.error for fate in team.fates] == [None] * 3
+    assert team.fate("j").value == [(0, 1), (1, 0), (1, 1)]
