@@ -95,10 +95,10 @@ class Checkpointer:
             ReplicasDifferError: Ranks hold different states (with ``DdpConfig.verify_every``).
         """
         engine, window = self._ddp.assembly.engine, self._ddp.window
-        self._open()
-        writer = self._writer
         engine.prepare_save()
         engine.verify()
+        self._open()  # not before: the main rank may have been lost, and this one be the next
+        writer = self._writer
         self.report()
         old = self._unwritten
         if old is not None and old.step == window:
@@ -173,26 +173,35 @@ class Checkpointer:
         warn(reason)
         self._ddp.events.tell("checkpoint_missed", window=step, reason=reason)
 
-    def finish(self) -> Path | None:
+    @property
+    def path(self) -> Path | None:
+        """The newest complete checkpoint, on the main process."""
+        return self._writer.last_path if self._writer is not None else None
+
+    def finish(self) -> bool:
         """Wait for the last write, and try it again; all ranks call it together.
 
         Returns:
-            The newest complete checkpoint, on the main process.
+            Whether it is over; otherwise the main process was lost, and the next one has to save.
 
         Raises:
             CheckpointError: On every rank, when the last one could not be written in ``retry_s``.
         """
-        assembly, self._gives_up_s = self._ddp.assembly, time.monotonic() + self._retry_s
+        ddp, assembly = self._ddp, self._ddp.assembly
+        self._gives_up_s = time.monotonic() + self._retry_s
         round_s = min(_ROUND_S, assembly.comm.timeout_s / 4)
-        is_waiting = True
+        is_waiting, failure = True, ""
         while is_waiting:
-            own = self._finish_round(round_s)
+            own = self._finish_round(round_s) if ddp.is_main_process else None
             # The others wait in here, no longer than a round: their own deadline is not ours.
-            is_waiting, failure = assembly.engine.hear_main(own)
+            heard = assembly.engine.hear_main(own)
+            if heard is None:
+                break
+            is_waiting, failure = heard
         self._gives_up_s = math.inf
         if failure:
             raise CheckpointError(failure)
-        return self._writer.last_path if self._writer is not None else None
+        return not is_waiting
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:
         """Wait up to ``round_s`` seconds for the last write, on the main process.
@@ -223,7 +232,7 @@ class Checkpointer:
         return True, ""
 
     def _is_written(self) -> bool:
-        path = self._writer.last_path if self._writer is not None else None
+        path = self.path
         return path is not None and path.name == f"step-{self._last_step}"
 
     def close(self) -> None:

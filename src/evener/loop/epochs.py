@@ -113,7 +113,11 @@ class EpochLoop(ABC):
             CheckpointError: It could not be written.
         """
         self.save()
-        return self.checkpointer.finish() if self.checkpointer is not None else None
+        if self.checkpointer is None:
+            return None
+        while not self.checkpointer.finish():
+            self.save()
+        return self.checkpointer.path
 
     def save(self) -> None:
         """Save the state, at a commit or between epochs; all ranks call it together."""

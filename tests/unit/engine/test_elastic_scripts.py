@@ -1,12 +1,14 @@
 """What a script does besides training windows, while ranks die and join; on threads."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from evener import Ddp, WindowResult
+from evener.loop.checkpointing import Checkpointer
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import BATCH, DATA, begin
 from helpers.elastic_scripts import Finding, run_script
@@ -111,6 +113,23 @@ def test_the_next_main_rank_saves_where_the_first_is_lost(tmp_path: Path) -> Non
     assert [team.fate(name).error for name in ("w1", "w2")] == [None, None]
     assert len(team.formations) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+
+
+def test_the_next_main_rank_writes_the_last_checkpoint(tmp_path: Path) -> None:
+    def body(membership: ThreadMembership) -> Path | None:
+        with begin(membership, seed=1) as ddp:
+            position = ddp.loader(DATA, batch_size=BATCH).state_dict()
+            with closing(Checkpointer(ddp, tmp_path, keep_last=1)) as checkpointer:
+                checkpointer.save(position)
+                if membership.member == "w0":
+                    membership.team.die("w0")
+                while not checkpointer.finish():
+                    checkpointer.save(position)
+                return checkpointer.path
+
+    team = ElasticThreads(2)
+    team.run(body)
+    assert team.fate("w1").value == tmp_path / "step-0"
 
 
 def test_positions_of_all_loaders_travel() -> None:

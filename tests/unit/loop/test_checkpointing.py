@@ -74,7 +74,8 @@ def test_rank_0_writes_and_all_learn_how_it_went(tmp_path: Path, failures: list[
                 ddp.assembly.engine.progress = Progress(window=window)
                 checkpointer.save(CURSOR)
                 checkpointer.finish()
-            newest = checkpointer.finish()
+            checkpointer.finish()
+            newest = checkpointer.path
             checkpointer.close()
             checkpointer.close()
         return newest, sink.written
@@ -136,7 +137,8 @@ def test_training_goes_on_after_a_write_that_failed(tmp_path: Path, failures: li
         folder.unlink()
         folder.mkdir()
         checkpointer.save(CURSOR)  # the same step, once more
-        assert checkpointer.finish() == folder / "step-0"
+        checkpointer.finish()
+        assert checkpointer.path == folder / "step-0"
         checkpointer.close()
     assert len(failures) == 1
 
@@ -173,7 +175,8 @@ def test_what_only_could_not_be_tidied_is_a_warning(
     with team_of(SingleCommunicator()) as ddp:
         checkpointer = checkpointer_of(ddp, tmp_path)
         checkpointer.save(CURSOR)
-        assert checkpointer.finish() == tmp_path / "step-0"
+        checkpointer.finish()
+        assert checkpointer.path == tmp_path / "step-0"
         checkpointer.close()
     assert len(failures) == 1
     assert "older checkpoints" in failures[0]
@@ -185,7 +188,8 @@ def test_a_lost_folder_is_made_anew_with_a_warning(tmp_path: Path, failures: lis
         checkpointer = checkpointer_of(ddp, folder)
         shutil.rmtree(tmp_path / "run")
         checkpointer.save(CURSOR)
-        assert checkpointer.finish() == folder / "step-0"
+        checkpointer.finish()
+        assert checkpointer.path == folder / "step-0"
         checkpointer.close()
     assert find_newest(folder) is not None
     (failure,) = failures
@@ -224,6 +228,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_in_use(
         assert newest is not None
         assert newest.step == 0
         checkpointer.save(CURSOR)  # there is room again
-        assert checkpointer.finish() == tmp_path / "step-1"
+        checkpointer.finish()
+        assert checkpointer.path == tmp_path / "step-1"
         checkpointer.close()
     assert len(failures) == 1

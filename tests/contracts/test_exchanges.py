@@ -1,0 +1,60 @@
+"""Where ranks exchange something: a lost rank must not end those who remain, wherever it was."""
+
+import ast
+
+from helpers.source import Module, modules
+
+#: Methods of communicators and teams by which ranks exchange something.
+EXCHANGES = {
+    *("all_reduce", "broadcast", "barrier", "introduce", "hear", "reduce_scatter_parts"),
+    *("all_gather_bytes", "all_gather_json", "all_gather_parts", "all_gather_rows"),
+}
+#: Who may call them, and why a loss there is survived, or cannot be.
+ALLOWED = {
+    "averaging": "called by the engine, in a window or in a comparison of replicas",
+    "engine.answers": "the one mechanism for what is outside of windows: it repeats",
+    "engine.changing": "a change of the team, which begins anew where a rank is lost in it",
+    "engine.engine": "rounds of rows, whose callers survive",
+    "engine.local": "windows",
+    "engine.moments": "windows, and what a checkpoint of local steps holds",
+    "engine.replica": "windows",
+    "engine.state": "a change of the team",
+    "engine.team": "what the others here call",
+    "loop.assembly": "set-up: a team that loses a rank there has not begun",
+    "team.backends": "set-up",
+    "config.folders": "set-up",
+    "tasks.causal_lm": "set-up",
+    "tasks.classification.run_data": "set-up",
+    "tasks.resuming": "set-up, and loading by functions of call_on_anew, in a change of the team",
+    "tasks.run_changes": "set-up",
+    "tasks.text_data": "set-up",
+    "manual": "a team of its own, without generations",
+    "tasks.trainers": "a team of its own, without generations",
+    "tasks.rehearsal": "measurements of fixed teams",
+}
+#: Other things of these names: sinks, connections of launchers, and the doctor's conversations.
+OTHERS = {"_sinks", "_peers", "talk"}
+
+
+def receivers(module: Module) -> list[str]:
+    """Whose methods of these names a module calls, by the last name before the dot."""
+    found = []
+    for node in ast.walk(module.tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = node.func.value
+        name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+        if node.func.attr in EXCHANGES:
+            found.append(name)
+    return found
+
+
+def test_exchanges_outside_of_windows_go_through_the_engine() -> None:
+    exchanging = set()
+    for module in modules():
+        is_other = module.name.split(".")[0] == "comm"
+        if not is_other and {*receivers(module)} - OTHERS - {"engine", "_engine"}:
+            whole = [name for name in ALLOWED if f"{module.name}.".startswith(f"{name}.")]
+            exchanging.add(whole[0] if whole else module.name)
+    assert exchanging - ALLOWED.keys() == set(), "call AskingEngine's methods instead"
+    assert ALLOWED.keys() - exchanging == set(), "these exchange nothing any more"
