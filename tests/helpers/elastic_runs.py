@@ -16,7 +16,7 @@ from helpers.teams import ScriptedPolicy
 NUM_SAMPLES, BATCH, EPOCHS, MICRO_BATCH = 32, 8, 2, 4
 DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(32)]
 
-_SEEDED = threading.Lock()
+SEEDED = threading.Lock()
 
 
 class Trained(NamedTuple):
@@ -28,7 +28,9 @@ class Trained(NamedTuple):
     handed_out: list[int]
 
 
-def loop(ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None]) -> Trained:
+def loop(
+    ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None], *, num_workers: int = 0
+) -> Trained:
     committed: list[WindowResult] = []
     handed_out, values = [], []
 
@@ -37,7 +39,9 @@ def loop(ddp: Ddp, model: nn.Module, at_commit: Callable[[WindowResult], None]) 
         at_commit(result)
 
     ddp.on_commit(commit)
-    loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH)
+    loader = ddp.loader(
+        DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH, num_workers=num_workers
+    )
     for epoch in ddp.epochs(EPOCHS):
         for x, y in loader.epoch(epoch):
             handed_out.append(len(x))
@@ -59,7 +63,7 @@ def train(
 
 
 def begin(membership: ThreadMembership, *, seed: int, **options: Any) -> Ddp:
-    with _SEEDED:  # threads share torch's generator
+    with SEEDED:  # threads share torch's generator
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -291,7 +291,7 @@ class Visitor(asyncio.Protocol):
             self.drop()
 
     def _reject(self, why: str) -> None:
-        who = f"{self._role} {self.member}".strip() or "a connection"
+        who = f"{self._role} {self.member}".strip() or "an unknown process"
         self._coordinator.refuse(f"closed the connection of {who}: {why}")
         self.drop()
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.errors import ConfigError
+from evener.planning.silence import silence_deadline_s
 from evener.protocol.formation import Formation, ProcessState, Standing, parse_team_limits
 from evener.protocol.roster import Outgoing, Roster
 from unit.protocol.elastic_world import DEADLINES, Worker, World
@@ -268,6 +269,16 @@ def test_a_living_member_is_named_and_waited_for_until_timeout_s() -> None:
     said += team.pass_(0.9)
     assert not told(said, "formed"), "timeout_s is 60 s"
     assert told(team.pass_(0.2), "formed") == {"a"}
+
+
+def test_nobody_is_lost_who_is_silent_for_five_adaptive_deadlines() -> None:
+    """As rank 0 may be in an evaluation of its own, or in a C call that holds the GIL."""
+    team = Team("a", "b")
+    for number in range(6):
+        assert team.roster.beat(team.now_s, "b", number, "training")
+        assert not team.pass_(silence_deadline_s([0.1] * 3))
+    assert team.formation.generation == 1
+    assert team.roster.beat(team.now_s, "a", 1, "training"), "it may commit"
 
 
 def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:

@@ -293,7 +293,25 @@ def test_differences_and_names_are_refused_with_what_to_do() -> None:
                 late.next_generation(None)
 
 
-def test_strangers_do_no_harm() -> None:
+@pytest.mark.parametrize("fact", ["model", "data", "evener", "torch"])
+def test_a_worker_that_differs_disturbs_nobody(
+    fact: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        serving() as address,
+        link(address, "a", **{fact: "one"}) as a,
+        link(address, "b", **{fact: "one"}) as b,
+    ):
+        form([a, b], [None, None])
+        with pytest.raises(TeamRefusedError, match=f"{fact} of c is 'two', and that of a"):
+            link(address, "c", **{fact: "two"})
+        assert a.await_lease(WAIT_S)
+        assert not a.why_over(1)
+        assert not b.wants_change
+    assert f"refused worker c: {fact} of c is 'two'" in capsys.readouterr().err
+
+
+def test_strangers_do_no_harm(capsys: pytest.CaptureFixture[str]) -> None:
     noise = random.Random(0)
     with serving() as address, team_of(address, "a", "b") as (a, b):
         host, port = address.split(":")
@@ -313,6 +331,10 @@ def test_strangers_do_no_harm() -> None:
         assert a.await_lease(WAIT_S)
         assert not a.why_over(1)
         assert form([a, b], [standing("a", 1, 1), standing("b", 1, 1)])[0].generation == 2
+    assert (
+        "evener coordinator: closed the connection of an unknown process: "
+        in capsys.readouterr().err
+    )
 
 
 def test_a_thousand_damaged_messages_do_no_harm() -> None:
@@ -331,17 +353,15 @@ def test_a_thousand_damaged_messages_do_no_harm() -> None:
         hello = (
             json.dumps({**texts[-1], "member": "fuzz", "nonce": "0", "wish": 0}).encode() + b"\n"
         )
-        for _ in range(100):
+        for _ in range(1000):  # each on a connection of its own, which it may end
             with (
                 closing(socket.create_connection((host, int(port)), WAIT_S)) as connection,
                 suppress(OSError),
             ):
-                connection.sendall(hello)
-                for _ in range(10):
-                    line = bytearray(json.dumps(_damaged(noise, noise.choice(texts))).encode())
-                    if noise.random() < 0.2:
-                        line[noise.randrange(len(line))] = noise.randrange(256)
-                    connection.sendall(line + b"\n")
+                line = bytearray(json.dumps(_damaged(noise, noise.choice(texts))).encode())
+                if noise.random() < 0.2:
+                    line[noise.randrange(len(line))] = noise.randrange(256)
+                connection.sendall(hello + line + b"\n")
         assert a.await_lease(WAIT_S)
         # What has come may have been a worker that waits to join, never one that ends the team.
         assert not a.why_over(1)
