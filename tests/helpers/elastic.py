@@ -9,7 +9,7 @@ in. Others then see what they would see of a process that is gone.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -260,6 +260,9 @@ class ThreadMembership(Membership):
         self._joins, self.generation = False, formation.generation
         self.number = formation.numbers[formation.members.index(self.member)]
         return formed
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
 
     def leave(self, *, finished: bool) -> None:
         if not self.has_left:

@@ -1,7 +1,7 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from evener.comm.base import Communicator, SingleCommunicator
@@ -101,6 +101,10 @@ class Team:
     def is_first(self) -> bool:
         """Whether this rank is the first of those that are present."""
         return self.rank == self.members[0]
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Say what must be the same on all workers of an elastic team, and is known only now."""
+        self.membership.describe(facts)
 
     def announce(self, key: str, text: str) -> None:
         """Tell workers that join an elastic team later something of the run."""

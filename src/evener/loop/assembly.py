@@ -21,6 +21,7 @@ from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.config.settings import DdpConfig
 from evener.devices import kind_of, move
+from evener.doctor.judgement import has_kernels
 from evener.engine.changing import ElasticEngine
 from evener.engine.emulate import Slowdown, compute_clock, emulation_of_launcher
 from evener.engine.engine import Engine, EngineOptions
@@ -34,7 +35,7 @@ from evener.engine.state import TrainingState
 from evener.engine.sync import SyncEngine
 from evener.engine.team import Team
 from evener.errors import CollectiveError, ConfigError, UsageError
-from evener.loop.likeness import check_alike, describe_training, fingerprint
+from evener.loop.likeness import check_alike, describe_training, summarise
 from evener.loop.models import (
     Models,
     Schedulers,
@@ -272,6 +273,7 @@ class Assembly:
 
     def _move(self) -> None:
         """Move the model, and what optimizers remember to where their parameters have gone."""
+        _check_kernels(self.device)
         move(self.model, self.device)
         for optimizer in self.optimizers if self.device.type != "cpu" else ():
             if optimizer.state:
@@ -388,6 +390,22 @@ class Assembly:
         )
 
 
+def _check_kernels(device: torch.device) -> None:
+    """Refuse a GPU that this build of torch has no kernels for.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    architecture = kind_of(device).architecture(device)
+    built_for = tuple(torch.cuda.get_arch_list()) if architecture else ()
+    if built_for and not has_kernels(architecture, built_for):
+        raise ConfigError(
+            f"{device} needs kernels for {architecture}, and this build of torch has those for "
+            f"{', '.join(built_for)}: install a build whose list has {architecture}, or leave the "
+            "device out with devices=... or CUDA_VISIBLE_DEVICES"
+        )
+
+
 def _begin(membership: Membership, config: DdpConfig, policy: ApplyPolicy) -> Communicator:
     """Return what joins the ranks with which a worker of an elastic team begins."""
     try:
@@ -404,7 +422,7 @@ def _join(training: Sequence[Any], backend: str, config: DdpConfig) -> Membershi
         return None
     return join_team(
         os.environ,
-        {"training": fingerprint(training)},
+        summarise(training),
         shares_memory=backend in (AverageBackend.AUTO, AverageBackend.CPU),
         timeout_s=config.timeout_s,
     )

@@ -154,6 +154,8 @@ class DataSide:
                 max_steps=max_steps,
                 number=number,
             )
+            if not self._loaders:
+                loader.introduce_data()
         self._loaders.append(loader)
         self._restore_position(number)
         engine.hold_position(loader)

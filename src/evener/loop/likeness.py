@@ -114,6 +114,23 @@ def fingerprint(facts: Sequence[Sequence[Any]]) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
+def summarise(facts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return ``describe_training`` by name, as the coordinator of an elastic team compares it.
+
+    Versions and options are told as they are; of the model, and of optimizers and schedulers, there
+    is a fingerprint.
+    """
+    told: dict[str, Any] = {}
+    others: dict[str, list[Any]] = {"model": [], "optimizers": []}
+    for kind, value, *place in facts:
+        if kind in ("version", "option"):
+            told[place[0] if kind == "version" else f"option {place[0]}"] = value
+        else:
+            is_model = kind in ("tensor", "number of tensors")
+            others["model" if is_model else "optimizers"].append([kind, value, *place])
+    return told | {name: fingerprint(parts) for name, parts in others.items()}
+
+
 def check_alike(ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
     """Refuse ranks that run different versions, or train differently.
 

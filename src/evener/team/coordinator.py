@@ -367,6 +367,8 @@ class Visitor(asyncio.Protocol):
             self.tell("left", {})
         elif kind == "facts":
             roster.describe(now_s, self.member, fields.fields("facts").values)
+            self._coordinator.send_orders()  # a refusal comes first
+            self.tell("compared", {})
         elif kind == "store" and not (roster.is_member(self.member) or _reads(fields)):
             answer = {"number": fields.whole("number"), "error": "its generation is over"}
             self.tell("stored", answer)

@@ -57,8 +57,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._held: Formation | None = None  # the last generation that this worker was in
         self._formed: Formation | None = None  # formed, and not yet returned
         self._asking: Message | None = None
-        self._left_out = False
-        self._has_left = False
+        self._left_out = self._has_left = self._is_compared = False
         self._refusal = ""
         self._generation = 0
         self._number = NO_NUMBER
@@ -123,13 +122,22 @@ class CoordinatorLink(CoordinatorConnection):
             return self._take_formation()
 
     def describe(self, facts: Mapping[str, Any]) -> None:
-        """Say more of what must be the same on all members, before ``next_generation``.
+        """Say more of what must be the same on all members, and wait until it has been compared.
 
-        Where it differs, ``next_generation`` raises TeamRefusedError.
+        A coordinator that is away hears of it when it is there again.
+
+        Raises:
+            TeamRefusedError: It differs from what another member has said.
         """
         with self._changed:
             self._facts |= facts
+            self._is_compared = False
             self._post({"type": "facts", "facts": dict(facts)})
+            self._changed.wait_for(
+                lambda: self._is_compared or self._refusal or self._failure,
+                self.deadlines.reconnect_s,
+            )
+            self._check()
 
     @property
     def wants_change(self) -> bool:
@@ -283,6 +291,8 @@ class CoordinatorLink(CoordinatorConnection):
             self._left_out = self._asking is not None
         elif kind == "failed":
             self._refusal = fields.text("why")
+        elif kind == "compared":
+            self._is_compared = True
         elif kind == "left":
             self._has_left = True
         elif kind == "stored":

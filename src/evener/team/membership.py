@@ -1,7 +1,8 @@
 """Who decides which ranks are in the team: the seam between fixed and elastic teams."""
 
 from abc import abstractmethod
-from typing import NamedTuple, final
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
 from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
@@ -74,6 +75,14 @@ class Membership(Closing):
         """
 
     @abstractmethod
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Say more of what must be the same on all workers, by name.
+
+        Raises:
+            TeamRefusedError: Another worker has said otherwise.
+        """
+
+    @abstractmethod
     def leave(self, *, finished: bool) -> None:
         """Leave the team for good, after this worker's last commit; idempotent.
 
@@ -135,6 +144,9 @@ class FixedMembership(Membership):
     def next_generation(self, standing: Standing | None) -> Formed:
         """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
         raise AssertionError("a fixed team forms no generation")
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Do nothing: ranks compare what they train with in their first exchange."""
 
     def leave(self, *, finished: bool) -> None:
         """Do nothing: the others notice that the connections end."""

@@ -288,7 +288,9 @@ def test_differences_and_names_are_refused_with_what_to_do() -> None:
         with pytest.raises(TeamRefusedError, match="another worker of this team is called 'a'"):
             link(address, "a")
         with link(address, "c", model="one") as late:
-            late.describe({"model": "three"})
+            late.describe({"data length": 3})
+            with pytest.raises(TeamRefusedError, match="model of c is 'three'"):
+                late.describe({"model": "three"})
             with pytest.raises(TeamRefusedError, match="model of c is 'three'"):
                 late.next_generation(None)
 

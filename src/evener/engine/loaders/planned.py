@@ -10,6 +10,7 @@ from typing import Any, final
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending
 from evener.data.loader import Prefetch
+from evener.data.signature import sign
 from evener.engine.changing import ElasticEngine
 from evener.engine.loaders.facts import LikeDataLoader
 from evener.engine.loaders.intake import Indices, Intake
@@ -53,6 +54,7 @@ class TeamLoader(LikeDataLoader):
         self._engine = engine
         self._order = intake.order
         self._fetcher = intake.fetcher(prefetch)
+        self._num_items = len(intake.samples)
         self._most_samples = micro_batch_size
         self._max_steps = max_steps
         self.cursor = Cursor(intake.count_trained(), intake.seed)
@@ -139,6 +141,16 @@ class TeamLoader(LikeDataLoader):
     def join(self) -> None:
         """Join the team and take its data position over, if that began before this rank came."""
         self._engine.join(self.cursor, self.batch_size, self._max_steps)
+
+    def introduce_data(self) -> None:
+        """Let the coordinator of an elastic team compare the data with that of the other workers.
+
+        Raises:
+            TeamRefusedError: It differs; says in what.
+        """
+        team = self._engine.team
+        if team.is_elastic:
+            team.describe(sign(self._fetcher, self._num_items))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data position; no rank count."""
