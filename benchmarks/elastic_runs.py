@@ -96,18 +96,22 @@ class ElasticTeam:
                     return pid
         return 0
 
+    def port(self) -> int:
+        """Return the coordinator's port, which stays the same."""
+        found = re.search(r"`evener join 127.0.0.1:(\d+)", self.said())
+        assert found is not None
+        return int(found[1])
+
     def wait_for_coordinator(self, ended: int) -> float:
         """Wait until another coordinator than one that has ended accepts connections; return when.
 
         Args:
             ended: Its process.
         """
-        found = re.search(r"`evener join 127.0.0.1:(\d+)", self.said())
-        assert found is not None
         for _ in self._looks("the coordinator is back"):
             with suppress(OSError):
                 if self.coordinator() not in (0, ended):
-                    socket.create_connection(("127.0.0.1", int(found[1])), 1.0).close()
+                    socket.create_connection(("127.0.0.1", self.port()), 1.0).close()
                     return time.time()
         raise AssertionError
 

@@ -13,7 +13,8 @@ comes once all take part again. The workers of ``--workers`` compute, those of `
 ``--what stop`` stops a worker (SIGSTOP) and continues it ``--stopped-s`` after the team has
 committed without it. ``--what coordinator`` kills the coordinator; ``delay_s`` is then the longest
 time between two commits of the next seconds, less a window, and ``restart_s`` the time until its
-successor accepts connections.
+successor accepts connections. ``--what strangers`` connects to the coordinator 200 times, without
+its token and with nonsense; ``delay_s`` is counted in the same way.
 
 The command fails if a run ends, if a window is missing, if workers hold unlike bits after a window
 or begin one with others (so a restarted worker contributes only with the team's bits), or if a
@@ -21,13 +22,16 @@ sample of an epoch was not trained on exactly once.
 """
 
 import argparse
+import json
 import random
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -49,13 +53,14 @@ from options import make_parser, numbers, some_of
 
 #: Delays above this are listed one by one.
 LISTED_S = 3.0
-WHAT = ("kill", "stop", "coordinator")
+WHAT = ("kill", "stop", "coordinator", "strangers")
 #: What is known of a disturbance: when it was (``t``), when it was over, and the rank.
 Moment = dict[str, Any]
 #: After the coordinator's end its leases (3 s) run out, if they do.
 _WATCHED_S = 8.0
 #: The launcher gives up where its coordinator ends more than 5 times in a minute.
 _COORDINATOR_EVERY_S = 13.0
+_STRANGERS = 200
 
 
 def main() -> None:
@@ -108,7 +113,7 @@ def measure(
     options += ["--policy", arguments.policy]
     options += ["--sleep", arguments.sleep] if sleep else ["--width", arguments.width]
     began_t, moments = time.time(), []
-    disturb = {"kill": kill, "stop": stop, "coordinator": kill_coordinator}[what]
+    disturb = DISTURBANCES[what]
     with (
         tempfile.TemporaryDirectory() as folder,
         ElasticTeam(Path(folder), workers, options) as team,
@@ -167,13 +172,36 @@ def kill_coordinator(
     return {"t": killed_t, "over_t": killed_t, "restart_s": restart_s, "died": died}
 
 
+def besiege(team: ElasticTeam, draw: random.Random, arguments: argparse.Namespace) -> Moment:
+    """Connect to the coordinator many times, and send what no worker would."""
+    del arguments
+    begun_t = time.time()
+    hello = {"role": "worker", "member": "x", "session": "s", "facts": {}, "held": None, "wish": 0}
+    with ExitStack() as stack:
+        for number in range(_STRANGERS):
+            stranger = socket.create_connection(("127.0.0.1", team.port()), 10.0)
+            stack.enter_context(stranger)
+            with suppress(OSError):  # it has been closed already
+                if number % 4 == 1:
+                    stranger.sendall(draw.randbytes(4096))
+                elif number % 4 == 2:
+                    stranger.sendall(json.dumps({**hello, "nonce": "0"}).encode() + b"\n")
+                elif number % 4 == 3:
+                    stranger.sendall(b"x" * 300_000)
+        time.sleep(2.0)
+    return {"t": begun_t, "over_t": time.time()}
+
+
+DISTURBANCES = {"kill": kill, "stop": stop, "coordinator": kill_coordinator, "strangers": besiege}
+
+
 def describe(logs: Sequence[WorkerLog], moments: Sequence[Moment], what: str) -> dict[str, Any]:
     """What the moments cost, in seconds, and how much work was done twice."""
     delays, twice, listed, usual = [], [], [], []
     for moment, following in zip_longest(moments, moments[1:]):
         t, end_t = moment["t"], following["t"] if following else float("inf")
         usual.append(window_s(logs, t))
-        if what == "coordinator":
+        if what in ("coordinator", "strangers"):
             delay_s = longest_gap_s(logs, t, t + _WATCHED_S) - usual[-1]
         else:
             delay_s = first_commit(logs, t) - t - usual[-1]
@@ -196,7 +224,7 @@ def describe(logs: Sequence[WorkerLog], moments: Sequence[Moment], what: str) ->
         beyond = [delay - m["restart_s"] for delay, m in zip(delays, moments, strict=True)]
         told["beyond_restart_s_max"] = round(max(beyond), 3)
         told["workers_died"] = sum(m["died"] for m in moments)
-    else:
+    elif what != "strangers":
         backs = [back_t(logs, m["over_t"]) - m["over_t"] for m in moments]
         told["back_s"] = round(statistics.median(backs), 3)
     return told
