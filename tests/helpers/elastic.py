@@ -338,7 +338,11 @@ class MortalCommunicator(Communicator):
         return self._carry(call, lambda: self._inner._all_gather_rows(row, call))
 
     def _split(self, members: tuple[int, ...], key: str, call: Call) -> Communicator | None:
-        return self._carry(call, lambda: self._inner._split(members, key, call))
+        inner = self._carry(call, lambda: self._inner._split(members, key, call))
+        if inner is None:
+            return None
+        numbers = [self.numbers[member] for member in members]
+        return MortalCommunicator(self._team, self._member, inner._team, inner.rank, numbers)
 
     def _release(self) -> None:
         self._inner.close()

@@ -232,9 +232,15 @@ class BufferAverager:
             moved_on: Whether this rank has gone on since the snapshot. What it has changed stays,
                 and float buffers come half of the way to the average.
         """
-        buffers = self._buffers
         for kind in self._kinds:
             self._move(kind.agreed, packed[kind.start : kind.stop])
+        self.catch_up(moved_on=moved_on)
+
+    @torch.no_grad()
+    def catch_up(self, *, moved_on: bool) -> None:
+        """Bring the buffers up to a consensus that has moved on since ``snapshot``."""
+        buffers = self._buffers
+        for kind in self._kinds:
             own = [buffers[n] for n in kind.numbers]
             if not moved_on:
                 torch._foreach_copy_(own, kind.agreed_parts)

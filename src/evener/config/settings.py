@@ -247,7 +247,7 @@ class DdpConfig(TrainingOptions):
                 "whose windows are closed by time; give speed_hint instead, or use policy 'sync'"
             )
 
-    def check_elastic(self, policy: ApplyPolicy) -> None:
+    def check_elastic(self) -> None:
         """Refuse options that need a fixed team.
 
         Raises:
@@ -267,10 +267,6 @@ class DdpConfig(TrainingOptions):
             raise ConfigError(
                 f"lr_scale_ratio is {self.lr_scale_ratio} in an elastic team, whose size changes; "
                 "leave it out, or use a fixed team"
-            )
-        if policy is not ApplyPolicy.SYNC:
-            raise ConfigError(
-                f"policy is {policy.value!r} in an elastic team, which has policy 'sync' so far"
             )
 
     def check_team(self, world_size: int) -> None:

@@ -283,6 +283,15 @@ class Cursor:
         self._leases[lease] = None
         return lease
 
+    def lease(self, piece: Slice) -> None:
+        """Lease exactly these positions, which another rank has taken.
+
+        Raises:
+            UsageError: Some of them are leased or committed.
+        """
+        self._busy.add(piece.start, piece.stop)
+        self._leases[piece] = None
+
     def commit(self, lease: Slice) -> None:
         """Turn a lease into committed positions; the last one of an epoch ends the epoch.
 

@@ -1,7 +1,7 @@
 """Queues of batches, one a rank: what is handed out, done, handed on. Pure."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from evener.data.cursor import Cursor, Slice
@@ -22,21 +22,33 @@ class LeaseBook:
         world_size: Ranks.
         avoid_ones: Make no batch of a single sample where it can go into the one before: layers
             with batch statistics refuse it.
+        held: In an elastic team: what each rank that is present has done and not retired. Other
+            ranks get nothing.
     """
 
     def __init__(
-        self, cursor: Cursor, batch_size: int, world_size: int, *, avoid_ones: bool = False
+        self,
+        cursor: Cursor,
+        batch_size: int,
+        world_size: int,
+        *,
+        avoid_ones: bool = False,
+        held: Mapping[int, Sequence[Slice]] | None = None,
     ) -> None:
         cursor.release()
+        if held is None:
+            held = dict.fromkeys(range(world_size), ())
+        for piece in (piece for pieces in held.values() for piece in pieces):
+            cursor.lease(piece)
         self._avoid_ones = avoid_ones and batch_size > 1
         self.cursor = cursor
         self.batch_size = batch_size
-        self._queues: list[deque[Slice]] = [deque() for _ in range(world_size)]
+        self._queues = {rank: deque(pieces) for rank, pieces in held.items()}
 
     @property
     def num_left(self) -> int:
         """Batches of the epoch that are not retired."""
-        return self.num_free + sum(map(len, self._queues))
+        return self.num_free + sum(map(len, self._queues.values()))
 
     @property
     def num_free(self) -> int:
@@ -81,8 +93,8 @@ class LeaseBook:
         """
         spare: deque[Slice] = deque()
         if hand_on:
-            for queue, size in zip(self._queues, sizes, strict=True):
-                while len(queue) > size:
+            for rank, queue in self._queues.items():
+                while len(queue) > sizes[rank]:
                     spare.appendleft(queue.pop())
         for beyond in (False, True):
             for rank in self._neediest(sizes, beyond=beyond):
@@ -106,7 +118,7 @@ class LeaseBook:
             beyond: Whether queues that have their size get more.
         """
         queues = self._queues
-        ranks = [r for r, size in enumerate(sizes) if beyond or len(queues[r]) < size]
+        ranks = [r for r, queue in queues.items() if beyond or len(queue) < sizes[r]]
         heap = [(len(queues[rank]) / max(1, sizes[rank]), rank) for rank in ranks]
         heapify(heap)
         while heap:

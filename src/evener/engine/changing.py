@@ -7,10 +7,11 @@ import struct
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import Tensor
 
 from evener.data.cursor import Cursor
 from evener.engine.answers import AskingEngine, Heard
@@ -18,6 +19,7 @@ from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.results import Progress, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
+from evener.engine.team_change import Change
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -27,7 +29,7 @@ from evener.errors import (
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import TRAINING, Formation, Standing
 from evener.protocol.generation import renewed
-from evener.protocol.row import Purpose
+from evener.protocol.row import RENEW, Purpose
 from evener.team.members import Member
 
 #: Under this key the team announces where it is.
@@ -35,57 +37,6 @@ _PLACE = "place"
 #: So long a worker that joins waits for a team that has begun to say where it is. Not longer: the
 #: members may all be lost, and wait for this worker to begin anew with it.
 _PLACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A change of an elastic team, for people.
-
-    Attributes:
-        generation: The one that begins.
-        window: Its first window.
-        why: What led to it.
-        members: Names of its ranks, in order.
-        lost: Names of ranks that are gone, by number.
-        left: Names of ranks that have left as they were told to, by number.
-        joined: Names of ranks that are new in it, by number.
-        healed: Names of ranks that have received the state, by number.
-        donor: Name of the rank that has sent it.
-        num_bytes: Its size.
-        reform_s: Seconds until the new generation was formed and its ranks were connected.
-        heal_s: Seconds until all of them held the same state.
-    """
-
-    generation: int
-    window: int
-    why: str
-    members: tuple[str, ...]
-    lost: Mapping[int, str]
-    left: Mapping[int, str]
-    joined: Mapping[int, str]
-    healed: Mapping[int, str]
-    donor: str
-    num_bytes: int
-    reform_s: float
-    heal_s: float
-
-    def __str__(self) -> str:
-        """Return one line for the terminal."""
-        said = [f"lost {_named(self.lost)}"] if self.lost else []
-        said += [f"{_named(self.left)} left"] if self.left else []
-        said += [f"{_named(self.joined)} joined"] if self.joined else []
-        times = f"re-formed in {self.reform_s:.2f} s"
-        if self.healed:
-            times += f", state sent in {self.heal_s:.2f} s"
-        return (
-            f"generation {self.generation} begins with window {self.window}: "
-            f"{', '.join(said) or self.why}; {len(self.members)} "
-            f"{'rank' if len(self.members) == 1 else 'ranks'}, {times}"
-        )
-
-
-def _named(ranks: Mapping[int, str]) -> str:
-    return " and ".join(f"rank {rank} ({name})" for rank, name in ranks.items())
 
 
 class Position(Protocol):
@@ -162,6 +113,12 @@ class ElasticEngine(AskingEngine):
     def _break_off(self) -> None:
         """Drop all that is under way: the share, plans, and whatever waits for other ranks."""
 
+    def _let_go(self) -> None:
+        """Close the connections of this generation, and end what runs by them."""
+        # Gloo ends the waits of ranks that are no neighbours of the lost one only when every other
+        # rank drops its group.
+        self.team.let_go()
+
     @abstractmethod
     def _exchange_plans(self, *work_for_all: float) -> None:
         """Agree on the plans of the next windows; all ranks that are present call it together."""
@@ -169,6 +126,22 @@ class ElasticEngine(AskingEngine):
     @abstractmethod
     def _use_team(self) -> None:
         """Use the ranks that are present from now on, in the policy and in exchanges."""
+
+    def _continue_from(self, base: int) -> None:
+        """Learn how many windows the state has seen in which the generation begins.
+
+        A rank that has applied fewer receives it afterwards.
+        """
+        return  # where all that was under way is dropped
+
+    def _shared(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the model that a rank receives, with what they are."""
+        return [*self.training.held(), *self.training.frozen()]
+
+    @property
+    def _keeps_own(self) -> bool:
+        """Whether this rank needs no more than these tensors to be where the donor is."""
+        return False
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────
 
@@ -318,10 +291,8 @@ class ElasticEngine(AskingEngine):
         epoch = None if self._cursor is None else self._cursor.epoch
         self._leaving |= {self.team.names[rank] for rank in self.state.leaving}
         team, membership, is_new = self.team, self.team.membership, self.is_joining
+        self._let_go()
         self._break_off()
-        # Gloo ends the waits of ranks that are no neighbours of the lost one only when every other
-        # rank drops its group.
-        team.comm.close()
         if self.rank in self.state.leaving and not self.stopping:
             self._leave_team()
         formed = membership.next_generation(None if is_new else self._standing())
@@ -330,6 +301,7 @@ class ElasticEngine(AskingEngine):
         self.rank = team.rank
         self.state = renewed(self.state, formation, team.rank)
         self._use_team()
+        self._continue_from(formation.base)
         is_alike = self._introduce(is_new=is_new or self._is_new)
         formed_s = time.perf_counter()
         if not formation.has_state:
@@ -421,9 +393,12 @@ class ElasticEngine(AskingEngine):
 
     def _digest(self) -> str:
         """Return a hash of what all ranks hold alike, in hexadecimal."""
-        with self.consensus():
-            hashes = self._check.hashes()
+        hashes = self._hashes()
         return hashlib.blake2b(struct.pack(f"={len(hashes)}q", *hashes), digest_size=8).hexdigest()
+
+    def _hashes(self) -> list[int]:
+        with self.consensus():
+            return self._check.hashes()
 
     def _introduce(self, *, is_new: bool) -> bool:
         """Tell the others who this rank is and what it is about to do, and learn it of them.
@@ -448,7 +423,8 @@ class ElasticEngine(AskingEngine):
         )
         team.meet([Member(**one["who"]) for one in told])
         by_rank = dict(zip(team.members, told, strict=True))
-        self._scale.learn_ranks(rank for rank, one in by_rank.items() if one["fp16"])
+        fp16_ranks = [rank for rank, one in by_rank.items() if one["fp16"]]
+        self._scale.learn_ranks(fp16_ranks, self.rank)
         kinds = {tuple(one["kind"]) for one in told}
         self.options = replace(self.options, unlike_devices=len(kinds) > 1)
         self._are_planning = all(one["plans"] for one in told if not one["is_new"])
@@ -482,7 +458,14 @@ class ElasticEngine(AskingEngine):
         if receives and pending is not None and pending.result.window + 1 < formation.base:
             self._commit({})  # the donor has applied the next one, so all had applied this one
         counters = {**self._counters(), **self._learnt()}
-        counters = self.training.send(self.comm, counters, receives, source, whole=True)
+        counters = self.training.send(
+            self.comm,
+            counters,
+            receives,
+            source,
+            held=self._shared(),
+            keeps_own=self._keeps_own,
+        )
         if receives:
             self._take_counters(counters)
             self._take_learnt(counters)
@@ -514,6 +497,10 @@ class ElasticEngine(AskingEngine):
         if current is not None and current != self._current:
             self._cursor = self._positions[current].cursor
         self._scale.load_state_dict(counters["loss_scale"])
+        self._take_model()
+
+    def _take_model(self) -> None:
+        """Go on with a model that has arrived."""
         self.flat.zero_()
         self.restored()
 
@@ -539,8 +526,7 @@ class ElasticEngine(AskingEngine):
     def _take_again(self) -> None:
         """Lease anew the samples of the window that is applied and not committed."""
         for lease in () if self._applied is None else self._applied.leases:
-            # It was the first one that was free, and still is.
-            assert self.cursor.take(lease.size) == lease
+            self.cursor.lease(lease)
 
     def _compare(self, base: int) -> None:
         """Make sure that all ranks hold the same before one of them contributes.
@@ -563,6 +549,22 @@ class ElasticEngine(AskingEngine):
                     parameter="",
                     window=base - 1,
                 )
+
+    # ── plans and commits ────────────────────────────────────────────────────────────────────────
+
+    def _wanted_renewal(self) -> int:
+        """Return what the planner of an elastic team wishes to change after this window."""
+        return RENEW if self.team.wants_change or self.state.leaving else 0
+
+    def _plan_first(self, *work_for_all: float) -> None:
+        """Agree on the plans with which an epoch begins; see ``_exchange_plans``."""
+        is_planned = False
+        while not is_planned:
+            try:
+                self._exchange_plans(*work_for_all)
+                is_planned = True
+            except CollectiveError as error:
+                is_planned = self._survive(error)
 
     def _tell_change(self, formation: Formation, why: str, **known: Any) -> None:
         names = dict(zip(formation.numbers, formation.members, strict=True))

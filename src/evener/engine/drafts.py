@@ -11,7 +11,6 @@ from evener.engine.late import LateEngine
 from evener.engine.results import WindowResult, Work
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.errors import CollectiveError
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.protocol.machine import Phase
@@ -78,20 +77,10 @@ class DraftingEngine(LateEngine):
         self._wants_plans = True
         try:
             if self.state.phase is not Phase.AWAY:
-                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size))
+                self._plan_first(_LONGER_EPOCH * self.cursor.num_windows(self.batch_size), 0.0)
             yield from self._work()
         finally:
             self._wants_plans = False
-
-    def _plan_first(self, work_for_all: float) -> None:
-        """Agree on the plans of the first two windows; see ``Policy.plan``."""
-        is_planned = False
-        while not is_planned:
-            try:
-                self._exchange_plans(work_for_all, 0.0)
-                is_planned = True
-            except CollectiveError as error:
-                is_planned = self._survive(error)
 
     def _work(self) -> Iterator[Work]:
         while True:

@@ -3,12 +3,33 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Generic, NoReturn, TypeVar, final
+from typing import Final, Generic, NamedTuple, NoReturn, TypeVar, final
+
+from torch import Tensor
+
+from evener.engine.results import Round
+from evener.planning.local_plan import LocalPlan
 
 T = TypeVar("T")
 
 #: Longest that ``close`` waits for a job.
 _LIMIT_S: Final = 10.0
+
+
+class Exchanged(NamedTuple):
+    """The result of an exchange.
+
+    Attributes:
+        over: The plan of the window.
+        found: Its first round.
+        next_plan: As numbers; none when something was not finite.
+        differences: The exchanged buffers, where a rank has changed any.
+    """
+
+    over: LocalPlan
+    found: Round
+    next_plan: tuple[float, ...] = ()
+    differences: Tensor | None = None
 
 
 class Exchanger(Generic[T]):
@@ -31,7 +52,8 @@ class Exchanger(Generic[T]):
         return self._jobs.pop()()
 
     def close(self) -> None:
-        """Wait for a job that is under way, which has been told to end; idempotent."""
+        """Wait for a job that is under way, which has been told to end, and forget all."""
+        self._jobs.clear()
 
 
 @final
@@ -76,7 +98,7 @@ class BackgroundExchanger(Exchanger[T]):
         if self._thread is not None:
             self._thread.join(_LIMIT_S)
             self._thread = None
-        self._jobs.clear()
+        super().close()
 
     def _run(self, job: Callable[[], T]) -> None:
         try:

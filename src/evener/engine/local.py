@@ -5,62 +5,40 @@ What is averaged is how far ranks have moved from the consensus.
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple, NoReturn, final
+from typing import Final, NoReturn, final
 
 from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
-from evener.data.leases import LeaseBook
-from evener.engine.changing import ElasticEngine
 from evener.engine.engine import EngineOptions
-from evener.engine.exchanging import BackgroundExchanger, Exchanger
+from evener.engine.exchanging import Exchanged
 from evener.engine.finite import non_finite_on, overflow
-from evener.engine.moments import OptimizerState, RecentMoments
-from evener.engine.replica import Replica
+from evener.engine.keeping import KeepingEngine
+from evener.engine.moments import OptimizerState
 from evener.engine.results import Applied, CadenceRecord, Round, WindowResult, Work
 from evener.engine.schedule import agree_on_rates
-from evener.engine.share import Share, WindowSpans, needs_plans
+from evener.engine.share import Share, needs_plans
 from evener.engine.state import TrainingState
-from evener.engine.steps import LocalSteps
 from evener.engine.team import Team
+from evener.errors import CollectiveError
 from evener.planning.cadence import CadencePolicy
 from evener.planning.local_plan import LocalPlan
-from evener.planning.policies import ApplyPolicy
 from evener.planning.report import PARAMETERS, Report
 from evener.protocol.machine import Do, State, judge, land
-from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum, pack
+from evener.protocol.row import DATA_LENGTH, Purpose, Row, checksum
 
 #: Batches of the queue that are being fetched while one is computed.
 _AHEAD: Final = 3
 
 
-class Exchanged(NamedTuple):
-    """The result of an exchange.
-
-    Attributes:
-        over: The plan of the window.
-        found: Its first round.
-        next_plan: As numbers; none when something was not finite.
-        retired: What the ranks have done of their queues.
-        differences: The exchanged buffers, where a rank has changed any.
-    """
-
-    over: LocalPlan
-    found: Round
-    next_plan: tuple[float, ...] = ()
-    retired: Sequence[Slice] = ()
-    differences: Tensor | None = None
-
-
 @final
-class LocalEngine(ElasticEngine):
+class LocalEngine(KeepingEngine):
     """A rank's windows of CADENCE and ASYNC.
 
     A rank takes batches from the front of its queue and steps its own optimizer on each, until its
@@ -86,46 +64,16 @@ class LocalEngine(ElasticEngine):
         *,
         background: Team | None = None,
     ) -> None:
-        self._background = background
-        way = ApplyPolicy.CADENCE if background is None else ApplyPolicy.ASYNC
-        super().__init__(team, training, options, way)
-        if background is not None:
-            self.spans = WindowSpans(team, background)
-        self._policy = policy
-        self._replica = Replica(self.flat, self.buffers, self._check, team.comm)
-        self._steps = LocalSteps(team.rank, training, options)
-        self._exchanger: Exchanger[Exchanged] = Exchanger()
-        if background is not None:
-            self._exchanger = BackgroundExchanger(f"average-{team.rank}")
-        self._moments = RecentMoments(team.comm, self.optimizers, self._schedule)
-        self._book: LeaseBook | None = None
-        self._own: deque[Slice] = deque()
-        self._in_batch = False
+        super().__init__(team, policy, training, options, background)
         #: Seconds that averaging has taken of this rank's time, in the window that is exchanged.
         self._spent_s = 0.0
         self._landing: Exchanged | None = None
         self._result: WindowResult | None = None
 
     @property
-    def policy(self) -> CadencePolicy:
-        """Who does how much; the planner's word counts."""
-        return self._policy
-
-    @property
     def turns(self) -> int:
         """Optimizer steps of all ranks, those left out included."""
         return self.progress.steps + self.progress.skipped
-
-    # Nobody calls these: elastic teams refuse policies of local steps, and fixed ones park no rank.
-
-    def _break_off(self) -> None:
-        raise NotImplementedError("an elastic team has policy 'sync'")
-
-    def _exchange_plans(self, *work_for_all: float) -> None:
-        raise NotImplementedError("an elastic team has policy 'sync'")
-
-    def _use_team(self) -> None:
-        raise NotImplementedError("an elastic team has policy 'sync'")
 
     # ── an epoch ─────────────────────────────────────────────────────────────────────────────────
 
@@ -135,27 +83,24 @@ class LocalEngine(ElasticEngine):
         self.flat.zero_()
         self._schedule.accept()
         self._schedule.agree(self.progress, 0)
-        self._book = LeaseBook(
-            self.cursor, self.batch_size, self.world_size, avoid_ones=self.options.avoid_ones
-        )
+        self.cursor.release()
+        self._flown = None
 
     def work(self) -> Iterator[Work]:
         """Plan the first window, and work this rank's queue off."""
-        book = self._leases
-        draft: tuple[float, ...] = ()
-        if self.rank == self.state.planner:
-            draft = self._draft(self.window, book.num_left, self._steps_left)
-        self._meet(Purpose.PLAN, body=(*self._data(), *draft))
-        plan = self.state.plan
-        if isinstance(plan, LocalPlan):
-            book.fill(plan.queues)
-            self._go_by(plan)
-        while self.is_working:
-            if self._may_go_on():
-                pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
-                yield Work(self.window, [range(p.start, p.stop) for p in pieces])
-            else:
-                self.advance()
+        self._is_anew = False
+        self._step_in()
+        self._wants_plans = True
+        try:
+            self._plan_first()
+            while self.is_working:
+                if self._may_go_on():
+                    pieces = [self._own.popleft(), *islice(self._own, _AHEAD)]
+                    yield Work(self.window, [range(p.start, p.stop) for p in pieces])
+                else:
+                    self.advance()
+        finally:
+            self._wants_plans = False
 
     def advance(self) -> WindowResult | None:
         """Apply exchanges that have ended, and start that of a window that is over.
@@ -164,15 +109,21 @@ class LocalEngine(ElasticEngine):
             The window that was applied last in this call, if any.
         """
         self._result = None
-        while True:
-            if self.state.flight is not None:
-                if self._may_go_on() and not self._exchanger.ready:
-                    return self._result
-                self._land()
-            elif not self.is_working or self._may_go_on():
-                return self._result
-            else:
-                self._start()
+        try:
+            while self._has_to_exchange():
+                if self.state.flight is None:
+                    self._start()
+                else:
+                    self._land()
+        except CollectiveError as error:
+            self._survive(error)
+        return self._result
+
+    def _has_to_exchange(self) -> bool:
+        """Return whether this rank may make no step before it has begun or ended an exchange."""
+        if self.state.flight is None:
+            return self.is_working and not self._may_go_on()
+        return not self._may_go_on() or self._exchanger.ready
 
     def leave(self) -> None:
         """Leave an epoch in its middle; the others learn of it in ``settle``.
@@ -180,6 +131,7 @@ class LocalEngine(ElasticEngine):
         A batch that has not been stepped on is dropped, and will be handed out again.
         """
         super().leave()
+        self._wants_plans = self.has_left  # what it has done is to be averaged
         if self._in_batch:
             self.drop_share()
 
@@ -190,8 +142,21 @@ class LocalEngine(ElasticEngine):
         it at the same window. A rank that has left keeps joining exchanges until all have left, and
         the others are led out of the epoch. Then all are at one consensus.
         """
-        if self.committing:
-            return  # all are at one consensus; the window that lands must not be exchanged again
+        # In a commit all are at one consensus; the window that lands must not be exchanged again.
+        is_settled = self.committing
+        while not is_settled:
+            try:
+                self._settle()
+                is_settled = True
+            except CollectiveError as error:
+                # What this rank and others have done is averaged first, where some are in a loop.
+                is_settled = not (self._survive(error) and self.has_left)
+                if is_settled and self.has_left:
+                    self.state = self.state.release()
+        if not self.in_epoch:
+            self._wants_plans = False
+
+    def _settle(self) -> None:
         while self._is_unsettled():
             if self.state.flight is None:
                 self._start()
@@ -208,7 +173,7 @@ class LocalEngine(ElasticEngine):
         flies = self.state.flight is not None
         if self.has_left:
             return flies or bool(self.state.plans)
-        if self._background is None or not self.in_epoch or self.is_lost:
+        if self._background is None or not (self.in_epoch and self.is_working) or self.is_lost:
             return flies
         # In mid-epoch others may have begun an exchange, or this rank may: all land theirs first.
         rows = self._rest(busy=flies).rows
@@ -233,7 +198,13 @@ class LocalEngine(ElasticEngine):
         """End a micro-batch; with the last one of a batch, step, and close the window if due."""
         if not self.in_epoch:
             raise needs_plans()
-        if not self.share.end_micro_batch():
+        is_last = self.share.end_micro_batch()
+        if self._is_void:  # the team has changed meanwhile: its samples are handed out again
+            self._is_void = False
+            self.drop_share()
+            self._open(0, 1.0)
+            return None
+        if not is_last:
             return None
         self._in_batch = False
         self._replica.adopt()
@@ -244,17 +215,12 @@ class LocalEngine(ElasticEngine):
                 tell(self.share.micro_batches)
         return self.advance()
 
-    def drop_share(self) -> None:
-        """Throw away what the open batch has accumulated, in gradients and buffers."""
-        self._in_batch = False
-        self.flat.zero_()
-        self.buffers.rewind()
-        self._steps.resume_clock()
-
     def _may_go_on(self) -> bool:
         """Return whether this rank may start a local step now."""
         state = self.state
         if not self._own or state.winding or state.stopping or self.wants_stop():
+            return False
+        if state.is_elastic and self.team.is_over:
             return False
         if state.flight is not None and state.flight.blocking:
             return False
@@ -270,9 +236,11 @@ class LocalEngine(ElasticEngine):
         self.state = self.state.start()
         plan = self.state.flight
         assert plan is not None
-        work = self._steps.next_window(plan.most[self.rank])
+        work = self._flown = self._steps.next_window(plan.most[self.rank])
         said = self.state.say(
             Purpose.WINDOW,
+            change=self._wanted_renewal() if self.is_main else 0,
+            leaving=self.state.is_elastic and self.team.is_leaving,
             stop=self.wants_stop() or self.stopping,
             rates=checksum([rate for group in self._schedule.agreed_rates for rate in group]),
             report=work._replace(
@@ -290,8 +258,8 @@ class LocalEngine(ElasticEngine):
     def _exchange(self, state: State, packed: Tensor, limit: int | None) -> Exchanged:
         """Exchange a window; all ranks call it together.
 
-        It touches only scratch buffers, the lease book and the planner, so it may run in a thread
-        while the rank makes further local steps.
+        It writes to scratch buffers and the planner only, so it may run in a thread while the rank
+        makes further local steps.
 
         Args:
             state: This rank's, as it was when the window was over; its own row is said now.
@@ -312,7 +280,8 @@ class LocalEngine(ElasticEngine):
         if verdict.error is not None:
             self._raise(verdict.error, rows, wire)
         if Do.RATES in verdict.do:
-            agree_on_rates(dict(enumerate(wire.introduce(self._schedule.agreed_rates))))
+            rates = wire.introduce(self._schedule.agreed_rates)
+            agree_on_rates(dict(zip(wire.members, rates, strict=True)))
         self._replica.verify(wire.comm, plan.window)
         if Do.EXCHANGE not in verdict.do:
             return Exchanged(plan, found)
@@ -322,13 +291,8 @@ class LocalEngine(ElasticEngine):
             if any(row.report.buffers_changed for row in rows.values()):
                 differences = packed
             self._replica.exchange(wire.comm, differences, weight, verdict.weight, what=what)
-        retired = [
-            piece
-            for rank, row in rows.items()
-            for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
-        ]
         numbers = self._plan_next(wire, state, rows, limit)
-        return Exchanged(plan, found, numbers, retired, differences)
+        return Exchanged(plan, found, numbers, differences)
 
     def _plan_next(
         self, wire: Team, state: State, rows: Mapping[int, Row], limit: int | None
@@ -341,12 +305,12 @@ class LocalEngine(ElasticEngine):
         reports = [row.report for row in rows.values()]
         draft: tuple[float, ...] = ()
         sync_s = min(r.wait_s for r in reports) + max(r.sync_s for r in reports)
-        self._policy.observe(reports, sync_s)
+        self._policy.observe(self._reports(rows), sync_s)
         if self.rank == state.planner:
             done = sum(report.steps for report in reports)
             draft = self._draft(
                 state.window + (done > 0),
-                self._leases.num_left,
+                self._leases.num_left - done,
                 None if limit is None else limit - done,
                 stop=any(row.stop or row.left for row in rows.values()),
             )
@@ -357,20 +321,15 @@ class LocalEngine(ElasticEngine):
             self._raise(error, rows, wire)
         return rows[state.planner].body[DATA_LENGTH:]
 
-    def _draft(
-        self, window: int, left: int, limit: int | None, *, stop: bool = False
-    ) -> tuple[float, ...]:
-        plan = self._policy.plan(window, self.cursor.epoch, left=left, limit=limit, stop=stop)
-        return tuple(pack(plan))
-
     def _land(self) -> None:
         """Apply the result of the exchange in flight; wait for it if it has not ended."""
         started_s = time.perf_counter()
         self.spans.begin_wait()
         try:
             outcome = self._exchanger.wait()
-        except BaseException:
-            self.state = self.state.end()  # nothing can be agreed on any more
+        except BaseException as error:
+            if not (self.team.is_elastic and isinstance(error, CollectiveError)):
+                self.state = self.state.end()  # nothing can be agreed on any more
             raise
         took_s = time.perf_counter() - started_s
         self._spent_s += took_s
@@ -383,7 +342,7 @@ class LocalEngine(ElasticEngine):
         self.state = self.state._replace(flight=None)
         self._follow(found)
         plan = self.state.plan
-        if isinstance(plan, LocalPlan):
+        if isinstance(plan, LocalPlan) and Do.CHANGE not in found.verdict.do:
             # In ASYNC a rank may have begun a batch that would move to another rank's queue. At the
             # tail all ranks have waited, so none has.
             book = self._leases
@@ -395,11 +354,18 @@ class LocalEngine(ElasticEngine):
         reports = self._reports(found.rows)
         if do in (Do.LAND, Do.RESTORE):
             self._scale.agree(reports)
-        if do is Do.LAND and any(report.steps for report in reports):
-            self._apply(found)
+        if do is Do.LAND:
+            if any(report.steps for report in reports):
+                self._apply(found)
+            self._flown = None
         elif do is Do.RESTORE:
             self._steps.next_window(0)
             self._replica.restore()
+        elif do is Do.CHANGE:
+            if self.state.applied:
+                self._meet(Purpose.CHANGE, report=Report(**self._told()))
+            self._renew("")
+            self._resume()
 
     def _apply(self, found: Round) -> None:
         """Move the consensus on, and this rank with it."""
@@ -417,7 +383,12 @@ class LocalEngine(ElasticEngine):
         samples = sum(report.samples for report in reports)
         self._advance(made=made, skipped=skipped, samples=samples, weight=weight)
         self._schedule.agree(self.progress, made)
-        over, ranges = outcome.over, merged(outcome.retired)
+        retired = [
+            piece
+            for rank, row in found.rows.items()
+            for piece in self._leases.retire(rank, row.report.steps, row.report.samples)
+        ]
+        over, ranges = outcome.over, merged(retired)
         self._result = self._result_of(
             found,
             over,
@@ -439,13 +410,7 @@ class LocalEngine(ElasticEngine):
             "divergence": divergence,
             "stale_steps": stale_steps,
         }
-        self._applied = Applied(self._result, outcome.retired, told)
-
-    def _go_by(self, plan: LocalPlan) -> None:
-        """Follow a plan; batches of it that this rank has already computed count."""
-        done = self._steps.num_done + self._in_batch  # a batch that is open is not to come again
-        self._own = deque(self._leases.queue(self.rank)[done:])
-        self._steps.follow(plan)
+        self._applied = Applied(self._result, retired, told)
 
     def _refuse_non_finite(self, rank: int, rows: Mapping[int, Row]) -> NoReturn:
         assert self._landing is not None
@@ -459,7 +424,7 @@ class LocalEngine(ElasticEngine):
 
     def _completed(self, result: WindowResult, rows: Mapping[int, Row]) -> WindowResult:
         assert result.cadence is not None
-        divergence = max(row.report.divergence for row in rows.values())
+        divergence = max((row.report.divergence for row in rows.values()), default=0.0)
         cadence = replace(result.cadence, divergence=divergence)
         return replace(super()._completed(result, rows), cadence=cadence)
 
@@ -467,15 +432,6 @@ class LocalEngine(ElasticEngine):
         self._schedule.refuse_setting_by_hand()
         super()._tell_committed(result)
         self._schedule.accept()  # set in a callback, which runs on every rank for every window
-
-    @property
-    def _leases(self) -> LeaseBook:
-        assert self._book is not None, "no epoch was begun"
-        return self._book
-
-    @property
-    def _steps_left(self) -> int | None:
-        return None if self._max_steps is None else max(0, self._max_steps - self.turns)
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────
 
@@ -496,17 +452,9 @@ class LocalEngine(ElasticEngine):
         """Rank 0's means, of the last ``prepare_save``."""
         return self._moments.states
 
-    def hurry(self, timeout_s: float) -> None:
-        """Shorten the deadlines of exchanges, also of one that is under way."""
-        super().hurry(timeout_s)
-        if self._background is not None:
-            self._background.hurry(timeout_s)
-
     def close_down(self) -> None:
         """End an exchange that is under way, without waiting for anybody; idempotent."""
         super().close_down()
-        if self._background is not None:
-            self._background.close()
         self._exchanger.close()
 
 

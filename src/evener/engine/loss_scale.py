@@ -48,9 +48,9 @@ class LossScale:
         self._rank = rank
         self.reset()
 
-    def learn_ranks(self, fp16_ranks: Iterable[int]) -> None:
-        """Learn which ranks compute in fp16, as members have joined or were lost."""
-        self.fp16_ranks = frozenset(fp16_ranks)
+    def learn_ranks(self, fp16_ranks: Iterable[int], rank: int) -> None:
+        """Learn which ranks compute in fp16, as members have joined or were lost, and its own."""
+        self.fp16_ranks, self._rank = frozenset(fp16_ranks), rank
         if self.fp16_ranks and not self.is_used:
             self.value = FIRST_SCALE
         self.is_used = bool(self.fp16_ranks)
@@ -100,6 +100,14 @@ class LossScale:
             good = sum(report.steps - report.skipped for report in reports)
             overflowed = any(report.overflows for report in reports)
             self._learn(good, min(scales) if overflowed else None)
+        self.follow(before)
+
+    def follow(self, before: float) -> None:
+        """Go on from what the team has agreed on, unless this rank has needed less meanwhile.
+
+        Args:
+            before: What was agreed on before.
+        """
         if self.own:
             self.own = min(self.own, self.value) if self.own < before else self.value
 

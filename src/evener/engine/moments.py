@@ -44,6 +44,10 @@ class RecentMoments:
         self._weight = 0.0
         self._window = -1
 
+    def use(self, comm: Communicator) -> None:
+        """Go on with other ranks."""
+        self._comm = comm
+
     def add(self, weight: float) -> None:
         """Count this rank's weight in a window.
 

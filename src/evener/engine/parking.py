@@ -51,7 +51,7 @@ class ParkingEngine(ElasticEngine):
     def _wanted_change(self) -> int:
         """Return what the planner wishes to change about the team after this window."""
         if self.team.is_elastic:
-            return RENEW if self.team.wants_change or self.state.leaving else 0
+            return self._wanted_renewal()
         self._misfits = self.policy.ranks_to_park(self.batch_size)
         if self._misfits:
             return PARK

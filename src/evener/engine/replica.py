@@ -66,6 +66,11 @@ class Replica:
         self._snapshots: list[Tensor] = []
         self.adopt()
 
+    def move(self, comm: Communicator) -> None:
+        """Let what is exchanged lie in the memory of other ranks."""
+        self._comm = comm
+        self._scratch = [comm.allocate(s.numel(), s.dtype, s.device) for s in self._scratch]
+
     def verify(self, comm: Communicator, window: int) -> None:
         """Compare the ranks' consensus where that is due; all ranks call it together.
 
@@ -148,16 +153,26 @@ class Replica:
             if not moved_on:
                 self._buffers.restore()
             return 0.0
-        for group, agreed, scratch, kept in self._groups():
+        for agreed, scratch in zip(self.consensus, self._scratch, strict=True):
             agreed.sub_(scratch)
+        self._catch_up(moved_on=moved_on)
+        if differences is not None:
+            self._buffers.agree(differences, moved_on=moved_on)
+        return self._relative(self._snapshots)
+
+    def catch_up(self, *, moved_on: bool) -> None:
+        """Do as after ``agree``, where what it makes of the consensus was received from others."""
+        self._catch_up(moved_on=moved_on)
+        self._buffers.catch_up(moved_on=moved_on)
+
+    @torch.no_grad()
+    def _catch_up(self, *, moved_on: bool) -> None:
+        for group, agreed, _, kept in self._groups():
             kept.sub_(agreed)
             if moved_on:
                 group.data.sub_(kept)
             else:
                 group.data.copy_(agreed)
-        if differences is not None:
-            self._buffers.agree(differences, moved_on=moved_on)
-        return self._relative(self._snapshots)
 
     def restore(self) -> None:
         """Go back to the consensus: what this rank has done since is dropped."""

@@ -311,8 +311,8 @@ class Share:
                 f"second ddp.backward on one micro-batch with weight {units}, the first had "
                 f"{known}; losses of one micro-batch share one weight: scale the loss instead"
             )
-        if known == 0:
-            return
+        if known == 0 or self._planned == 0:
+            return  # one that is for nothing, and what its forward has kept may have been written
         self._losses.append((part, known, loss.detach()))
         factor = known / self.scale_of(part)
         scaled = loss if factor == 1.0 else loss * factor

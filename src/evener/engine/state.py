@@ -238,7 +238,8 @@ class TrainingState:
         receives: bool,
         source: int = 0,
         *,
-        whole: bool = False,
+        held: Sequence[tuple[str, Tensor]] | None = None,
+        keeps_own: bool = False,
     ) -> dict[str, Any]:
         """Bring ranks that were away up to the state of the others, bit for bit.
 
@@ -250,7 +251,9 @@ class TrainingState:
             counters: Further plain values of the rank that sends; those of others are ignored.
             receives: Whether this rank takes the state over; the others hold the same bits already.
             source: The rank that sends.
-            whole: Whether frozen parameters travel, too: a rank is new and may have others.
+            held: What it takes over of the model, with what that is; by default, what changes.
+            keeps_own: It keeps its optimizers, schedule and registered objects, and takes over
+                ``held`` and ``counters`` alone.
 
         Returns:
             The ``counters`` of the rank that sends.
@@ -268,7 +271,7 @@ class TrainingState:
         self.num_bytes = 0
         model = [
             (own, self._transfer(comm, own, source, receives, what=f"{what} of a recall"))
-            for what, own in self._held(whole=whole)
+            for what, own in held or self.held()
         ]
         arrived: dict[str, dict[str, Tensor]] = {}
         for group, name, shape, dtype, kind in note["index"]:
@@ -285,17 +288,20 @@ class TrainingState:
             with torch.no_grad():
                 for own, received in model:
                     own.copy_(received)
-            self.restore(unpack(note["state"], arrived))
+            if not keeps_own:
+                self.restore(unpack(note["state"], arrived))
         told: dict[str, Any] = note["counters"]
         return told
 
-    def _held(self, *, whole: bool) -> list[tuple[str, Tensor]]:
-        """Return the tensors of the model that travel, with what they are."""
+    def held(self) -> list[tuple[str, Tensor]]:
+        """Return trainable parameters and buffers, as the model holds them."""
         held = [("parameters", group.data) for group in self.flat.groups]
-        if whole:
-            frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
-            held += [("frozen parameters", parameter) for parameter in frozen]
         return held + [("buffers", buffer) for buffer in self.model.buffers()]
+
+    def frozen(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters that nobody trains: a rank that is new may have others."""
+        frozen = (p.detach() for p in self.model.parameters() if not p.requires_grad)
+        return [("frozen parameters", parameter) for parameter in frozen]
 
     def _transfer(
         self, comm: Communicator, own: Tensor, source: int, receives: bool, *, what: str

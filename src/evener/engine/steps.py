@@ -22,7 +22,6 @@ class LocalSteps:
     """Makes local steps, each at its learning rate, and keeps account of them.
 
     Args:
-        rank: This rank.
         training: What it trains with; the parameters are laid out for one rank, so that gradients
             stay where autograd puts them.
         options: What the engine was told; ``lr_factor`` multiplies the learning rate for the length
@@ -33,10 +32,10 @@ class LocalSteps:
         batch_weight: Weight of the last batch; 0 before the first.
     """
 
-    def __init__(self, rank: int, training: TrainingState, options: EngineOptions) -> None:
+    def __init__(self, training: TrainingState, options: EngineOptions) -> None:
         self.optimizers = training.optimizers
         self.batch_weight = 0.0
-        self._rank = rank
+        self._rank = 0
         self._flat = training.flat
         self._schedule = training.schedule
         self._options = options
@@ -72,11 +71,16 @@ class LocalSteps:
         self._clock.open(most)
         return done
 
-    def follow(self, plan: LocalPlan) -> None:
-        """Go on by a plan, whose time runs from now."""
-        self._plan = plan
+    def take_back(self, done: Report) -> None:
+        """Count the work of the window before for this one: it was not averaged."""
+        code = done.non_finite or self._work.non_finite
+        self._work = Report(*map(add, done, self._work))._replace(non_finite=code)
+
+    def follow(self, plan: LocalPlan, rank: int) -> None:
+        """Go on by a plan, as the rank of that number; its time runs from now."""
+        self._plan, self._rank = plan, rank
         deadline_s = time.perf_counter() + plan.window_s
-        self._clock.limit(plan.most[self._rank], deadline_s, least=plan.least)
+        self._clock.limit(plan.most[rank], deadline_s, least=plan.least)
         self.resume_clock()
 
     def finish(

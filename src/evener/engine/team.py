@@ -52,6 +52,7 @@ class Team:
         self.world_size = self.membership.most
         self.members = comm.numbers if self.is_elastic else tuple(range(comm.world_size))
         self.people: tuple[Member, ...] = ()
+        self._twin: Team | None = None
         self.names = [""] * self.world_size
         self.comm = self.whole = comm
         self._windows_s: Sequence[float] | None = None
@@ -92,6 +93,11 @@ class Team:
     def name(self) -> str:
         """What this rank is called."""
         return self.membership.member
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the generation is known to have ended: nobody need be waited for in it."""
+        return self.membership.is_over
 
     def await_lease(self) -> None:
         """Return when this rank may commit; at once in a fixed team."""
@@ -136,6 +142,8 @@ class Team:
         for rank, member in known.items():
             self.names[rank] = member.member
         self._report_waits()
+        if self._twin is not None:
+            self._twin.meet(people)
 
     def watch_waits(self, windows_s: Sequence[float]) -> None:
         """Let this rank say at the terminal for whom it waits, when it waits for long.
@@ -145,6 +153,8 @@ class Team:
         """
         self._windows_s = windows_s
         self._report_waits()
+        if self._twin is not None:
+            self._twin.watch_waits(windows_s)
 
     def _report_waits(self) -> None:
         if self._windows_s is not None:
@@ -230,6 +240,34 @@ class Team:
         self.comm = self.whole = SingleCommunicator(number=self.rank)
         self.members = (self.rank,)
 
+    def let_go(self) -> None:
+        """Close the connections of a generation of an elastic team."""
+        self.comm.close()
+        if self._twin is not None:
+            self._twin.let_go()
+
+    def beside(self) -> "Team":
+        """Return the same ranks once more, with connections of their own; all call it together."""
+        self._twin = Team(self._split(), self.membership)
+        self._twin.meet(self.people)
+        return self._twin
+
+    def form_beside(self) -> None:
+        """Let those of ``beside``, if any, be the ranks of this generation, too; all call it."""
+        if self._twin is not None:
+            self._twin._follow(self)
+
+    def _follow(self, team: "Team") -> None:
+        self.sent_before += self.comm.sent_bytes
+        self.comm = self.whole = team._split()
+        self.members, self.rank = team.members, team.rank
+        self._report_waits()
+
+    def _split(self) -> Communicator:
+        comm = self.whole.split(range(self.whole.world_size), name="background")
+        assert comm is not None
+        return comm
+
     def stand_aside(self) -> None:
         """Be alone, as this rank's script is where the others have been before it joined."""
         self.comm, self.members = SingleCommunicator(number=self.rank), (self.rank,)
@@ -242,8 +280,10 @@ class Team:
         """Shorten the deadlines of exchanges, also of one that is under way."""
         self.comm.hurry(timeout_s)
         self.whole.hurry(timeout_s)
+        if self._twin is not None:
+            self._twin.hurry(timeout_s)
 
     def close(self) -> None:
         """Let the connections go, without waiting for any rank; idempotent."""
-        self.comm.close()
+        self.let_go()
         self.membership.close()

@@ -120,7 +120,7 @@ class Assembly:
         if membership is None and communicator is None:
             membership = _join(training, backend, config)
         if membership is not None:
-            communicator = _begin(membership, config, chosen)
+            communicator = _begin(membership, config)
         comm, self.backend_reason = connect_team(
             environment, backend, chosen, self.device, config.timeout_s, communicator
         )
@@ -333,9 +333,7 @@ class Assembly:
         else:
             background = None
             if self.apply_policy is ApplyPolicy.ASYNC and team.world_size > 1:
-                comm = self.comm.split(range(team.world_size), name="background")
-                assert comm is not None
-                background = Team(comm)
+                background = team.beside()
             cadence = self._plan_steps(speeds, in_background=background is not None)
             engine = LocalEngine(team, cadence, self.state, options, background=background)
         if speeds is not None and len(speeds) > 1 and team.rank == 0:  # it knows the speeds
@@ -406,10 +404,10 @@ def _check_kernels(device: torch.device) -> None:
         )
 
 
-def _begin(membership: Membership, config: DdpConfig, policy: ApplyPolicy) -> Communicator:
+def _begin(membership: Membership, config: DdpConfig) -> Communicator:
     """Return what joins the ranks with which a worker of an elastic team begins."""
     try:
-        config.check_elastic(policy)
+        config.check_elastic()
         return begin_generation(membership)
     except BaseException:
         membership.close()

@@ -10,8 +10,8 @@ from pkgutil import resolve_name
 from typing import Any, Final, TypedDict, Unpack
 
 from evener.checkpoint import WrittenCheckpoint
-from evener.engine.changing import Change
 from evener.engine.results import WindowResult
+from evener.engine.team_change import Change
 from evener.errors import ConfigError
 from evener.loop.assembly import Assembly
 from evener.observe.events import Event, Fanout, RankRow, Sink, make_event

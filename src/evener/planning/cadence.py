@@ -63,6 +63,13 @@ class CadencePolicy(Planner):
         self._micro_batch_size = 1
         self._samples_per_step = [0.0] * len(members)
         self._last_anchor = 0
+        self._present: Sequence[int] = range(len(members))
+
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        """Give these ranks nothing to do, and forget how fast they were."""
+        self._present = [r for r in range(len(self.members)) if r not in ranks]
+        if ranks:
+            self.elche.forget(ranks)
 
     def solo_speeds(self, batch_size: int) -> tuple[float, ...]:
         """Return samples per second of each rank alone, as timed; see ``Planner``."""
@@ -108,10 +115,11 @@ class CadencePolicy(Planner):
         """
         counts = self._counts()
         available = left if limit is None else min(left, limit)
-        most = tuple(c + max(2, c // 2) for c in counts)
+        most: Sequence[int] = [c + max(2, c // 2) for c in counts]
         if self._max_batch_diff is not None:
-            furthest = min(counts) + self._max_batch_diff
+            furthest = self._slowest(counts) + self._max_batch_diff
             most = tuple(min(m, furthest) for m in most)
+        most = self._of_present(most)
         is_tail = available <= max(_TAIL * sum(counts), sum(most))
         if is_tail:
             steps = most = self._last_steps(available)
@@ -142,6 +150,27 @@ class CadencePolicy(Planner):
             queues=queues,
             # Without these a rank would fall too far behind one that does all it may.
             least=0 if self._max_batch_diff is None else max(0, max(most) - self._max_batch_diff),
+            anchor=self.elche.anchor,
+            verdict=self._verdict,
+        )
+
+    def close(self, window: int, epoch: int, done: Sequence[int]) -> LocalPlan:
+        """Plan that a window is over: nothing is added to what ranks have done.
+
+        Args:
+            window: Its number.
+            epoch: Its epoch.
+            done: Local steps by rank.
+        """
+        self._give_reason(window, "the team has changed")
+        return LocalPlan(
+            window=window,
+            epoch=epoch,
+            window_s=math.inf,
+            blocking=True,
+            steps=tuple(done),
+            most=tuple(done),
+            queues=tuple(done),
             anchor=self.elche.anchor,
             verdict=self._verdict,
         )
@@ -219,10 +248,18 @@ class CadencePolicy(Planner):
         counts = elche.batch_counts
         if not elche.is_calibrated and not elche.has_speed_hint:
             counts = (1,) * len(self.members)
+        counts = self._of_present(counts)
         if self._max_batch_diff is not None:
-            furthest = min(counts) + self._max_batch_diff
+            furthest = self._slowest(counts) + self._max_batch_diff
             counts = tuple(min(c, furthest) for c in counts)
         return counts
+
+    def _of_present(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the same with 0 for ranks that are absent."""
+        return tuple(c if rank in self._present else 0 for rank, c in enumerate(counts))
+
+    def _slowest(self, counts: Sequence[int]) -> int:
+        return min(counts[rank] for rank in self._present)
 
     def _window_s(self, steps: Sequence[int], *, is_tail: bool) -> float:
         if not self.elche.is_calibrated:
@@ -243,14 +280,18 @@ class CadencePolicy(Planner):
     def _last_steps(self, available: int) -> tuple[int, ...]:
         if self._max_batch_diff is None:
             return self._split(available)
-        world_size = len(self.members)
+        world_size = len(self._present)
         least = available // world_size
         if least == 0:
-            return tuple(int(rank < available) for rank in range(world_size))
+            some = self._present[:available]
+            return tuple(int(rank in some) for rank in range(len(self.members)))
         extra = self._split(available - least * world_size)
-        return tuple(least + min(e, self._max_batch_diff) for e in extra)
+        return self._of_present([least + min(e, self._max_batch_diff) for e in extra])
 
     def _split(self, total: int) -> tuple[int, ...]:
         """Return steps by rank that sum to ``total``, with the earliest finish."""
-        costs = [CostModel(0.0, ms) for ms in self._ms()]
-        return fastest_shares(total, costs, [None] * len(costs))
+        ms = self._ms()
+        costs = [CostModel(0.0, ms[rank]) for rank in self._present]
+        parts = fastest_shares(total, costs, [None] * len(costs))
+        by_rank = dict(zip(self._present, parts, strict=True))
+        return tuple(by_rank.get(rank, 0) for rank in range(len(self.members)))

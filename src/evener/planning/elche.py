@@ -7,7 +7,7 @@ limit of a change say, and no count moves by less than rounding explains.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Self, final
 
@@ -302,6 +302,13 @@ class ElChe:
         self._tune_anchor(max(wall_ms), sync_ms)
         self._recount(slow_ms)
         self.is_calibrated = True
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """Forget how fast some ranks are, such as those that have left."""
+        self._ms = [0.0 if rank in ranks else ms for rank, ms in enumerate(self._ms)]
+        self.is_calibrated = any(self._ms)
+        if self.is_calibrated:
+            self._recount(max(self._ms))
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Average more often, as when ranks drift apart.

@@ -14,7 +14,8 @@ planner says that it is time to try them.
 
 In an elastic team the coordinator numbers and forms generations, and ``renewed`` gives the state in
 which one begins. A rank that joins or leaves changes the generation in the same agreed way. A rank
-that is lost forces the change: the window under way is dropped, and those who remain redo it.
+that is lost forces the change. In SYNC, those who remain drop the window under way and redo it. In
+CADENCE and ASYNC they keep their local steps, and average them at once.
 """
 
 from collections.abc import Collection, Mapping
@@ -84,13 +85,14 @@ def renewed(state: State, formation: Formation, me: int) -> State:
     """Return the state in which a generation of an elastic team begins, without plans.
 
     The first member plans: those that stay come first, in their order, so that the planner changes
-    only if it is lost.
+    only if it is lost. A rank that has left a loop of local steps still owes what it has done.
 
     Args:
         state: That of a rank of the generation before, or of one that joins.
         formation: The new one.
         me: The rank's number.
     """
+    owes = state.phase is Phase.REST and not state.is_sync
     return state.release()._replace(
         me=me,
         generation=formation.generation,
@@ -100,7 +102,7 @@ def renewed(state: State, formation: Formation, me: int) -> State:
         own=None,
         flight=None,
         applied=False,
-        phase=Phase.OUT,
+        phase=Phase.REST if owes else Phase.OUT,
         leaving=(),
     )
 

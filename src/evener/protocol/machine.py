@@ -30,7 +30,8 @@ The whole table is in ``judge`` and the functions below it; the first line that 
       ... different optimizers are to be stepped      error on every rank
       ... a number is not finite, no skip allowed     RESTORE, error on every rank
       ... a weight is negative or not finite          error on every rank
-      ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND
+      ... in CADENCE and ASYNC                        EXCHANGE, then PLAN; ``land``: LAND, and
+                                                      CHANGE if the planner wishes it
       ... one optimizer is to be stepped (WINDOW)     TURN
       ... samples differ from the plan (WINDOW)       error on every rank
       ... otherwise                                   APPLY; CHANGE if the planner wishes it
@@ -354,7 +355,13 @@ def _begin(state: State, rows: Mapping[int, Row]) -> Ruling:
         if row.body[:DATA_LENGTH] != own.body[:DATA_LENGTH]:
             error = UsageError(wording.other_data(rank, row, state.me, own))
             return Ruling(state=state, error=error)
-    return Ruling(state=_accept(state, rows[state.planner].body[DATA_LENGTH:]))
+    numbers, stopping = rows[state.planner].body[DATA_LENGTH:], state.stopping
+    if state.is_elastic and not state.is_sync:
+        # Steps of an earlier generation may be waiting for an average, also when the team stops.
+        return Ruling(
+            state=_accept(state._replace(stopping=False), numbers)._replace(stopping=stopping)
+        )
+    return Ruling(state=_accept(state, numbers))
 
 
 def _accept(state: State, numbers: tuple[float, ...]) -> State:
@@ -490,8 +497,12 @@ def land(
         phase = Phase.REST if is_left else Phase.OUT
         state = state._replace(plans=(), winding=False, phase=phase, led_out=led_out)
     state = state._replace(window=state.window + (steps > 0), applied=steps > 0, stopping=stopping)
-    do = tuple(do for do in verdict.do if do is Do.COMMIT)
-    return verdict._replace(state=state, do=(*do, Do.LAND))
+    state = state._replace(leaving=verdict.state.leaving)
+    do = (*(do for do in verdict.do if do is Do.COMMIT), Do.LAND)
+    changes = rows[state.planner].change or state.leaving
+    if changes and state.plans and not winds:
+        do = (*do, Do.CHANGE)
+    return verdict._replace(state=state, do=do)
 
 
 def _unlike_parameters(rows: Mapping[int, Row]) -> UsageError | None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from evener import Sink, WindowResult
-from evener.errors import ConfigError
 from helpers.elastic import ElasticThreads, Kill, ThreadMembership
 from helpers.elastic_runs import DATA, Trained, begin, check, loop, run, train
 
@@ -183,12 +182,3 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
     ]
     assert all(event["reform_s"] >= 0 for event in events if event["type"] == "reformed")
     assert all(event["num_bytes"] > 0 for event in events if event["type"] == "healed")
-
-
-def test_a_policy_of_local_steps_is_refused() -> None:
-    def body(membership: ThreadMembership) -> None:
-        begin(membership, seed=1, policy="cadence")
-
-    (fate,) = ElasticThreads(1).run(body)
-    assert isinstance(fate.error, ConfigError)
-    assert "policy 'sync' so far" in str(fate.error)

@@ -214,12 +214,13 @@ class TeamLoader(LikeDataLoader):
                 micro_batches = self._submit(positions, permutation)
                 share = engine.open_share(len(micro_batches))
                 continue
+            if engine.share is not share:  # a change of the team has broken it off
+                return
             if share.in_micro_batch and share.turns:
                 engine.end_micro_batch()
             elif share.in_micro_batch:
                 raise share.not_ended()
-            # A share that a change of the team has broken off is another one by now.
-            if engine.window != window or engine.share is not share or not engine.is_working:
+            if engine.window != window or not engine.is_working:
                 return
 
     def _submit(

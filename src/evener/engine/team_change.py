@@ -1,0 +1,55 @@
+"""A change of an elastic team, as events and the terminal tell it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of an elastic team, for people.
+
+    Attributes:
+        generation: The one that begins.
+        window: Its first window.
+        why: What led to it.
+        members: Names of its ranks, in order.
+        lost: Names of ranks that are gone, by number.
+        left: Names of ranks that have left as they were told to, by number.
+        joined: Names of ranks that are new in it, by number.
+        healed: Names of ranks that have received the state, by number.
+        donor: Name of the rank that has sent it.
+        num_bytes: Its size.
+        reform_s: Seconds until the new generation was formed and its ranks were connected.
+        heal_s: Seconds until all of them held the same state.
+    """
+
+    generation: int
+    window: int
+    why: str
+    members: tuple[str, ...]
+    lost: Mapping[int, str]
+    left: Mapping[int, str]
+    joined: Mapping[int, str]
+    healed: Mapping[int, str]
+    donor: str
+    num_bytes: int
+    reform_s: float
+    heal_s: float
+
+    def __str__(self) -> str:
+        """Return one line for the terminal."""
+        said = [f"lost {_named(self.lost)}"] if self.lost else []
+        said += [f"{_named(self.left)} left"] if self.left else []
+        said += [f"{_named(self.joined)} joined"] if self.joined else []
+        times = f"re-formed in {self.reform_s:.2f} s"
+        if self.healed:
+            times += f", state sent in {self.heal_s:.2f} s"
+        return (
+            f"generation {self.generation} begins with window {self.window}: "
+            f"{', '.join(said) or self.why}; {len(self.members)} "
+            f"{'rank' if len(self.members) == 1 else 'ranks'}, {times}"
+        )
+
+
+def _named(ranks: Mapping[int, str]) -> str:
+    return " and ".join(f"rank {rank} ({name})" for rank, name in ranks.items())

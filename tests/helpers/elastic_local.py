@@ -1,0 +1,291 @@
+"""Elastic teams that make local steps, on threads, and what an undisturbed team makes of the same.
+
+Each rank's clock stands still but for what its steps are said to take, so that the planner sees
+ranks of different speed, whatever this machine does.
+"""
+
+import copy
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from evener import Ddp, DdpConfig, WindowResult
+from evener.data.cursor import Slice
+from evener.data.leases import LeaseBook
+from evener.engine import keeping
+from evener.engine.local import LocalEngine
+from evener.engine.steps import LocalSteps
+from evener.planning.cadence import CadencePolicy
+from evener.planning.local_plan import LocalPlan
+from evener.protocol.formation import Formation
+from helpers.clocks import RankClocks
+from helpers.elastic import Died, ElasticThreads, Kill, ThreadMembership
+from helpers.limits import PATIENCE_S
+
+NUM_SAMPLES, BATCH, EPOCHS = 48, 2, 2
+DATA = [(torch.tensor([k / 32, 1.0, k * k / 1024]), torch.tensor([k / 16])) for k in range(48)]
+STEP_S = (0.01, 0.02, 0.01, 0.03, 0.01)
+
+_SEEDED = threading.Lock()
+
+
+class Trained(NamedTuple):
+    """What a rank has at its end."""
+
+    committed: list[WindowResult]
+    state: list[Tensor]
+
+
+class Record:
+    """What a team has done, window by window.
+
+    Attributes:
+        done: By window and member, the batches that were averaged, in order.
+        stale: By window and member, the steps that were made before its average landed.
+        donors: By member that has joined, whose optimizer it took over, and after how many steps.
+    """
+
+    def __init__(self) -> None:
+        self.done: dict[int, dict[str, tuple[Slice, ...]]] = {}
+        self.stale: dict[tuple[int, str], int] = {}
+        self.donors: dict[str, tuple[str, int]] = {}
+        self.steps: Counter[str] = Counter()
+
+    def apply(self, engine: Any, found: Any) -> None:
+        self.done[engine.window] = {
+            engine.team.names[rank]: engine._leases.queue(rank)[: row.report.steps]
+            for rank, row in found.rows.items()
+        }
+        self.stale[engine.window, engine.team.name] = engine._steps.num_done
+
+    def heal(self, engine: Any, formation: Formation) -> None:
+        own = engine.team.name
+        if formation.donor == own:
+            for joiner in (m for m in formation.receivers if m.startswith("j")):
+                self.donors[joiner] = own, self.steps[own]
+        if engine._flown is not None:  # it lands by what it receives
+            self.stale[engine.window, own] = engine._steps.num_done
+
+
+class LocalRuns:
+    """Runs elastic teams of one policy, and replays what they have done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clocks: RankClocks, policy: str) -> None:
+        self.monkeypatch, self.clocks, self.policy = monkeypatch, clocks, policy
+        self.record = Record()
+
+    def run(
+        self,
+        founders: int,
+        kills: Sequence[Kill] = (),
+        *,
+        joins_after: int | None = None,
+        dies_at_step: tuple[str, int] | None = None,
+        at_commit: Callable[[ThreadMembership, WindowResult], None] | None = None,
+        body: Callable[[Ddp, Callable[[], None]], None] | None = None,
+        whole: bool = True,
+    ) -> ElasticThreads:
+        """Train, and compare every rank that comes to the end with the replay.
+
+        Args:
+            founders: Members of the first generation.
+            kills: Where members die.
+            joins_after: Commit of this window starts another worker, and waits until it is there.
+            dies_at_step: A member that dies in a local step, and which one of its steps.
+            at_commit: Called on every rank.
+            body: The script, instead of ``loop``.
+            whole: It goes through all epochs, so that it can be replayed.
+        """
+        team = ElasticThreads(founders, kills=kills)
+        record = self.record
+        self._watch(record)
+        if self.policy == "async":
+            self.clocks.land_after(1)
+
+        def worker(membership: ThreadMembership) -> Trained:
+            self.clocks.start()
+            with begin(membership, self.policy, seed=membership.number + 1) as ddp:
+                committed: list[WindowResult] = []
+
+                def commit(result: WindowResult) -> None:
+                    committed.append(result)
+                    if joins_after == result.window and ddp.is_main_process:
+                        if "j" not in team.numbers:
+                            team.start("j", worker)
+                        while not team.joiners:
+                            time.sleep(0.001)
+                    if at_commit is not None:
+                        at_commit(membership, result)
+
+                def step() -> None:
+                    self.clocks.spend(STEP_S[membership.number])
+                    if dies_at_step == (membership.member, record.steps[membership.member]):
+                        team.die(membership.member)
+
+                ddp.on_commit(commit)
+                (body or loop)(ddp, step)
+                return Trained(committed, state_of(ddp))
+
+        fates = team.run(worker)
+        errors = [f.error for f in fates if f.error is not None and not isinstance(f.error, Died)]
+        if errors:
+            raise errors[0]
+        self.trained = {fate.member: fate.value for fate in fates if fate.error is None}
+        if whole:
+            self._check(team)
+        return team
+
+    def _watch(self, record: Record) -> None:
+        apply, heal, finish = LocalEngine._apply, LocalEngine._heal, LocalSteps.finish
+
+        def watched_apply(engine: Any, found: Any) -> None:
+            record.apply(engine, found)
+            apply(engine, found)
+
+        def watched_heal(engine: Any, formation: Formation) -> int:
+            record.heal(engine, formation)
+            return heal(engine, formation)
+
+        def watched_finish(steps: Any, *arguments: Any) -> bool:
+            record.steps[threading.current_thread().name] += 1
+            return finish(steps, *arguments)
+
+        self.monkeypatch.setattr(LocalEngine, "_apply", watched_apply)
+        self.monkeypatch.setattr(LocalEngine, "_heal", watched_heal)
+        self.monkeypatch.setattr(LocalSteps, "finish", watched_finish)
+
+    def _check(self, team: ElasticThreads) -> None:
+        record = self.record
+        assert sorted(record.done) == [*range(len(record.done))]
+        positions = [
+            (piece.epoch, position)
+            for by_rank in record.done.values()
+            for pieces in by_rank.values()
+            for piece in pieces
+            for position in range(piece.start, piece.stop)
+        ]
+        every = {(e, p): 1 for e in range(EPOCHS) for p in range(NUM_SAMPLES)}
+        assert Counter(positions) == every
+        self.monkeypatch.undo()
+        replayed = self.replay([*dict.fromkeys(m for f in team.formations for m in f.members)])
+        for trained in self.trained.values():
+            assert all(map(torch.equal, trained.state, replayed[0].state))
+            windows = [result.window for result in trained.committed]
+            assert windows == [*range(windows[0], len(record.done))]
+            losses = [result.loss for result in replayed[0].committed]
+            assert [result.loss for result in trained.committed] == losses[windows[0] :]
+        assert all(map(torch.equal, replayed[0].state, replayed[-1].state))
+
+    def replay(self, members: Sequence[str]) -> list[Trained]:
+        """What a team without any change makes of the same batches, averaged at the same time."""
+        record, states = self.record, defaultdict(threading.Event)
+        held: dict[str, Any] = {}
+
+        class ReplayBook(LeaseBook):
+            """Hands out what was done; a plan's sizes are the number of its window."""
+
+            def fill(self, sizes: Sequence[int], *, hand_on: bool = False) -> None:
+                for rank, queue in self._queues.items():
+                    member = members[rank] if rank < len(members) else ""
+                    own = list(record.done[sizes[0]].get(member, ()))
+                    stale = record.stale.get((sizes[0], member), 0)
+                    own += record.done.get(sizes[0] + 1, {}).get(member, ())[:stale]
+                    for piece in own[len(queue) :]:
+                        self.cursor.lease(piece)
+                        queue.append(piece)
+
+        self.monkeypatch.setattr(keeping, "LeaseBook", ReplayBook)
+
+        def worker(membership: ThreadMembership) -> Trained:
+            member = members[membership.number]
+            with begin(membership, self.policy, seed=1) as ddp:
+                committed: list[WindowResult] = []
+                ddp.on_commit(committed.append)
+                self._script(ddp.assembly.engine, members)
+                optimizer, made = ddp.assembly.optimizers[0], 0
+
+                def show() -> None:
+                    for joiner, donor in record.donors.items():
+                        if donor == (member, made):
+                            held[joiner] = copy.deepcopy(optimizer.state_dict())
+                            states[joiner].set()
+
+                def step() -> None:
+                    nonlocal made
+                    if member in record.donors and not made:
+                        assert states[member].wait(PATIENCE_S)
+                        optimizer.load_state_dict(held[member])
+                    made += 1
+
+                show()
+                loop(ddp, step, show)
+                return Trained(committed, state_of(ddp))
+
+        fates = ElasticThreads(len(members), most=len(members)).run(worker)
+        errors = [fate.error for fate in fates if fate.error is not None]
+        if errors:
+            raise errors[0]
+        return [fate.value for fate in fates]
+
+    def _script(self, engine: Any, members: Sequence[str]) -> None:
+        record, member = self.record, members[engine.rank]
+
+        def may_go_on() -> bool:
+            wanted = len(record.done.get(engine.window, {}).get(member, ()))
+            if engine.state.flight is not None:
+                wanted = record.stale.get((engine.window, member), 0)
+            return bool(engine._own) and engine._steps.num_done < wanted
+
+        def has_to_exchange() -> bool:
+            working = engine.is_working or engine.state.flight is not None
+            return working and not may_go_on()
+
+        def plan(window: int, epoch: int, **_: Any) -> LocalPlan:
+            done = record.done.get(window, {})
+            counts = tuple(len(done.get(m, ())) for m in members)
+            here = any(p.epoch == epoch for pieces in done.values() for p in pieces)
+            return LocalPlan(
+                window=window,
+                epoch=epoch,
+                window_s=1.0,
+                blocking=self.policy == "cadence",
+                steps=counts,
+                most=counts if here else (0,) * engine.world_size,
+                queues=(window,) * engine.world_size,
+            )
+
+        engine._may_go_on, engine._has_to_exchange = may_go_on, has_to_exchange
+        policy: CadencePolicy = engine._policy
+        policy.plan = plan
+
+
+def begin(membership: ThreadMembership, policy: str, *, seed: int) -> Ddp:
+    with _SEEDED:  # threads share torch's generator
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    config = DdpConfig(quiet=True, timeout_s=PATIENCE_S, max_grad_norm=1.0, anchor=2, max_anchor=2)
+    return Ddp.setup(
+        model, optimizer, devices="cpu", elastic=membership, config=config, policy=policy
+    )
+
+
+def state_of(ddp: Ddp) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in ddp.assembly.model.state_dict().values()]
+
+
+def loop(ddp: Ddp, step: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+    model = ddp.assembly.model
+    loader = ddp.loader(DATA, batch_size=BATCH, seed=3)
+    for epoch in ddp.epochs(EPOCHS):
+        for x, y in loader.epoch(epoch):
+            step()
+            ddp.backward(((model(x) - y) ** 2).mean())
+            ddp.step()
+            after()

@@ -1,0 +1,121 @@
+"""Elastic teams that make local steps: ranks die at every point, and others join; on threads."""
+
+from collections.abc import Callable
+
+import pytest
+
+from evener import Ddp, WindowResult
+from helpers.clocks import RankClocks
+from helpers.elastic import Kill, ThreadMembership
+from helpers.elastic_local import BATCH, DATA, EPOCHS, LocalRuns
+
+# Rounds of rows in the order of a run: 0 plans; then two for each window, of reports and of the
+# next plan.
+PLAN, REPORTS_OF_2, NEXT_PLAN_OF_2 = 0, 5, 6
+
+
+@pytest.fixture(params=["cadence", "async"])
+def runs(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, rank_clocks: RankClocks
+) -> LocalRuns:
+    return LocalRuns(monkeypatch, rank_clocks, request.param)
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after"])
+@pytest.mark.parametrize("founders", [2, 3, 5])
+def test_a_rank_dies_in_the_exchange_of_a_window(runs: LocalRuns, founders: int, when: str) -> None:
+    what = "buffers" if founders == 3 else "parameters"
+    team = runs.run(founders, [Kill("w1", f"{what} of window 2", when=when, told=["w0"])])
+    assert [len(formation.members) for formation in team.formations] == [founders, founders - 1]
+    assert team.formations[-1].base == 2
+
+
+@pytest.mark.parametrize("skip", [PLAN, REPORTS_OF_2, NEXT_PLAN_OF_2])
+def test_the_planner_dies_before_a_round(runs: LocalRuns, skip: int) -> None:
+    team = runs.run(2, [Kill("w0", "a meeting", skip=skip)])
+    assert [formation.members for formation in team.formations] == [("w0", "w1"), ("w1",)]
+
+
+@pytest.mark.parametrize("told", ["w0", "w2"])
+def test_a_window_has_landed_on_some_ranks_when_another_dies(runs: LocalRuns, told: str) -> None:
+    """The rank on which it has not receives the consensus, and keeps its own optimizer."""
+    kill = Kill("w1", "a meeting", skip=NEXT_PLAN_OF_2, when="inside", told=[told])
+    team = runs.run(3, [kill])
+    assert team.formations[-1].base == 3
+    other = {"w0": "w2", "w2": "w0"}[told]
+    assert team.formations[-1].receivers == (other,)
+    assert runs.record.stale[2, other] == (runs.policy == "async"), "it had gone on meanwhile"
+
+
+def test_a_rank_dies_between_two_of_its_steps(runs: LocalRuns) -> None:
+    runs.run(3, dies_at_step=("w1", 3))
+
+
+def test_a_rank_joins_and_contributes(runs: LocalRuns) -> None:
+    team = runs.run(2, joins_after=1)
+    assert team.formations[-1].members == ("w0", "w1", "j")
+    assert team.formations[-1].receivers == ("j",)
+    assert sum(len(done.get("j", ())) for done in runs.record.done.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("member", "what"),
+    [("w0", "state index"), ("w1", "parameters of a recall"), ("j", "optimizer state")],
+)
+def test_a_rank_dies_while_another_one_joins(runs: LocalRuns, member: str, what: str) -> None:
+    runs.run(3, [Kill(member, what)], joins_after=1)
+    assert sorted(runs.trained) == sorted({"w0", "w1", "w2", "j"} - {member})
+
+
+def test_one_dies_one_joins_and_another_dies(runs: LocalRuns) -> None:
+    kills = [Kill("w1", "parameters of window 2"), Kill("w0", "parameters of window 7")]
+    team = runs.run(3, kills, joins_after=2)
+    assert [len(formation.members) for formation in team.formations] == [3, 2, 3, 2]
+
+
+def test_a_rank_dies_while_it_tells_of_a_window(runs: LocalRuns) -> None:
+    def die(membership: ThreadMembership, result: WindowResult) -> None:
+        if membership.member == "w1" and result.window == 2:
+            membership.team.die("w1")
+
+    runs.run(3, at_commit=die)
+
+
+def test_a_value_is_asked_for_in_mid_batch_and_a_rank_dies(runs: LocalRuns) -> None:
+    """The batch that the loop is in is done again; all that was stepped on stays."""
+
+    def script(ddp: Ddp, step: Callable[[], None]) -> None:
+        model, asked = ddp.assembly.model, 0
+        loader = ddp.loader(DATA, batch_size=BATCH, seed=3)
+        for epoch in ddp.epochs(EPOCHS):
+            for x, y in loader.epoch(epoch):
+                step()
+                loss = ((model(x) - y) ** 2).mean()
+                if ddp.window == 2 and not asked:
+                    asked = 1
+                    ddp.weighted_mean(1.0)
+                ddp.backward(loss)
+                ddp.step()
+
+    team = runs.run(3, [Kill("w1", "a meeting", skip=5)], body=script)
+    assert len(team.formations) == 2
+
+
+def test_a_rank_dies_when_others_have_left_their_loop(runs: LocalRuns) -> None:
+    """What they have done is averaged, and the others are led out."""
+
+    def script(ddp: Ddp, step: Callable[[], None]) -> None:
+        model = ddp.assembly.model
+        loader = ddp.loader(DATA, batch_size=BATCH, seed=3)
+        for x, y in loader.epoch(0):
+            step()
+            ddp.backward(((model(x) - y) ** 2).mean())
+            ddp.step()
+            if ddp.window == 2 and ddp.rank == 0:
+                break
+        ddp.weighted_mean(1.0)
+
+    team = runs.run(3, [Kill("w1", "parameters of window 2")], body=script, whole=False)
+    assert len(team.formations) == 2
+    one, other = (trained.state for trained in runs.trained.values())
+    assert all(a.equal(b) for a, b in zip(one, other, strict=True))
