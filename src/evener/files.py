@@ -74,14 +74,14 @@ def read_file(path: Path, *, most_bytes: int = MOST_BYTES, follow: bool = True) 
     return data
 
 
-def read_json(path: Path, *, most_bytes: int = MOST_BYTES, follow: bool = True) -> Any:
+def read_json(path: Path, *, follow: bool = True) -> Any:
     """Read a JSON file.
 
     Raises:
         OSError: As ``read_file``.
         ValueError: As ``parse_json``.
     """
-    return parse_json(read_file(path, most_bytes=most_bytes, follow=follow))
+    return parse_json(read_file(path, follow=follow))
 
 
 def blake2b(data: bytes = b"") -> "hashlib.blake2b":

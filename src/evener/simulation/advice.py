@@ -27,14 +27,12 @@ class Worth:
         name: For people.
         samples_per_s: Throughput of the team with it, under the policy that is best then.
         without: The same of the team without it.
-        is_parked: SYNC would give it no work.
     """
 
     rank: int
     name: str
     samples_per_s: float
     without: float
-    is_parked: bool
 
     @property
     def gain(self) -> float:
@@ -71,14 +69,12 @@ def advise(team: TeamSpec) -> Advice:
     best = best_policy(predictions)
     whole = predictions[best].samples_per_s
     others = _without_each(team)
-    parked = predictions[ApplyPolicy.SYNC].parked
     worth = tuple(
         Worth(
             rank=rank,
             name=team.ranks[rank].name,
             samples_per_s=whole,
             without=speed,
-            is_parked=rank in parked,
         )
         for rank, speed in enumerate(others)
     )

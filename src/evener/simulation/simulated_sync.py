@@ -3,12 +3,16 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from evener.data.cursor import Cursor, Slice
 from evener.planning.plan import WindowPlan
 from evener.planning.policies import Policy
 from evener.planning.report import NOTHING, Report
 from evener.simulation.simulated_rank import Link, SimulatedRank, SimulatedWindow
+
+_AHEAD: Final = 2
+"""Windows between a plan and its window."""
 
 
 class SimulatedSync:
@@ -23,7 +27,6 @@ class SimulatedSync:
         batch_size: Samples of a window; may be changed between windows.
         num_samples: Samples of an epoch.
         divides_updates: Each rank that is present makes its part of the update.
-        ahead: Windows between a plan and its window.
 
     Attributes:
         now_s: Virtual seconds since the beginning.
@@ -41,7 +44,6 @@ class SimulatedSync:
         batch_size: int,
         num_samples: int,
         divides_updates: bool = False,
-        ahead: int = 2,
     ) -> None:
         self.ranks = ranks
         self.policy = policy
@@ -53,7 +55,6 @@ class SimulatedSync:
         self.reports: tuple[Report, ...] = ()
         self._link = link
         self._divides_updates = divides_updates
-        self._ahead = ahead
         self._planned: deque[tuple[Slice, WindowPlan]] = deque()
         self._unlearnt: list[tuple[Sequence[Report], WindowPlan, float]] = []
         self._recall_at = 0
@@ -71,7 +72,7 @@ class SimulatedSync:
         """Simulate a window, and the change of the team that follows from it."""
         if not self._planned:
             self.cursor.begin(self.cursor.epoch)
-            self._plan(self._ahead)
+            self._plan()
         self.observe()
         self.decide()
         misfits = self.policy.ranks_to_park(self.batch_size)
@@ -127,8 +128,8 @@ class SimulatedSync:
             exchanges_s=tuple(exchange_s * is_here for is_here in here),
         )
 
-    def _plan(self, num_windows: int, *, work_for_all: float = 0.0) -> None:
-        for _ in range(num_windows):
+    def _plan(self, *, work_for_all: float = 0.0) -> None:
+        for _ in range(_AHEAD):
             self.decide(work_for_all=work_for_all)
 
     def _park(self, ranks: frozenset[int]) -> None:
@@ -142,4 +143,4 @@ class SimulatedSync:
         self.policy.set_parked(parked)
         self._planned.clear()
         self.cursor.release()
-        self._plan(self._ahead, work_for_all=work_for_all)
+        self._plan(work_for_all=work_for_all)

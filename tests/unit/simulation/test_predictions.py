@@ -120,7 +120,7 @@ def test_a_slow_network_makes_local_steps_best_and_says_why():
 def test_a_rank_without_work_is_named():
     team = team_at(100, 99, 0.3, link=Link(num_bytes=4, transfer_s=0.01, latency_s=0.002))
     advice = advise(team)
-    assert advice.worth[2].is_parked
+    assert advice.predictions[SYNC].parked == (2,)
     told = text(advise(replace(team, notes=("a note",))))
     assert "sync parks rank 2" in told
     assert "rank 2: not worth having" in told
@@ -133,7 +133,7 @@ def test_a_rank_without_work_is_named():
     [(50, "worth having: "), (99.5, "not worth having: "), (125, "leave it out: ")],
 )
 def test_the_verdict_on_a_rank(without, said):
-    worth = Worth(rank=1, name="rank 1", samples_per_s=100, without=without, is_parked=False)
+    worth = Worth(rank=1, name="rank 1", samples_per_s=100, without=without)
     assert verdict(worth).startswith(f"{said}the team does 100 samples/s with it and")
 
 
