@@ -75,6 +75,7 @@ class ElasticThreads:
         self.formed: dict[str, Formation] = {}  # by member that has not heard of it yet
         self.left_out: set[str] = set()
         self.refused: dict[str, str] = {}
+        self.comms: dict[str, MortalCommunicator] = {}
         self.wanted: dict[str, bool] = {}
         self.waiting: set[str] = set()
         self.living: list[str] = []
@@ -171,6 +172,9 @@ class ElasticThreads:
         self, member: str, generation: int, standing: Standing | None
     ) -> tuple[Formation, Communicator]:
         with self.condition:
+            # Gloo ends the waits of others only where each member drops its broken group.
+            left = self.comms.pop(member, None)
+            assert left is None or left.is_released, f"{member} keeps the group that it has left"
             self.waiting.add(member)
             self._break(member)
             self.roster.report(self.now_s, member, generation, standing)
@@ -186,7 +190,9 @@ class ElasticThreads:
             formation, team = self.formed.pop(member), self.team
             assert team is not None
         place = formation.members.index(member)
-        return formation, MortalCommunicator(self, member, team, place, formation.numbers)
+        comm = MortalCommunicator(self, member, team, place, formation.numbers)
+        self.comms[member] = comm
+        return formation, comm
 
     def _break(self, member: str) -> None:
         """Ends the exchanges of the others that wait for a member which has left."""
@@ -302,6 +308,7 @@ class MortalCommunicator(Communicator):
         )
         self._team, self._member = team, member
         self._inner = ThreadCommunicator(threads, rank)
+        self.is_released = False
 
     def _carry(self, call: Call, run: Callable[[], Any]) -> Any:
         kill = next((k for k in self._team.kills if k.what in call.what), None)
@@ -345,4 +352,5 @@ class MortalCommunicator(Communicator):
         return MortalCommunicator(self._team, self._member, inner._team, inner.rank, numbers)
 
     def _release(self) -> None:
+        self.is_released = True
         self._inner.close()

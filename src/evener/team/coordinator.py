@@ -341,6 +341,7 @@ class Visitor(asyncio.Protocol):
             "welcome",
             {
                 "generation": roster.generation,
+                "open": roster.is_open(now_s),
                 "number": number,
                 "deadlines": asdict(options.deadlines),
                 "limits": [options.least, options.most],
@@ -355,9 +356,12 @@ class Visitor(asyncio.Protocol):
             counter, phase = fields.whole("micro_batches"), fields.text("phase")
             sent = fields["at"]
             renewed = roster.beat(now_s, self.member, counter, phase)
-            number = roster.number_of(self.member)
-            known = {"renewed": renewed, "generation": roster.generation, "number": number}
-            self.tell("beaten", {"at": sent, **known})
+            known = {
+                "generation": roster.generation,
+                "open": roster.is_open(now_s),
+                "number": roster.number_of(self.member),
+            }
+            self.tell("beaten", {"at": sent, "renewed": renewed, **known})
         elif kind == "report":
             standing = fields["standing"]
             held = read_standing(fields.fields("standing")) if standing is not None else None

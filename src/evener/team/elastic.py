@@ -59,7 +59,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._asking: Message | None = None
         self._left_out = self._has_left = self._is_compared = False
         self._refusal = ""
-        self._generation = 0
+        self._generation, self._is_open = 0, False
         self._number = NO_NUMBER
         self._wanted = False
         self._over: dict[int, str] = {}
@@ -76,6 +76,14 @@ class CoordinatorLink(CoordinatorConnection):
     def generation(self) -> int:
         """The highest generation that has been formed, as last heard; 0 for none."""
         return self._generation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the coordinator forms generations: it knows by then whether the team has one.
+
+        One that has just been started again waits for members of the team's generation.
+        """
+        return self._is_open
 
     @property
     def number(self) -> int:
@@ -254,7 +262,7 @@ class CoordinatorLink(CoordinatorConnection):
         }
 
     def _begin(self, welcome: Fields) -> list[Message]:
-        self._generation = welcome.whole("generation")
+        self._generation, self._is_open = welcome.whole("generation"), welcome.flag("open")
         number = welcome.whole("number", least=NO_NUMBER)
         self._number = number
         told = [_announcement(key, text) for key, text in self._announced.items()]
@@ -270,7 +278,7 @@ class CoordinatorLink(CoordinatorConnection):
 
     def _hear(self, kind: str, fields: Fields) -> None:
         if kind == "beaten":
-            self._generation = fields.whole("generation")
+            self._generation, self._is_open = fields.whole("generation"), fields.flag("open")
             is_own = self._held is not None and self._generation == self._held.generation
             if not is_own:
                 self._number = fields.whole("number", least=NO_NUMBER)

@@ -67,8 +67,8 @@ class ElasticMembership(Membership):
         self._link, self._shares_memory, self._timeout_s = link, shares_memory, timeout_s
         self._host, port = parse_address(address, "EVENER_COORDINATOR")
         self._port = port or 0
-        self._joins = link.generation > 0
         self.number = self._await_number()
+        self._joins = link.generation > 0
         #: Of the generation: torch keeps no reference to a store that is written in Python.
         self._store: Any = None
         self._has_left = self._closed = False
@@ -77,9 +77,20 @@ class ElasticMembership(Membership):
         self._interrupts = self._handlers.enter_context(interrupts)
 
     def _await_number(self) -> int:
-        """Return this worker's number; that of a lost member is free a moment after it is lost."""
-        deadline = time.monotonic() + _CONNECT_S
-        while self._link.number == NO_NUMBER:
+        """Return this worker's number, once it is known whether the team has begun.
+
+        The number of a lost member is free a moment after it is lost. A coordinator that has just
+        been started again hears of the team's generation from its members.
+        """
+        link, deadline = self._link, time.monotonic() + self._link.deadlines.lease_s + _CONNECT_S
+        while not (link.generation or link.is_open):
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"{self.member} cannot join the team at {self._host}:{self._port}: its "
+                    "coordinator does not say whether the team has begun; start it again"
+                )
+            time.sleep(_PAUSE_S)
+        while link.number == NO_NUMBER:
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
@@ -87,7 +98,7 @@ class ElasticMembership(Membership):
                     "ended, or start the team with a larger MAX"
                 )
             time.sleep(_PAUSE_S)
-        return self._link.number
+        return link.number
 
     @property
     def is_elastic(self) -> bool:

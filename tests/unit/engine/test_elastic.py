@@ -1,14 +1,18 @@
 """Elastic teams in SYNC: ranks die at every point, and others join; on threads."""
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from evener import Sink, WindowResult
-from helpers.elastic import ElasticThreads, Kill, ThreadMembership
+from evener.comm.base import Call
+from evener.errors import ReplicasDifferError
+from helpers.elastic import ElasticThreads, Kill, MortalCommunicator, ThreadMembership
 from helpers.elastic_runs import DATA, Trained, begin, check, loop, run, train
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
@@ -62,6 +66,21 @@ def test_a_rank_dies_while_it_tells_of_a_window() -> None:
 
     team, trained = run(3, at_commit=die)
     check(team, trained)
+
+
+def test_a_rank_that_has_received_other_bits_contributes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broadcast = MortalCommunicator._broadcast
+
+    def damage(comm: MortalCommunicator, flat: Tensor, source: int, call: Call) -> None:
+        broadcast(comm, flat, source, call)
+        if threading.current_thread().name == "j" and call.what == "parameters of a recall":
+            flat.add_(1)
+
+    monkeypatch.setattr(MortalCommunicator, "_broadcast", damage)
+    with pytest.raises(ReplicasDifferError, match="rank 2 does not hold the parameters"):
+        run(2, joins_after=1)
 
 
 def test_two_ranks_die_one_after_the_other() -> None:

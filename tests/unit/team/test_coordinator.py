@@ -25,6 +25,7 @@ from evener.protocol.formation import Deadlines, Formation, ProcessState, Standi
 from evener.team.connection import SupervisorConnection
 from evener.team.coordinator import CoordinatorOptions
 from evener.team.elastic import CoordinatorLink
+from evener.team.elastic_membership import ElasticMembership
 from evener.team.sealed import read_token
 from helpers import coordinators
 from helpers.source import ROOT
@@ -217,6 +218,22 @@ def test_a_worker_gets_the_number_of_one_that_has_left() -> None:
         assert c.number == -1
         b.leave()
         until(lambda: c.number == 1)
+
+
+def test_who_comes_before_it_is_known_whether_the_team_has_begun_waits() -> None:
+    """A coordinator that was started again hears that from members, which may come later."""
+    with (
+        serving(most=3, deadlines=replace(DEADLINES, lease_s=1.0)) as address,
+        link(address, "early") as early,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert (early.generation, early.is_open) == (0, False)
+        joining = pool.submit(
+            ElasticMembership, early, address, 3, shares_memory=False, timeout_s=WAIT_S
+        )
+        with closing(joining.result(WAIT_S)) as membership:
+            assert early.is_open
+            assert not membership.is_joining
 
 
 def test_a_worker_that_loses_the_coordinator_waits_for_patience_s_and_says_so() -> None:
