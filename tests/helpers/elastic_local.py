@@ -48,13 +48,15 @@ class Record:
     Attributes:
         done: By window and member, the batches that were averaged, in order.
         stale: By window and member, the steps that were made before its average landed.
-        donors: By member that has joined, whose optimizer it took over, and after how many steps.
+        donors: By generation, who has sent its optimizer, and after how many steps.
+        receivers: By member that took it over, the generation, and how many steps of its own count.
     """
 
     def __init__(self) -> None:
         self.done: dict[int, dict[str, tuple[Slice, ...]]] = {}
         self.stale: dict[tuple[int, str], int] = {}
-        self.donors: dict[str, tuple[str, int]] = {}
+        self.donors: dict[int, tuple[str, int]] = {}
+        self.receivers: dict[str, tuple[int, int]] = {}
         self.steps: Counter[str] = Counter()
 
     def apply(self, engine: Any, found: Any) -> None:
@@ -67,10 +69,12 @@ class Record:
     def heal(self, engine: Any, formation: Formation) -> None:
         own = engine.team.name
         if formation.donor == own:
-            for joiner in (m for m in formation.receivers if m.startswith("j")):
-                self.donors[joiner] = own, self.steps[own]
+            self.donors[formation.generation] = own, self.steps[own]
         if engine._flown is not None:  # it lands by what it receives
             self.stale[engine.window, own] = engine._steps.num_done
+        elif own in formation.receivers:
+            count = sum(len(by_member.get(own, ())) for by_member in self.done.values())
+            self.receivers[own] = formation.generation, count
 
 
 class LocalRuns:
@@ -133,7 +137,8 @@ class LocalRuns:
                 return Trained(committed, state_of(ddp))
 
         fates = team.run(worker)
-        errors = [f.error for f in fates if f.error is not None and not isinstance(f.error, Died)]
+        ends = (type(None), Died, KeyboardInterrupt)
+        errors = [fate.error for fate in fates if not isinstance(fate.error, ends)]
         if errors:
             raise errors[0]
         self.trained = {fate.member: fate.value for fate in fates if fate.error is None}
@@ -170,16 +175,17 @@ class LocalRuns:
             for piece in pieces
             for position in range(piece.start, piece.stop)
         ]
-        every = {(e, p): 1 for e in range(EPOCHS) for p in range(NUM_SAMPLES)}
-        assert Counter(positions) == every
+        once = {(e, p): 1 for e in range(EPOCHS) for p in range(NUM_SAMPLES)}
+        assert Counter(positions) == once
         self.monkeypatch.undo()
         replayed = self.replay([*dict.fromkeys(m for f in team.formations for m in f.members)])
         for trained in self.trained.values():
             assert all(map(torch.equal, trained.state, replayed[0].state))
-            windows = [result.window for result in trained.committed]
-            assert windows == [*range(windows[0], len(record.done))]
-            losses = [result.loss for result in replayed[0].committed]
-            assert [result.loss for result in trained.committed] == losses[windows[0] :]
+            losses = {result.window: result.loss for result in trained.committed}
+            every = {result.window: result.loss for result in replayed[0].committed}
+            assert losses == {window: every[window] for window in losses}
+            assert len(losses) == len(trained.committed)
+            assert max(losses) == max(every) == len(record.done) - 1
         assert all(map(torch.equal, replayed[0].state, replayed[-1].state))
 
     def replay(self, members: Sequence[str]) -> list[Trained]:
@@ -211,14 +217,14 @@ class LocalRuns:
                 optimizer, made = ddp.assembly.optimizers[0], 0
 
                 def show() -> None:
-                    for joiner, donor in record.donors.items():
-                        if donor == (member, made):
-                            held[joiner] = copy.deepcopy(optimizer.state_dict())
-                            states[joiner].set()
+                    for receiver, (generation, _) in record.receivers.items():
+                        if record.donors[generation] == (member, made):
+                            held[receiver] = copy.deepcopy(optimizer.state_dict())
+                            states[receiver].set()
 
                 def step() -> None:
                     nonlocal made
-                    if member in record.donors and not made:
+                    if made == record.receivers.get(member, (0, -1))[1]:
                         assert states[member].wait(PATIENCE_S)
                         optimizer.load_state_dict(held[member])
                     made += 1

@@ -1,5 +1,6 @@
 """Elastic teams that make local steps: ranks die at every point, and others join; on threads."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -119,3 +120,26 @@ def test_a_rank_dies_when_others_have_left_their_loop(runs: LocalRuns) -> None:
     assert len(team.formations) == 2
     one, other = (trained.state for trained in runs.trained.values())
     assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_rank_is_told_to_leave(runs: LocalRuns) -> None:
+    """What it has not averaged yet, others do again."""
+
+    def tell(membership: ThreadMembership, result: WindowResult) -> None:
+        membership.is_told_to_leave |= membership.member == "w1" and result.window == 2
+
+    team = runs.run(3, at_commit=tell)
+    assert isinstance(team.fate("w1").error, KeyboardInterrupt)
+    assert [len(formation.members) for formation in team.formations] == [3, 2]
+
+
+def test_a_rank_that_was_left_out_joins_again(runs: LocalRuns) -> None:
+    def stop(membership: ThreadMembership, result: WindowResult) -> None:
+        team = membership.team
+        if membership.member == "w2" and result.window == 2 and len(team.formations) == 1:
+            team.leave_out("w2")
+        while len(team.formations) == 2 and membership.member == "w0" and not team.joiners:
+            time.sleep(0.001)  # or the others would do the run to its end
+
+    team = runs.run(3, at_commit=stop)
+    assert [len(formation.members) for formation in team.formations] == [3, 2, 3]
