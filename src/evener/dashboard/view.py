@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from evener.observe.events import Event
+from evener.observe.lineage import Voids
 from evener.observe.numbers import human_bytes, human_duration
 from evener.observe.progress_line import ProgressFigures
 from evener.parsing import Fields
@@ -13,6 +14,9 @@ from evener.run_report.summary_facts import SummaryFacts
 
 MOST_NUMBERS: Final = 12_000
 """The most numbers in all curves: the page is sent to every reader again when it changes."""
+
+MOST_KEPT: Final = 2**16
+"""Cells of merged windows times lanes: they take 10 MB."""
 
 MOST_LOGGED: Final = 60
 """The most lines of the log."""
@@ -24,12 +28,15 @@ Presence = Literal["here", "gone", "replaced", "parked", "ended"]
 class RunView:
     """The events of a run, as its page shows them.
 
+    Args:
+        voids: What is known beforehand of windows that are void.
+
     Attributes:
         history: Those events.
     """
 
-    def __init__(self) -> None:
-        self.history = RunHistory()
+    def __init__(self, voids: Voids | None = None) -> None:
+        self.history = RunHistory(voids, most_kept=MOST_KEPT)
         self._progress = ProgressFigures(unicode=True)
         self._gone: dict[str, str] = {}  # why, by member
         self._at_work: dict[int, str] = {}  # members of the newest window, by rank

@@ -9,7 +9,7 @@ from evener.config.folders import EVENTS, SUMMARY
 from evener.dashboard.holders import find_holder
 from evener.dashboard.view import RunView
 from evener.files import read_json
-from evener.observe.following import EventFollower
+from evener.observe.following import EventFollower, find_voids
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.writing import SkippedLines
 
@@ -83,16 +83,20 @@ class RunWatch:
     def _read_events(self) -> None:
         until_s = time.monotonic() + _CATCH_UP_S
         while True:
-            found = self._follower.look()
-            if found.is_anew:
-                self._view = RunView()
+            begins = self._follower.begins()
+            if begins:
                 self._skipped.forget()
+            found = self._follower.look()
+            if begins:
+                self._view = RunView(find_voids(self._folder / EVENTS, follow=False))
             for event in found.events:
                 try:
                     self._view.add(event)
                 except ValueError as error:
                     self._skipped.add(None, str(error))
-            self._is_stale |= bool(found.events) or found.is_anew
+            if self._view.history.is_blurred:
+                self._follower.begin_anew()
+            self._is_stale |= begins or bool(found.events)
             self._is_stale |= found.read_part != self._read_part
             self._read_part = found.read_part
             self._is_all = found.is_all

@@ -24,11 +24,11 @@ _USUAL: Final[dict[str, Any]] = {
     "update_parts": 1,
     "parked": [],
 }
-#: Columns that must be there, and others of numbers, beside those of microseconds.
+#: Columns that must be there, and columns of whole numbers beside those of microseconds.
 _NEEDED: Final = ("samples", "weight", "loss", "compute_us", "wait_us", "sync_us")
-_FURTHER: Final = ("sent_bytes", "micro_batches", "steps", "stale_steps")
-_WHOLE: Final = ("samples", *_FURTHER)
+_WHOLE: Final = ("samples", "sent_bytes", "micro_batches", "steps", "stale_steps")
 _MOST_S: Final = 1e9
+_MOST_NUMBER: Final = 1e300
 #: Teams that a reader remembers; a run has a new one whenever its members change.
 _MOST_TEAMS: Final = 1024
 
@@ -92,20 +92,23 @@ class LineReader:
     def _rows(self, ranks: Fields) -> list[dict[str, Any]]:
         who = self._who(ranks)
         count = len(who["rank"])
-        columns: dict[str, list[Any]] = dict(who)
         for name in _NEEDED:
             _ = ranks[name]
-        for name, given in ranks.values.items():
-            if name in ("team", *who):
-                continue
-            values = given if isinstance(given, list) else [given] * count
-            if len(values) != count:
-                raise ValueError(f"ranks.{name} has {len(values)} values for {count} ranks")
-            if name in _NEEDED or name in _FURTHER or name.endswith("_us"):
-                _check_numbers(name, values)
+        given = {
+            name: values if isinstance(values, list) else [values] * count
+            for name, values in ranks.values.items()
+            if name not in ("team", "rank", "member")
+        }
+        if not _are_good(given, count):
+            for name, values in given.items():
+                if not _are_good({name: values}, count):
+                    raise ValueError(f"ranks.{name} is {short(values)}, not {count} such numbers")
+        columns = dict(who)
+        for name, values in given.items():
             if name.endswith("_us"):
-                name, values = f"{name[:-3]}_s", [value / 1e6 for value in values]
-            columns[name] = values
+                columns[f"{name[:-3]}_s"] = [value / 1e6 for value in values]
+            else:
+                columns[name] = values
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def _who(self, ranks: Fields) -> dict[str, list[Any]]:
@@ -146,11 +149,24 @@ def _checksum(who: Mapping[str, list[Any]]) -> int:
     return crc32(repr(who).encode()) & 0xFFFF
 
 
-def _check_numbers(name: str, values: list[Any]) -> None:
-    least = -1e308 if name == "loss" else 0
-    kinds = (int,) if name in _WHOLE else (int, float)
-    for value in values:
-        if type(value) not in kinds or not least <= value <= 1e308:
-            if name == "loss" and value is None:  # what is not finite, or of no weight
-                continue
-            raise ValueError(f"ranks.{name} holds {short(value)}, which cannot be")
+def _are_good(columns: Mapping[str, list[Any]], count: int) -> bool:
+    """Return whether columns have so many values each, and numbers that can be where they must."""
+    whole_ones, others, losses = list[Any](), list[Any](), list[Any]()
+    for name, values in columns.items():
+        if len(values) != count:
+            return False
+        if name in _WHOLE:
+            whole_ones += values
+        elif name == "loss":
+            losses += [value for value in values if value is not None]
+        elif name == "weight" or name.endswith("_us"):
+            others += values
+    numbers = [*whole_ones, *others, *losses]
+    # A sum with a number that is not finite is not finite.
+    return (
+        {int}.issuperset(map(type, whole_ones))
+        and {int, float}.issuperset(map(type, numbers))
+        and min(whole_ones + others, default=0) >= 0
+        and max(numbers, default=0) < _MOST_NUMBER
+        and abs(sum(numbers)) < math.inf
+    )

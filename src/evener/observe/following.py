@@ -16,7 +16,7 @@ MOST_LINE_BYTES: Final = 16 * 1024 * 1024
 """A longer line is not an event; that of a window of 1,000 ranks has 90 kB."""
 
 #: Most bytes that one look takes in.
-LOOK_BYTES: Final = 4 << 20
+LOOK_BYTES: Final = 256 << 10
 
 _END_BYTES: Final = 1 << 20  # the last event of a run that has ended takes less
 
@@ -26,13 +26,11 @@ class Look(NamedTuple):
 
     Attributes:
         events: Those that are new, in the order in which they were written.
-        is_anew: Whether the file is another one than before: earlier events are void.
         read_part: How much of the file has been read, from 0 to 1.
         is_all: Whether there was nothing more to be read.
     """
 
     events: list[dict[str, Any]]
-    is_anew: bool
     read_part: float
     is_all: bool
 
@@ -49,7 +47,7 @@ class EventFollower:
         on_skip: Called with line number (counted over all files) and reason for lines that are not
             events, such as one torn by a kill.
         follow: Whether the files may be symbolic links.
-        words: Lines that hold none of these are passed over, unread.
+        words: If given, lines that hold none of these are passed over, unread.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class EventFollower:
         on_skip: Callable[[int, str], None],
         *,
         follow: bool = True,
-        words: Sequence[bytes] = (b"",),
+        words: Sequence[bytes] = (),
     ) -> None:
         self._path = path
         self._on_skip = on_skip
@@ -69,15 +67,18 @@ class EventFollower:
         self._has_begun = self._is_too_long = False
         self._lines = LineReader()
 
+    def begins(self) -> bool:
+        """Return whether the next look is the first one at a file: earlier events are void."""
+        if self._has_begun and self._is_replaced():
+            self.begin_anew()
+        return not self._has_begun
+
     def look(self) -> Look:
         """Take in what is new, up to ``LOOK_BYTES``.
 
         Raises:
             OSError: The file cannot be read, or is not a regular file.
         """
-        is_anew = self._has_begun and self._is_replaced()
-        if is_anew:
-            self._begin_anew()
         self._has_begun = True
         if self._stream is None:
             self._stream = self._open()
@@ -90,7 +91,7 @@ class EventFollower:
             events += self._take(b"\n") if self._rest else []
             self.close()
             self._part = following
-        return Look(events, is_anew, self._read_part(), is_end and following is None)
+        return Look(events, self._read_part(), is_end and following is None)
 
     def unfinished(self) -> list[dict[str, Any]]:
         """Return the event of a last line that lacks its end, if it is whole otherwise."""
@@ -110,10 +111,11 @@ class EventFollower:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
+        """Read the file from its beginning."""
         self.close()
         self._part, self._rest, self._line = self._path, b"", 0
-        self._is_too_long = False
+        self._has_begun = self._is_too_long = False
         self._lines = LineReader()
 
     def _open(self) -> BinaryIO:
@@ -149,7 +151,9 @@ class EventFollower:
         for line in lines:
             self._line += 1
             is_whole, self._is_too_long = not self._is_too_long, False
-            if not line.strip() or not any(word in line for word in self._words):
+            if self._words and not any(word in line for word in self._words):
+                continue
+            if not line.strip():
                 continue
             try:
                 if not is_whole or len(line) > MOST_LINE_BYTES:
@@ -173,7 +177,8 @@ def each_event(
     path: Path,
     on_skip: Callable[[int, str], None] | None = None,
     *,
-    words: Sequence[bytes] = (b"",),
+    follow: bool = True,
+    words: Sequence[bytes] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a run one by one, however many there are.
 
@@ -181,22 +186,26 @@ def each_event(
         path: The first file; the parts that follow it are read, too.
         on_skip: As for ``EventFollower``. A last line that is just being written is left out
             without a word.
+        follow: As for ``EventFollower``.
         words: As for ``EventFollower``.
 
     Raises:
         EvenerError: The file cannot be read.
     """
-    with EventFollower(path, on_skip or (lambda _line, _why: None), words=words) as follower:
-        is_all = False
+    skip = on_skip or (lambda _line, _why: None)
+    with EventFollower(path, skip, follow=follow, words=words) as follower:
+        has_begun = is_all = False
         while not is_all:
+            is_other = follower.begins() and has_begun
             try:
                 found = follower.look()
             except OSError as error:
                 raise EvenerError(
                     f"event file {path} cannot be read: {error}; give the file or folder of a run"
                 ) from error
-            if found.is_anew:
+            if is_other:
                 raise EvenerError(f"event file {path} was replaced while it was read; try again")
+            has_begun = True
             yield from found.events
             is_all = found.is_all and not found.events
         yield from follower.unfinished()
@@ -214,14 +223,18 @@ def each_effective_event(
     return (event for event in each_event(path, on_skip) if voids.counts(event))
 
 
-def find_voids(path: Path) -> Voids:
+def find_voids(path: Path, *, follow: bool = True) -> Voids:
     """Return which windows of a run are void, from a quick look at its files.
+
+    Args:
+        path: As for ``each_event``.
+        follow: As for ``EventFollower``.
 
     Raises:
         EvenerError: They cannot be read.
     """
     words = [kind.encode() for kind in VOIDING]
-    found = each_event(path, words=words)
+    found = each_event(path, follow=follow, words=words)
     return Voids([event["window"] for event in found if event["type"] in VOIDING])
 
 

@@ -7,40 +7,52 @@ microseconds, instants (``i``), counters (``C``) and names of processes and thre
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final
 
-from evener.observe.events import SPANS
-from evener.run_report.history import BEGIN_COLUMNS, Lane, RunHistory
+from evener.observe.events import SPANS, Event, RankRow
+from evener.observe.lineage import Voids
+from evener.run_report.history import CommittedWindow, RunHistory
 
 _TEAM: Final = 1  # process id; those of the ranks follow. Viewers take 0 for the idle process.
 _WINDOWS, _EVALUATIONS, _CHECKPOINTS = 1, 2, 3  # tracks of a process
 Trace = Iterator[dict[str, Any]]
 
 
-def trace_events(name: str, history: RunHistory) -> Trace:
+def trace_events(name: str, events: Iterable[Event], voids: Voids | None = None) -> Trace:
     """Yield the events of a trace.
 
     Each rank is a process of its own with one track: a slice for each window, and in it waiting for
     data, compute, wait and exchange. A span of several pieces is drawn as one. What does not fit
     into its window, as exchanges in the background do not, is drawn shorter; ``args`` holds what
-    was measured. Events of earlier versions do not say when spans began: there they follow one
-    another up to the end of the window. The process "team" has evaluations, checkpoints, membership
-    changes, changed plans, and counters for loss, speed and bytes.
+    was measured. Without begins of spans they follow one another up to the end of the window. The
+    process "team" has evaluations, checkpoints, membership changes, changed plans, and counters for
+    loss, speed and bytes.
 
     Args:
         name: What the run is called.
-        history: Its events.
+        events: Its events; those that cannot be are left out.
+        voids: Which windows are void.
     """
+    history = RunHistory(voids, most_kept=0)
+    newest = None
+    for event in events:
+        with suppress(ValueError):
+            history.add(event)
+        if history.newest is not None and history.newest is not newest:
+            newest = history.newest
+            yield from _window(newest, list(history.lanes))
     yield from _named(_TEAM, 0, f"team of {name}", "windows")
     for track, name in ((_EVALUATIONS, "evaluations"), (_CHECKPOINTS, "checkpoints")):
         yield _meta(_TEAM, track, "thread_name", name=name)
     yield from _team(history)
-    lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
-    for pid, lane in enumerate(lanes, start=_TEAM + 1):
+    lanes = list(history.lanes.values())
+    by_rank = sorted(lanes, key=lambda lane: (lane.rank, lane.member))
+    for order, lane in enumerate(by_rank, start=1):
         device = f", {lane.device}" if lane.device else ""
-        yield from _named(pid, pid, f"rank {lane.rank} ({lane.member}{device})", "windows")
-        yield from _lane(pid, lane, history)
+        process = f"rank {lane.rank} ({lane.member}{device})"
+        yield from _named(_TEAM + 1 + lanes.index(lane), order, process, "windows")
 
 
 def trace_text(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -102,24 +114,6 @@ def _team(history: RunHistory) -> Trace:
             "name": one.kind,
             "args": {"text": one.text, "window": one.window},
         }
-    columns = history.columns
-    for i in range(len(history)):
-        length_s = columns["end_s"][i] - columns["begin_s"][i]
-        weight = sum(lane.columns["weight"][i] for lane in history.lanes.values())
-        speed = weight / length_s if length_s > 0 else math.nan
-        sent = sum(lane.columns["sent_bytes"][i] for lane in history.lanes.values())
-        counters = {"loss": columns["loss"][i], "units per second": speed}
-        if sent:
-            counters["bytes sent"] = sent
-        for counter, value in counters.items():
-            if math.isfinite(value):
-                yield {
-                    "ph": "C",
-                    **_place(_TEAM, _WINDOWS),
-                    "ts": _us(columns["end_s"][i]),
-                    "name": counter,
-                    "args": {counter: value},
-                }
 
 
 def _tracked(track: int, spans: Sequence[tuple[str, float, float, dict[str, Any]]]) -> Trace:
@@ -131,26 +125,39 @@ def _tracked(track: int, spans: Sequence[tuple[str, float, float, dict[str, Any]
         free_us = end_us
 
 
-def _lane(pid: int, lane: Lane, history: RunHistory) -> Trace:
-    columns, own = history.columns, lane.columns
-    for i in range(len(history)):
-        spent_s = [own[f"{span}_s"][i] for span in SPANS]
-        if not any(spent_s) and not own["samples"][i]:
-            continue  # it was not there, or parked
-        begin_us, end_us = _us(columns["begin_s"][i]), _us(columns["end_s"][i])
-        args = {
-            "samples": own["samples"][i],
-            "weight": own["weight"][i],
-            "sent_bytes": own["sent_bytes"][i],
-            **{f"{span}_s": value for span, value in zip(SPANS, spent_s, strict=True)},
-        }
-        ago_s = [own[name][i] for name in BEGIN_COLUMNS]
-        yield _slice(pid, _WINDOWS, f"window {columns['window'][i]:.0f}", begin_us, end_us, args)
-        for span, (start_us, stop_us) in zip(
-            SPANS, laid_out(begin_us, end_us, spent_s, ago_s), strict=True
-        ):
-            if stop_us > start_us:
-                yield _slice(pid, _WINDOWS, span, start_us, stop_us, {})
+def _window(window: CommittedWindow, members: Sequence[str]) -> Trace:
+    begin_us, end_us = _us(window.begin_s), _us(window.end_s)
+    for pid, member in enumerate(members, start=_TEAM + 1):
+        if member in window.rows:
+            yield from _part(pid, window.rows[member], f"window {window.number}", begin_us, end_us)
+    length_s = window.end_s - window.begin_s
+    weight = sum(row["weight"] for row in window.rows.values())
+    sent = sum(row.get("sent_bytes", 0) for row in window.rows.values())
+    speed = weight / length_s if length_s > 0 else math.nan
+    counters = {"loss": window.loss, "units per second": speed, "bytes sent": sent or math.nan}
+    for counter, value in counters.items():
+        if math.isfinite(value):
+            place = {**_place(_TEAM, _WINDOWS), "ts": end_us}
+            yield {"ph": "C", **place, "name": counter, "args": {counter: value}}
+
+
+def _part(pid: int, row: RankRow, name: str, begin_us: int, end_us: int) -> Trace:
+    spent_s = [row.get("data_s", 0.0), row["compute_s"], row["wait_s"], row["sync_s"]]
+    if not any(spent_s) and not row["samples"]:
+        return  # it was parked
+    args = {"samples": row["samples"], "weight": row["weight"]}
+    args |= {"sent_bytes": row.get("sent_bytes", 0)}
+    args |= {f"{span}_s": value for span, value in zip(SPANS, spent_s, strict=True)}
+    yield _slice(pid, _WINDOWS, name, begin_us, end_us, args)
+    ago_s: list[float] = []
+    if "work_ago_s" in row:
+        compute_ago_s = max(0.0, row["work_ago_s"] - spent_s[0])
+        ago_s = [row["work_ago_s"], compute_ago_s, row["wait_ago_s"], row["sync_ago_s"]]
+    for span, (start_us, stop_us) in zip(
+        SPANS, laid_out(begin_us, end_us, spent_s, ago_s), strict=True
+    ):
+        if stop_us > start_us:
+            yield _slice(pid, _WINDOWS, span, start_us, stop_us, {})
 
 
 def laid_out(
@@ -165,7 +172,7 @@ def laid_out(
         ago_s: When each began, in seconds before the end. Where that is not known, parts follow one
             another up to the end.
     """
-    if ago_s and all(map(math.isfinite, ago_s)):
+    if ago_s:
         begins = [max(begin_us, min(end_us, end_us - _us(max(0.0, ago)))) for ago in ago_s]
         parts, limit_us = [], end_us
         for begin, seconds in zip(reversed(begins), reversed(spent_s), strict=True):

@@ -8,19 +8,12 @@ import numpy as np
 from evener.observe.events import SPANS
 from evener.observe.numbers import human_duration
 from evener.observe.tally import WARM_UP_WINDOWS
-from evener.run_report.history import LANE_COLUMNS, Lane, RunHistory, SavedCheckpoint
-from evener.run_report.sampling import (
-    Floats,
-    band,
-    bucket_ends,
-    bucket_starts,
-    number,
-    numbers,
-    ratio,
-)
+from evener.run_report.history import Lane, RunHistory, SavedCheckpoint
+from evener.run_report.sampling import Floats, band, bucket_starts, number, numbers, ratio
 from evener.run_report.summary_facts import SummaryFacts
 from evener.run_report.timeline import timeline
-from evener.run_report.waiting import Waits, count_waits
+from evener.run_report.waiting import Waits
+from evener.run_report.windows import LANE_NUMBERS, Cells, merge_at
 
 MOST_POINTS: Final = 1500
 """The most points of a curve: as many as a wide screen has columns of pixels for it."""
@@ -58,31 +51,25 @@ def figures(
         most_numbers: The most numbers in all curves of that report.
         has_timeline: Whether the timeline is wanted, by far the largest part.
     """
-    lanes = sorted(history.lanes.values(), key=lambda lane: (lane.rank, lane.member))
-    table = {
-        key: np.array([lane.columns[key] for lane in lanes]).reshape(len(lanes), len(history))
-        for key in LANE_COLUMNS
-    }
-    solo = _solo_speeds(lanes, table, facts)
-    waits = count_waits(table["compute_s"], table["wait_s"], table["sync_s"])
-    ranks = _ranks(history, lanes, table, solo, waits)
+    lanes, cells = in_order(history)
+    solo = _solo_speeds(lanes, cells, facts)
+    waits = Waits.of(cells)
+    ranks = _ranks(history, lanes, cells, solo, waits)
     if history.num_omitted:
         notes = [*notes, f"{history.num_omitted:,} rows of further members are left out"]
     return {
         "name": name,
         "notes": list(notes),
         "run": _run(history, facts),
-        "team": _team(history, table, facts, solo),
+        "team": _team(history, cells, facts, solo),
         "ranks": ranks,
-        "straggler": _straggler(ranks, waits, history),
-        "series": _series(history, table, most_numbers // runs),
-        **_lists(history, table),
+        "straggler": _straggler(ranks, waits, history, float(cells["length_s"].sum())),
+        "series": _series(cells, most_numbers // runs),
+        **_lists(history, cells),
         "num_evals": len(history.evals),
         "num_events": len(history.incidents),
         "num_checkpoints": len(history.checkpoints),
-        "timeline": timeline(history, [lane.member for lane in lanes], MOST_TIMELINE_BYTES // runs)
-        if has_timeline
-        else None,
+        "timeline": timeline(cells, MOST_TIMELINE_BYTES // runs) if has_timeline else None,
         "confusion": None
         if facts.confusion is None
         else {
@@ -94,7 +81,16 @@ def figures(
     }
 
 
-def _lists(history: RunHistory, table: dict[str, Floats]) -> dict[str, Any]:
+def in_order(history: RunHistory) -> tuple[list[Lane], Cells]:
+    """Return the lanes by rank, and the windows with their rows in that order."""
+    lanes = list(history.lanes.values())
+    order = sorted(range(len(lanes)), key=lambda i: (lanes[i].rank, lanes[i].member))
+    cells = history.windows.cells().items()
+    by_rank = {name: values[order] if values.ndim == 2 else values for name, values in cells}
+    return [lanes[i] for i in order], by_rank
+
+
+def _lists(history: RunHistory, cells: Cells) -> dict[str, Any]:
     return {
         "evals": [
             {
@@ -102,7 +98,7 @@ def _lists(history: RunHistory, table: dict[str, Floats]) -> dict[str, Any]:
                 "window": one.window,
                 "loss": number(one.loss),
                 "t_s": number(one.end_s),
-                "samples": number(_samples_before(history, table, one.window)),
+                "samples": number(_samples_before(cells, one.window)),
             }
             for one in _shortened(history.evals)
         ],
@@ -142,7 +138,7 @@ def _run(history: RunHistory, facts: SummaryFacts) -> dict[str, Any]:
         "state": ending["reason"] if ending else "no end recorded",
         "message": ending.get("message") if ending else None,
         "sessions": history.sessions,
-        "windows": len(history),
+        "windows": len(history.windows),
         "void_windows": history.void_windows,
         "steps": facts.steps,
         "plans": history.plans,
@@ -154,27 +150,26 @@ def _unit(history: RunHistory) -> str:
     return str(history.facts.get("unit") or "samples")
 
 
-def _solo_speeds(
-    lanes: Sequence[Lane], table: dict[str, Floats], facts: SummaryFacts
-) -> tuple[Floats, str]:
+def _solo_speeds(lanes: Sequence[Lane], cells: Cells, facts: SummaryFacts) -> tuple[Floats, str]:
     """Return units per second of each rank alone, NaN where unknown, and where they come from."""
     if facts.solo:  # of the members at the end; those who had left are not part of the ideal
         return np.array([facts.solo.get(lane.member, np.nan) for lane in lanes]), facts.solo_source
-    alone = ratio(table["weight"].sum(axis=1), table["compute_s"].sum(axis=1))
-    recent = table["weight"][:, -max(1, table["weight"].shape[1] // 10) :]
+    alone = ratio(cells["weight"].sum(axis=1), cells["compute_s"].sum(axis=1))
+    done = np.cumsum(cells["windows"])
+    recent = cells["weight"][:, done > 0.9 * done[-1]] if len(done) else cells["weight"]
     return np.where(recent.sum(axis=1) > 0, alone, np.nan), "compute time"
 
 
 def _team(
-    history: RunHistory, table: dict[str, Floats], facts: SummaryFacts, solo: tuple[Floats, str]
+    history: RunHistory, cells: Cells, facts: SummaryFacts, solo: tuple[Floats, str]
 ) -> dict[str, Any]:
     speed, ideal = facts.speed, float(np.nansum(solo[0]))
     if speed is None:
-        speed = _speed(history, table)
-    spent = {f"{span}_s": float(table[f"{span}_s"].sum()) for span in SPANS}
-    sent = float(table["sent_bytes"].sum())
+        speed = _speed(cells)
+    spent = {f"{span}_s": float(cells[f"{span}_s"].sum()) for span in SPANS}
+    sent = float(cells["sent_bytes"].sum())
     total_s = sum(spent.values())
-    losses = np.asarray(history.columns["loss"])
+    losses = ratio(cells["loss_over"], cells["loss_under"])
     known = losses[np.isfinite(losses)]
     evals = [one.loss for one in history.evals if np.isfinite(one.loss)]
     heldout = facts.heldout_loss
@@ -182,8 +177,8 @@ def _team(
         heldout = evals[-1]
     best = float(np.fmax.reduce(solo[0], initial=0.0))
     return {
-        "samples": number(float(table["samples"].sum())),
-        "weight": number(float(table["weight"].sum())),
+        "samples": number(float(cells["samples"].sum())),
+        "weight": number(float(cells["weight"].sum())),
         "speed": number(speed),
         "solo_source": solo[1],
         "best_alone": number(best) if best > 0 else None,
@@ -201,32 +196,27 @@ def _team(
     }
 
 
-def _speed(history: RunHistory, table: dict[str, Floats]) -> float | None:
+def _speed(cells: Cells) -> float | None:
     """Return units per second after the warm-up, without evaluations."""
-    first = min(WARM_UP_WINDOWS, (len(history) - 1) // 2) + 1
-    lengths = _lengths(history)[first:]
-    if not len(lengths) or lengths.sum() <= 0:
-        return None
-    return float(table["weight"][:, first:].sum() / lengths.sum())
-
-
-def _lengths(history: RunHistory) -> Floats:
-    lengths: Floats = np.subtract(history.columns["end_s"], history.columns["begin_s"])
-    return lengths
+    done = np.cumsum(cells["windows"])
+    first = min(WARM_UP_WINDOWS, (int(done[-1]) - 1) // 2) + 1 if len(done) else 0
+    counts = done > first
+    length_s = float(cells["length_s"][counts].sum())
+    return float(cells["weight"][:, counts].sum() / length_s) if length_s > 0 else None
 
 
 def _ranks(
     history: RunHistory,
     lanes: Sequence[Lane],
-    table: dict[str, Floats],
+    cells: Cells,
     solo: tuple[Floats, str],
     waits: Waits,
 ) -> list[dict[str, Any]]:
     slowed = history.facts.get("emulated", {})
-    weight = float(table["weight"].sum())
+    weight = float(cells["weight"].sum())
     rows = []
     for i, lane in enumerate(lanes):
-        own = {key: float(table[key][i].sum()) for key in LANE_COLUMNS}
+        own = {key: float(cells[key][i].sum()) for key in LANE_NUMBERS}
         spent_s = own["compute_s"] + own["wait_s"] + own["sync_s"]
         rows.append(
             {
@@ -250,7 +240,7 @@ def _ranks(
 
 
 def _straggler(
-    ranks: Sequence[dict[str, Any]], waits: Waits, history: RunHistory
+    ranks: Sequence[dict[str, Any]], waits: Waits, history: RunHistory, whole_s: float
 ) -> dict[str, Any]:
     """Return the rank that the others waited for most, and a sentence about it."""
     named = [one.text for one in history.incidents if one.kind.startswith("straggler")]
@@ -270,7 +260,6 @@ def _straggler(
         f"{human_duration(waited_s)} for it, {part:.1%} of the team's time. Had it arrived with "
         f"the next one, windows would have ended {human_duration(delay_s)} sooner"
     )
-    whole_s = float(_lengths(history).sum())
     text += f" ({delay_s / whole_s:.1%} of the run)." if whole_s > 0 else "."
     return {
         "rank": row["rank"],
@@ -282,37 +271,33 @@ def _straggler(
     }
 
 
-def _series(history: RunHistory, table: dict[str, Floats], most_numbers: int) -> dict[str, Any]:
-    count, lanes = len(history), len(table["weight"])
-    each = 3 * (4 + 2 * lanes)
+def _series(cells: Cells, most_numbers: int) -> dict[str, Any]:
+    each = 3 * (4 + 2 * len(cells["weight"]))
     most = max(20, min(MOST_POINTS, most_numbers // each))
-    starts = bucket_starts(count, most)
-    ends = bucket_ends(starts, count)
-    columns = {key: np.asarray(column) for key, column in history.columns.items()}
-    weight, samples = table["weight"].sum(axis=0), table["samples"].sum(axis=0)
-    loss, anchor = columns["loss"], columns["anchor"]
-    counted = np.where(weight > 0, weight, 0.0)
-    spent_s = table["compute_s"] + table["wait_s"] + table["sync_s"]
-    sent = table["sent_bytes"].sum(axis=0)
+    points = merge_at(cells, bucket_starts(cells["windows"], most))
+    count, num_points = int(cells["windows"].sum()), len(points["windows"])
+
+    def curve(name: str, lane: Any = ...) -> dict[str, Any]:
+        parts = [points[f"{name}_{part}"][lane] for part in ("over", "under", "low", "high")]
+        return band(*parts, is_single=num_points == count)
+
+    lanes = range(len(cells["weight"]))
     return {
-        "windows_per_point": number(count / len(starts)) if count else 0,
-        "end_s": numbers(columns["end_s"][ends]),
-        "samples": numbers(np.cumsum(samples)[ends]),
-        "window": numbers(columns["window"][ends]),
-        "loss": band(loss * counted, counted, starts),
-        "speed": band(weight, _lengths(history), starts),
-        "anchor": band(anchor, np.ones(count), starts) if np.isfinite(anchor).any() else None,
-        "sent_bytes": band(sent, np.ones(count), starts) if sent.any() else None,
-        "shares": [band(row, weight, starts) for row in table["weight"]],
-        "waits": [
-            band(row, whole, starts) for row, whole in zip(table["wait_s"], spent_s, strict=True)
-        ],
+        "windows_per_point": number(count / num_points) if count else 0,
+        "end_s": numbers(points["end_s"]),
+        "samples": numbers(np.cumsum(points["samples"].sum(axis=0))),
+        "window": numbers(points["last"]),
+        "loss": curve("loss"),
+        "speed": curve("speed"),
+        "anchor": curve("anchor") if points["anchor_under"].any() else None,
+        "sent_bytes": curve("sent") if points["sent_over"].any() else None,
+        "shares": [curve("shares", lane) for lane in lanes],
+        "waits": [curve("waits", lane) for lane in lanes],
     }
 
 
-def _samples_before(history: RunHistory, table: dict[str, Floats], window: int) -> float:
-    before = np.asarray(history.columns["window"]) < window
-    return float(table["samples"][:, before].sum()) if len(table["samples"]) else 0.0
+def _samples_before(cells: Cells, window: int) -> float:
+    return float(cells["samples"][:, cells["first"] < window].sum())
 
 
 def _shortened(items: Sequence[Any]) -> Sequence[Any]:

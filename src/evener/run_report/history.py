@@ -1,28 +1,17 @@
-"""A run's events as columns, with a value for each window that counts. Pure."""
+"""What the events of a run tell, taken in one by one. Pure."""
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, Final, NamedTuple
 
-from evener.observe.events import SPANS, Event, mean_loss
+from evener.observe.events import Event, RankRow, mean_loss
+from evener.observe.lineage import Voids
 from evener.observe.numbers import human_duration
 from evener.observe.progress_line import describe
 from evener.parsing import Fields, short
-
-_CHECKED: Final = ("samples", "weight", "compute_s", "wait_s", "sync_s")
-
-LANE_COLUMNS: Final = (*_CHECKED, "data_s", "sent_bytes")
-"""What a lane knows of each window; 0 where the member took no part, or nothing is said."""
-
-BEGIN_COLUMNS: Final = tuple(f"{span}_begin_s" for span in SPANS)
-"""And when its spans began, in seconds before the window's end; NaN where nothing is said."""
-
-WINDOW_COLUMNS: Final = ("window", "begin_s", "end_s", "loss", "anchor")
-"""What is known of a window of the team; NaN where nothing is."""
+from evener.run_report.windows import LANE_NUMBERS, MOST_KEPT, Windows
 
 MOST_LANES: Final = 1024
 """Rows of further members are counted and left out: a damaged file could name millions."""
@@ -41,43 +30,31 @@ _MOST_T: Final = 1e11
 """Unix seconds of the year 5138; later ones are damage, and would stretch every axis."""
 
 
+@dataclass(slots=True)
 class Lane:
     """One member over the whole run.
 
-    Args:
-        member: Its id.
-        windows: Windows before its first one.
-
     Attributes:
+        member: Its id.
         rank: Its newest rank.
-        device: Its device, for people; empty where unknown.
         host: Its host; empty where unknown.
-        columns: By name of ``LANE_COLUMNS`` and ``BEGIN_COLUMNS`` a number for each window.
+        device: Its device, for people; empty where unknown.
     """
 
-    def __init__(self, member: str, windows: int) -> None:
-        self.member = member
-        self.rank = 0
-        self.device = self.host = ""
-        names = (*LANE_COLUMNS, *BEGIN_COLUMNS)
-        self.columns = {name: array("d", bytes(8 * windows)) for name in names}
+    member: str
+    rank: int = 0
+    host: str = ""
+    device: str = ""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Append a window; the row is empty where the member took no part in it."""
-        for name in _CHECKED:
-            self.columns[name].append(row[name] if row else 0.0)
-        for name in ("data_s", "sent_bytes"):
-            known = _optional(row, name)
-            self.columns[name].append(known if known > 0 else 0.0)
-        data, wait, sync = (_optional(row, f"{name}_ago_s") for name in ("work", "wait", "sync"))
-        begins = (data, max(0.0, data - self.columns["data_s"][-1]), wait, sync)
-        for name, begin in zip(BEGIN_COLUMNS, begins, strict=True):
-            self.columns[name].append(begin)
-        self.rank = row.get("rank", self.rank)
 
-    def keep(self, kept: list[bool]) -> None:
-        """Drop the windows that are not kept."""
-        self.columns = {name: _compressed(old, kept) for name, old in self.columns.items()}
+class CommittedWindow(NamedTuple):
+    """A window; times are seconds of training, and ``loss`` is NaN where none is known."""
+
+    number: int
+    begin_s: float
+    end_s: float
+    loss: float
+    rows: Mapping[str, RankRow]
 
 
 class Incident(NamedTuple):
@@ -136,6 +113,10 @@ class RunHistory:
     session and the resume. Windows that a resume or a re-form made void are dropped; the time
     that they took remains.
 
+    Args:
+        voids: What is known beforehand of windows that are void.
+        most_kept: See ``Windows``.
+
     Attributes:
         facts: What the newest ``run_started`` says; ``emulated`` is a factor by rank.
         ending: ``reason`` and ``message`` of the newest session's ``run_finished``, if it has one.
@@ -144,19 +125,25 @@ class RunHistory:
         plans: Plans that differed from the one before.
         reasons: Why plans changed: the first and the last ``MOST_REASONS``.
         void_windows: Windows that were dropped.
-        columns: By name of ``WINDOW_COLUMNS`` a number for each window.
-        lanes: By member.
+        windows: Those that count.
+        newest: The newest of them.
+        is_blurred: Whether windows were dropped beside those that are void, with which they had
+            been merged: the events have to be read anew.
+        lanes: By member, in the order of ``windows``.
         num_omitted: Rows of members beyond ``MOST_LANES``.
         parked: Ranks without a share in the newest window.
         incidents: Membership changes, stragglers and other things of which there are few.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, voids: Voids | None = None, *, most_kept: int = MOST_KEPT) -> None:
         self.facts: dict[str, Any] = {}
         self.ending: dict[str, Any] | None = None
         self.elapsed_s = 0.0
         self.sessions = self.plans = self.void_windows = 0
-        self.columns = {name: array("d") for name in WINDOW_COLUMNS}
+        self.windows = Windows(most_kept)
+        self.newest: CommittedWindow | None = None
+        self.is_blurred = False
+        self._voids = voids or Voids()
         self.lanes: dict[str, Lane] = {}
         self.num_omitted = 0
         self.parked: list[int] = []
@@ -167,11 +154,9 @@ class RunHistory:
         self.checkpoints: list[SavedCheckpoint] = []
         self._origin_t: float | None = None
         self._free_s = 0.0  # when the team could begin with the next window
+        self._has_lost_time = False  # to windows that are void
         self._is_resuming = False
         self._workers: dict[str, tuple[str, str]] = {}  # host and device by member
-
-    def __len__(self) -> int:
-        return len(self.columns["window"])
 
     def add(self, event: Event) -> None:
         """Take one event; its fields have passed ``check_fields``.
@@ -184,14 +169,15 @@ class RunHistory:
         if t > _MOST_T:
             raise ValueError(f"t is {short(t)}, not unix seconds")
         facts = _read_start(fields) if kind == "run_started" else None
-        if kind == "window":
-            self._check_rows(event)
         if self._origin_t is None:
             self._origin_t = t
         if kind in ("run_started", "run_resumed"):
             self._begin_session(t, facts)
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
-        if kind == "window":
+        if not self._voids.counts(event):
+            self.void_windows += 1
+            self._has_lost_time = True
+        elif kind == "window":
             self._window(event)
         elif kind == "plan":
             self._plan(event)
@@ -234,55 +220,40 @@ class RunHistory:
     def _name(self, lane: Lane) -> None:
         lane.host, lane.device = self._workers.get(lane.member, ("", ""))
 
-    @staticmethod
-    def _check_rows(event: Event) -> None:
-        members = set()
-        for row in event["ranks"]:
-            members.add(row["member"])
-            for name in _CHECKED:
-                if row[name] < 0:
-                    raise ValueError(f"{name} of rank {row['rank']} is {short(row[name])}, below 0")
-        if len(members) < len(event["ranks"]):
-            raise ValueError("two rows are of the same member")
-
     def _window(self, event: Event) -> None:
         assert self._origin_t is not None
-        end_s = max(event["t"] - self._origin_t, self._last("end_s"))
+        ended_s = self.newest.end_s if self.newest else 0.0
+        end_s = max(event["t"] - self._origin_t, ended_s)
+        begin_s = min(max(self._free_s, ended_s), end_s)
         loss = mean_loss(event)
-        values = {
-            "window": event["window"],
-            "begin_s": min(max(self._free_s, self._last("end_s")), end_s),
-            "end_s": end_s,
-            "loss": math.nan if loss is None else loss,
-            "anchor": _optional(event, "anchor"),
-        }
-        by_member = {row["member"]: row for row in event["ranks"]}
-        for member in [name for name in by_member if name not in self.lanes]:
+        rows = {row["member"]: row for row in event["ranks"]}
+        for member in [name for name in rows if name not in self.lanes]:
             if len(self.lanes) < MOST_LANES:
-                self.lanes[member] = Lane(member, len(self))
+                self.lanes[member] = Lane(member)
+                self.windows.add_lane()
                 self._name(self.lanes[member])
             else:
                 self.num_omitted += 1
-        for member, lane in self.lanes.items():
-            lane.add(by_member.get(member, {}))
-        for name, value in values.items():
-            self.columns[name].append(value)
+        for member, row in rows.items():
+            if member in self.lanes:
+                self.lanes[member].rank = row["rank"]
+        number, loss = event["window"], math.nan if loss is None else loss
+        self.newest = CommittedWindow(number, begin_s, end_s, loss, rows)
+        self.windows.add(
+            (number, begin_s, end_s, loss, _optional(event, "anchor")),
+            [_numbers(rows[member]) if member in rows else _ABSENT for member in self.lanes],
+        )
         self._free_s = end_s
         parked = event.get("parked")
         self.parked = [r for r in parked if type(r) is int] if isinstance(parked, list) else []
 
-    def _last(self, name: str) -> float:
-        return self.columns[name][-1] if len(self) else 0.0
-
     def _void(self, first: int) -> None:
-        kept = [number < first for number in self.columns["window"]]
-        if all(kept):
-            return
-        self.void_windows += kept.count(False)
-        self.columns = {name: _compressed(old, kept) for name, old in self.columns.items()}
-        for lane in self.lanes.values():
-            lane.keep(kept)
-        self._free_s = self.elapsed_s
+        dropped, is_exact = self.windows.drop(first)
+        self.is_blurred = self.is_blurred or not is_exact
+        self.void_windows += dropped
+        if dropped or self._has_lost_time:
+            self._free_s = self.elapsed_s
+            self._has_lost_time = False
 
     @property
     def reasons(self) -> list[Incident]:
@@ -380,5 +351,9 @@ def _number(value: Any) -> float:
     return float(value) if good and abs(value) <= 1e308 else math.nan
 
 
-def _compressed(column: "array[float]", kept: list[bool]) -> "array[float]":
-    return array("d", compress(column, kept))
+_ABSENT: Final = (0.0,) * len(LANE_NUMBERS)
+
+
+def _numbers(row: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the ``LANE_NUMBERS`` of a row, whose fields have been checked."""
+    return tuple([row.get(name, 0.0) for name in LANE_NUMBERS])

@@ -270,7 +270,7 @@ def _ranks(run: Document) -> str:
 
 def _timeline(number: int, run: Document) -> str:
     merged = run["timeline"]["merged"]
-    told = f" {merged:,} neighbouring windows are one cell." if merged > 1 else ""
+    told = f" Up to {merged:,} neighbouring windows are one cell." if merged > 1 else ""
     buttons = "".join(
         f'<button type="button" data-do="{do}" aria-label="{label}">{sign}</button>'
         for do, label, sign in (

@@ -11,24 +11,17 @@ Floats = NDArray[np.float64]
 _DIGITS: Final = 6
 
 
-def bucket_starts(count: int, most: int) -> NDArray[np.intp]:
+def bucket_starts(counts: Floats, most: int) -> NDArray[np.intp]:
     """Return the first index of each of at most ``most`` buckets of nearly equal size.
 
     Args:
-        count: Values to be put into buckets, 0 or more.
+        counts: How much each value counts, 1 or more.
         most: Buckets, 1 or more.
     """
-    return np.arange(min(count, most), dtype=np.intp) * count // max(1, min(count, most))
-
-
-def bucket_ends(starts: NDArray[np.intp], count: int) -> NDArray[np.intp]:
-    """Return the last index of each bucket."""
-    return np.append(starts[1:], count)[: len(starts)] - 1
-
-
-def sums(values: Floats, starts: NDArray[np.intp]) -> Floats:
-    """Return the sum of each bucket."""
-    return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
+    before = np.concatenate([[0.0], np.cumsum(counts)])
+    num_buckets = min(len(counts), most)
+    bounds = np.arange(num_buckets) * before[-1] // max(1, num_buckets)
+    return np.unique(np.searchsorted(before[:-1], bounds, side="right") - 1)
 
 
 def ratio(over: Floats, under: Floats) -> Floats:
@@ -37,26 +30,24 @@ def ratio(over: Floats, under: Floats) -> Floats:
         return np.where(under > 0, over / under, np.nan)
 
 
-def band(over: Floats, under: Floats, starts: NDArray[np.intp]) -> dict[str, Any]:
+def band(
+    over: Floats, under: Floats, low: Floats, high: Floats, *, is_single: bool
+) -> dict[str, Any]:
     """Return the curve of a ratio such as samples per second, as JSON.
 
     Args:
-        over: What is divided, for each value; NaN where it is unknown.
-        under: What it is divided by, above 0 where the value counts.
-        starts: Where buckets begin.
+        over: For each point the sum of what is divided.
+        under: The sum of what it is divided by.
+        low: The least ratio of a single value.
+        high: The largest one.
+        is_single: Whether each point is a single value.
 
     Returns:
-        ``mean``: for each bucket the ratio of the sums. Where buckets hold several values, also
-        ``low`` and ``high``: the least and the largest ratio of a single value in it.
+        ``mean``: for each point the ratio of the sums. Where points are of several values, also
+        ``low`` and ``high``.
     """
-    counts = np.isfinite(over) & (under > 0)
-    over, under = np.where(counts, over, 0.0), np.where(counts, under, 0.0)
-    curve: dict[str, Any] = {"mean": numbers(ratio(sums(over, starts), sums(under, starts)))}
-    if len(starts) < len(over):
-        single = ratio(over, under)
-        curve["low"] = numbers(np.fmin.reduceat(single, starts))
-        curve["high"] = numbers(np.fmax.reduceat(single, starts))
-    return curve
+    curve: dict[str, Any] = {"mean": numbers(ratio(over, under))}
+    return curve if is_single else {**curve, "low": numbers(low), "high": numbers(high)}
 
 
 def numbers(values: Floats) -> list[float | None]:

@@ -1,66 +1,54 @@
 """What each rank did when: compute, wait and exchange, window by window. Pure."""
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from evener.observe.events import SPANS
-from evener.run_report.history import RunHistory
-from evener.run_report.sampling import Floats, bucket_ends, ratio, sums
+from evener.run_report.sampling import Floats, bucket_starts
+from evener.run_report.windows import Cells, merge_at
 
 
-def timeline(history: RunHistory, lanes: Sequence[str], most_bytes: int) -> dict[str, Any]:
+def timeline(cells: Cells, most_bytes: int) -> dict[str, Any]:
     """Return the timeline as JSON, in whole microseconds.
 
     Neighbouring windows are merged, twice as many each time, until the text is short enough.
 
     Args:
-        history: The run.
-        lanes: Members, in the order in which they are shown.
+        cells: The windows, with lanes in the order in which they are shown.
         most_bytes: The text of its JSON is not longer, unless a single cell for each lane is.
 
     Returns:
-        ``merged``: windows in a cell. For each cell its first ``window``, ``gap_us`` since the end
-        of the cell before, ``length_us``. For each lane and cell ``data_us`` (of a rank that has
-        waited for data), ``compute_us``, ``wait_us`` and ``sync_us``; with merged windows also
-        ``most_wait``, the largest part of its time that the rank waited in one of them, in
+        ``merged``: the most windows in a cell. For each cell its first ``window``, ``gap_us`` since
+        the end of the cell before, ``length_us``. For each lane and cell ``data_us`` (of a rank
+        that has waited for data), ``compute_us``, ``wait_us`` and ``sync_us``; with merged windows
+        also ``most_wait``, the largest part of its time that the rank waited in one of them, in
         thousandths.
     """
-    merged = 1
+    num_cells = int(cells["windows"].sum())
     while True:
-        cells = _cells(history, lanes, merged)
-        if merged >= len(history) or len(json.dumps(cells, separators=(",", ":"))) <= most_bytes:
-            return cells
-        merged *= 2
+        found = _drawn(merge_at(cells, bucket_starts(cells["windows"], max(1, num_cells))))
+        if num_cells <= 1 or len(json.dumps(found, separators=(",", ":"))) <= most_bytes:
+            return found
+        num_cells = -(-num_cells // 2)
 
 
-def _cells(history: RunHistory, lanes: Sequence[str], merged: int) -> dict[str, Any]:
-    count = len(history)
-    columns = {name: np.asarray(column) for name, column in history.columns.items()}
-    starts = np.arange(0, count, merged)
-    begin_us = _microseconds(columns["begin_s"][starts])
-    end_us = _microseconds(columns["end_s"][bucket_ends(starts, count)])
-    before_us = np.concatenate([[0], end_us[:-1]]) if count else end_us
+def _drawn(cells: Cells) -> dict[str, Any]:
+    merged = int(cells["windows"].max(initial=1))
+    begin_us, end_us = _microseconds(cells["begin_s"]), _microseconds(cells["end_s"])
     ranks = []
-    for member in lanes:
-        spent = {name: np.asarray(history.lanes[member].columns[f"{name}_s"]) for name in SPANS}
-        if not spent["data"].any():
-            del spent["data"]
-        row = {
-            f"{name}_us": _microseconds(sums(values, starts)).tolist()
-            for name, values in spent.items()
-        }
+    for lane in range(len(cells["weight"])):
+        names = SPANS if cells["data_s"][lane].any() else SPANS[1:]
+        row = {f"{name}_us": _microseconds(cells[f"{name}_s"][lane]).tolist() for name in names}
         if merged > 1:
-            part = ratio(spent["wait"], np.sum([*spent.values()], axis=0))
-            largest = np.maximum.reduceat(np.nan_to_num(part), starts)
-            row["most_wait"] = np.rint(1000 * largest).astype(np.int64).tolist()
+            largest = 1000 * np.nan_to_num(cells["waits_high"][lane])
+            row["most_wait"] = np.rint(largest).astype(np.int64).tolist()
         ranks.append(row)
     return {
         "merged": merged,
-        "window": columns["window"][starts].astype(np.int64).tolist(),
-        "gap_us": (begin_us - before_us).tolist(),
+        "window": cells["first"].astype(np.int64).tolist(),
+        "gap_us": (begin_us - np.append(0, end_us)[:-1]).tolist(),
         "length_us": (end_us - begin_us).tolist(),
         "ranks": ranks,
     }

@@ -1,10 +1,10 @@
 """Who waits for whom, from the waits of committed windows. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from evener.run_report.sampling import Floats
 
@@ -28,11 +28,22 @@ class Waits:
         team_s: Seconds of all ranks together, at work, waiting and exchanging.
     """
 
-    windows_last: NDArray[np.intp]
+    windows_last: Floats
     waited_s: Floats
     delay_s: Floats
     shared_windows: int
     team_s: float
+
+    @classmethod
+    def of(cls, cells: Mapping[str, Floats]) -> Self:
+        """Sum up the cells of windows."""
+        return cls(
+            windows_last=cells["windows_last"].sum(axis=1),
+            waited_s=cells["waited_s"].sum(axis=1),
+            delay_s=cells["delay_s"].sum(axis=1),
+            shared_windows=int(cells["shared_windows"].sum()),
+            team_s=sum(float(cells[name].sum()) for name in ("compute_s", "wait_s", "sync_s")),
+        )
 
     @property
     def straggler(self) -> int | None:
@@ -43,29 +54,28 @@ class Waits:
         return lane if self.waited_s[lane] >= NOTEWORTHY * self.team_s else None
 
 
-def count_waits(compute_s: Floats, wait_s: Floats, sync_s: Floats) -> Waits:
-    """Count who was last and what that cost.
+def attribute_waits(compute_s: Floats, wait_s: Floats) -> dict[str, Floats]:
+    """Tell who was last in each window and what that cost.
 
     Args:
         compute_s: Seconds of compute by lane (row) and window (column).
         wait_s: Seconds of waiting for others.
-        sync_s: Seconds of exchange.
+
+    Returns:
+        ``windows_last``, ``waited_s`` and ``delay_s`` of ``Waits`` by lane and window, and
+        ``shared_windows`` by window.
     """
-    lanes = len(compute_s)
-    team_s = float((compute_s + wait_s + sync_s).sum())
+    names = ("windows_last", "waited_s", "delay_s")
+    last, waited_s, delay_s = (np.zeros(compute_s.shape) for _ in names)
     working = compute_s > 0
     shared = working.sum(axis=0) >= 2
-    if not shared.any():
-        zeros = np.zeros(lanes)
-        return Waits(zeros.astype(np.intp), zeros, zeros, 0, team_s)
-    waits = np.where(working, wait_s, np.inf)[:, shared]
-    last = np.argmin(waits, axis=0)
-    least, second = np.partition(waits, 1, axis=0)[:2]
-    for_last = np.where(np.isfinite(waits), waits - least, 0.0).sum(axis=0)
-    return Waits(
-        windows_last=np.bincount(last, minlength=lanes),
-        waited_s=np.bincount(last, weights=for_last, minlength=lanes).astype(np.float64),
-        delay_s=np.bincount(last, weights=second - least, minlength=lanes).astype(np.float64),
-        shared_windows=int(shared.sum()),
-        team_s=team_s,
-    )
+    if shared.any():
+        (windows,) = np.nonzero(shared)
+        waits = np.where(working, wait_s, np.inf)[:, shared]
+        lanes = np.argmin(waits, axis=0)
+        least, second = np.partition(waits, 1, axis=0)[:2]
+        last[lanes, windows] = 1.0
+        waited_s[lanes, windows] = np.where(np.isfinite(waits), waits - least, 0.0).sum(axis=0)
+        delay_s[lanes, windows] = second - least
+    found = dict(zip(names, (last, waited_s, delay_s), strict=True))
+    return {**found, "shared_windows": shared.astype(np.float64)}

@@ -8,7 +8,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
-from evener.observe.following import each_event
+from evener.observe.following import each_event, find_voids
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.figures import figures
 from evener.run_report.history import RunHistory
@@ -80,8 +80,8 @@ def write_trace(run: Path, path: Path) -> None:
         EvenerError: The events cannot be read.
     """
     folder = _folder(run)
-    history, _ = read_history(folder)
-    _write(path, trace_text(trace_events(folder.name, history)))
+    voids, events = find_voids(folder / EVENTS), each_event(folder / EVENTS)
+    _write(path, trace_text(trace_events(folder.name, events, voids)))
 
 
 def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
@@ -93,7 +93,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
     Raises:
         EvenerError: The events cannot be read.
     """
-    history, skipped = RunHistory(), SkippedLines()
+    history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
     for event in each_event(folder / EVENTS, skipped.add):
         try:
             history.add(event)

@@ -19,6 +19,7 @@ class Reader:
         self.follower = EventFollower(path, lambda line, why: self.skipped.append((line, why)))
 
     def windows(self) -> list[int]:
+        self.begins = self.follower.begins()
         return [event["window"] for event in self.follower.look().events]
 
 
@@ -38,7 +39,7 @@ def test_each_look_takes_in_what_is_new(path: Path) -> None:
     with reader.follower as follower:
         first = follower.look()
         assert [event["type"] for event in first.events] == ["run_started"]
-        assert (first.is_anew, first.read_part) == (False, 1.0)
+        assert (first.is_all, first.read_part) == (True, 1.0)
         assert reader.windows() == []
         append(path, to_line(committed_window(0)) + to_line(committed_window(1)))
         assert reader.windows() == [0, 1]
@@ -87,13 +88,11 @@ def test_a_file_that_was_replaced_or_cut_is_read_anew(path: Path) -> None:
     with reader.follower as follower:
         assert reader.windows() == [0, 0, 0]
         path.write_bytes(to_line(committed_window(7)))
-        found = follower.look()
-        assert found.is_anew
-        assert [event["window"] for event in found.events] == [7]
+        assert (reader.windows(), reader.begins) == ([7], True)
         other = path.with_name("other")
         other.write_bytes(to_line(committed_window(8)) * 9)
         other.replace(path)
-        assert follower.look().is_anew
+        assert follower.begins()
 
 
 def test_further_parts_follow(path: Path) -> None:
@@ -114,13 +113,11 @@ def test_a_part_that_is_removed_while_it_is_read_is_left(path: Path) -> None:
     second, third = (path.with_name(f"events.{number}.jsonl") for number in (1, 2))
     append(second, to_line(committed_window(1)))
     reader = Reader(path)
-    with reader.follower as follower:
+    with reader.follower:
         assert [reader.windows() for _ in range(2)] == [[0], [1]]
         second.unlink()
         append(third, to_line(committed_window(2)))
-        looks = [follower.look() for _ in range(2)]
-    assert not any(look.is_anew for look in looks)
-    assert [event["window"] for look in looks for event in look.events] == [2]
+        assert [(reader.windows(), reader.begins) for _ in range(2)] == [([], False), ([2], False)]
 
 
 def test_a_folder_and_a_pipe_are_not_waited_for(path: Path) -> None:

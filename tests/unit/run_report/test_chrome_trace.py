@@ -2,22 +2,22 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.observe.events import make_event
+from evener.observe.events import Event, make_event
 from evener.run_report.chrome_trace import laid_out, trace_events, trace_text
-from evener.run_report.history import RunHistory
 from helpers.event_cases import committed_window, started
 
 WHOLE = ("pid", "tid", "ts")
 
 
-def trace_of(history: RunHistory) -> list[dict[str, Any]]:
-    document = json.loads("".join(trace_text(trace_events("x", history))))
+def trace_of(events: Sequence[Event]) -> list[dict[str, Any]]:
+    document = json.loads("".join(trace_text(trace_events("x", events))))
     assert set(document) == {"displayTimeUnit", "traceEvents"}
     for event in document["traceEvents"]:
         check(event)
@@ -58,9 +58,8 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
             opened.append(end)
 
 
-def full() -> RunHistory:
-    history = RunHistory()
-    for event in (
+def full() -> list[Event]:
+    return [
         started(),
         make_event("worker_started", t=0.0, rank=0, member="a", pid=1, host="h", device="cuda:0"),
         committed_window(0, t=1.0),
@@ -72,9 +71,7 @@ def full() -> RunHistory:
         committed_window(2, t=5.0, samples=(10, 0), losses=(2.0, None), times_s=((1, 0, 0),) * 2),
         make_event("worker_lost", t=5.5, rank=1, member="b", window=3, reason="killed <b>"),
         make_event("run_finished", t=6.0, window=3, reason="failed", message="x"),
-    ):
-        history.add(event)
-    return history
+    ]
 
 
 def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
@@ -101,7 +98,7 @@ def test_each_rank_is_a_process_with_a_name_and_properly_nested_slices():
 
 
 def test_spans_lie_where_events_say_and_bytes_copies_and_reasons_are_shown():
-    events = trace_of(history_with_spans())
+    events = trace_of(events_with_spans())
     check_nesting(events)
     rank = next(e["pid"] for e in events if e["args"].get("name", "").startswith("rank 0"))
     slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
@@ -121,27 +118,24 @@ def test_spans_lie_where_events_say_and_bytes_copies_and_reasons_are_shown():
     assert plan == "6 / 4: rank 1 is slower"
 
 
-def history_with_spans() -> RunHistory:
+def events_with_spans() -> list[Event]:
     window = committed_window(0, t=1.0, times_s=((0.5, 0.2, 0.1), (0.9, 0.0, 0.1)))
     ago = {"work_ago_s": 0.95, "wait_ago_s": 0.3, "sync_ago_s": 0.2}
     spans = {"data_s": 0.1, "sent_bytes": 1000, **ago}
     window["ranks"][0] |= spans
-    window["ranks"][1] |= {"sent_bytes": 500, "work_ago_s": "damaged", "data_s": -1}
+    window["ranks"][1] |= {"sent_bytes": 500}
     plan = {"window": 0, "generation": 0, "epoch": 0, "start": 0, "size": 10, "shares": [6, 4]}
     saved = {"window": 1, "path": "p", "num_bytes": 9, "write_s": 0.5, "begin_t": 1.2}
-    history = RunHistory()
-    for event in (
+    return [
         started(),
         make_event("plan", t=0.5, **plan, reason="rank 1 is slower"),
         window,
         make_event("checkpoint", t=3.0, **saved, copy_s=0.05, rank=0),
-    ):
-        history.add(event)
-    return history
+    ]
 
 
 def test_a_run_without_windows_is_a_trace():
-    assert [event["ph"] for event in trace_of(RunHistory())] == ["M"] * 5
+    assert [event["ph"] for event in trace_of([])] == ["M"] * 5
 
 
 times = st.floats(0, 3, allow_subnormal=False)
@@ -149,12 +143,11 @@ times = st.floats(0, 3, allow_subnormal=False)
 
 @given(st.lists(st.tuples(times, times, times, times), max_size=8))
 def test_whatever_ranks_measure_slices_nest(measured):
-    history, t = RunHistory(), 0.0
-    history.add(started())
+    events, t = [started()], 0.0
     for k, (length, *spent) in enumerate(measured):
         t += length
-        history.add(committed_window(k, t=t, times_s=(tuple(spent), tuple(spent[::-1]))))
-    check_nesting(trace_of(history))
+        events.append(committed_window(k, t=t, times_s=(tuple(spent), tuple(spent[::-1]))))
+    check_nesting(trace_of(events))
 
 
 four = st.tuples(times, times, times, times)

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from evener.observe.following import each_event
 from evener.run_report.chrome_trace import trace_events, trace_text
@@ -86,20 +87,21 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_one_damaged_value_anywhere_costs_no_more_than_its_line(data, tmp_path_factory):
-    lines = list(EVENTS)
+    lines = [json.loads(to_line(event)) for event in EVENTS]
     number = data.draw(st.integers(0, len(lines) - 1))
     path = data.draw(st.sampled_from(places(lines[number])))
     lines[number] = replaced(lines[number], path, data.draw(json_values))
     file = tmp_path_factory.mktemp("run", numbered=True) / "events.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     history, refused = RunHistory(), 0
-    for event in each_event(file, lambda line, why: None):
+    events = list(each_event(file))
+    for event in events:
         try:
             history.add(event)
         except ValueError:
             refused += 1
     assert refused <= 1
-    shown(history, SummaryFacts())
+    shown(history, events, SummaryFacts())
 
 
 @settings(max_examples=60)
@@ -113,13 +115,13 @@ def test_a_damaged_summary_is_refused_or_shown(data):
         facts = read_facts(replaced(SUMMARY, path, data.draw(json_values)))
     except ValueError:
         return
-    shown(history, facts)
+    shown(history, EVENTS, facts)
 
 
-def shown(history: RunHistory, facts: SummaryFacts) -> None:
+def shown(history: RunHistory, events: list[dict[str, Any]], facts: SummaryFacts) -> None:
     document = figures("run", history, facts, [])
     json.dumps(document, allow_nan=False)
     text = page({"version": "0", "runs": [document]})
     text.encode()
     assert text.count("</script>") == 2
-    json.loads("".join(trace_text(trace_events("run", history))))
+    json.loads("".join(trace_text(trace_events("run", events))))

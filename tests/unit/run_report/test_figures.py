@@ -6,11 +6,11 @@ import pytest
 from evener.observe.events import make_event
 from evener.run_report import figures as figures_module
 from evener.run_report.chrome_trace import trace_events
-from evener.run_report.figures import figures
+from evener.run_report.figures import figures, in_order
 from evener.run_report.history import RunHistory
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.timeline import timeline
-from evener.run_report.waiting import count_waits
+from evener.run_report.waiting import Waits, attribute_waits
 from helpers.event_cases import committed_window, started
 
 
@@ -141,7 +141,7 @@ def test_numbers_that_overflow_are_null():
 
 def test_a_change_of_the_team_is_told_in_the_numbers_and_in_the_trace():
     place = {"window": 1, "generation": 2}
-    history = history_of(
+    events = [
         started(),
         committed_window(0, t=1.0),
         make_event("worker_lost", t=2.0, rank=1, member="b", window=1, reason="killed"),
@@ -150,15 +150,15 @@ def test_a_change_of_the_team_is_told_in_the_numbers_and_in_the_trace():
             "healed", t=2.0, rank=1, member="c", window=1, donor="a", num_bytes=9, elapsed_s=0.1
         ),
         make_event("worker_joined", t=2.0, rank=1, member="c", **place),
-    )
+    ]
     told = {
         "worker_lost": "lost rank 1 (b): killed",
         "reformed": "the team formed anew with 2 ranks in 30 ms",
         "healed": "rank 1 (c) took the state of a",
         "worker_joined": "rank 1 (c) joined",
     }
-    assert {e["type"]: e["text"] for e in document_of(history)["events"]} == told
-    marks = [event for event in trace_events("x", history) if event["ph"] == "i"]
+    assert {e["type"]: e["text"] for e in document_of(history_of(*events))["events"]} == told
+    marks = [event for event in trace_events("x", events) if event["ph"] == "i"]
     assert {mark["name"]: mark["args"]["text"] for mark in marks} == told
 
 
@@ -194,11 +194,16 @@ def test_nobody_is_named_for_differences_of_milliseconds():
     assert "No rank" in straggler["text"]
 
 
+def waits_of(compute_s, wait_s) -> Waits:
+    times = {"compute_s": compute_s, "wait_s": wait_s, "sync_s": np.zeros(compute_s.shape)}
+    return Waits.of({**attribute_waits(compute_s, wait_s), **times})
+
+
 def test_waits_are_counted_against_the_last_to_arrive():
     # Three ranks; the second is the last by 1 s, then the third by 2 s; the fourth is parked.
     compute = np.array([[1.0, 1.0], [3.0, 1.0], [2.0, 3.0], [0.0, 0.0]])
     wait = np.array([[2.0, 2.0], [0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    found = count_waits(compute, wait, np.zeros((4, 2)))
+    found = waits_of(compute, wait)
     assert list(found.windows_last) == [0, 1, 1, 0]
     assert list(found.waited_s) == [0, 3, 4, 0]
     assert list(found.delay_s) == [0, 1, 2, 0]
@@ -206,16 +211,16 @@ def test_waits_are_counted_against_the_last_to_arrive():
 
 
 def test_a_rank_alone_waits_for_nobody():
-    found = count_waits(np.ones((1, 3)), np.zeros((1, 3)), np.zeros((1, 3)))
+    found = waits_of(np.ones((1, 3)), np.zeros((1, 3)))
     assert (found.shared_windows, found.straggler) == (0, None)
-    assert count_waits(np.zeros((0, 0)), np.zeros((0, 0)), np.zeros((0, 0))).straggler is None
+    assert waits_of(np.zeros((0, 0)), np.zeros((0, 0))).straggler is None
 
 
 # ── the timeline ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_timeline_has_a_cell_for_each_window():
-    found = timeline(ten_windows(), ["a", "b"], 100_000)
+    found = timeline(in_order(ten_windows())[1], 100_000)
     assert found["merged"] == 1
     assert found["gap_us"] == [0] * 10
     assert found["length_us"] == [1_000_000] * 10
@@ -232,7 +237,7 @@ def test_windows_are_merged_to_save_room_and_the_largest_wait_is_kept():
         for k in range(100)
     ]
     history = history_of(started(), *events)
-    found = timeline(history, ["a", "b"], 1000)
+    found = timeline(in_order(history)[1], 1000)
     assert found["merged"] > 1
     assert len(json.dumps(found)) < 1500
     assert sum(found["length_us"]) + sum(found["gap_us"]) == 100_000_000

@@ -268,8 +268,9 @@
       while (i < last && this.end[i] < t) i += 1;
       this.tip.hidden = !rank || event.offsetX < this.left || i >= last || this.begin[i] > t;
       if (this.tip.hidden) return;
-      const merged = this.run.timeline.merged;
-      const name = merged > 1 ? `${merged} windows from ${this.run.timeline.window[i]} on` : `window ${this.run.timeline.window[i]}`;
+      const numbers = this.run.timeline.window;
+      const until = i + 1 < numbers.length ? numbers[i + 1] - 1 : this.run.series.window.at(-1);
+      const name = until > numbers[i] ? `windows ${numbers[i]} to ${until}` : `window ${numbers[i]}`;
       const near = this.run.events.filter((mark) => Math.abs(this.x(1e6 * mark.t_s) - event.offsetX) < 4);
       this.tip.textContent = [
         `${rankName(rank)} (${rank.member}), ${name}`,
