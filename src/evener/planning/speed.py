@@ -43,7 +43,7 @@ _LEAST_NOISE = 0.02
 _LEAST_SPREAD = 1.25
 """Windows tell the fixed cost only if their micro-batches per sample differ by this factor."""
 
-_USUAL_FIXED = 0.1
+USUAL_FIXED = 0.1
 """Part of a micro-batch's time that is usually fixed; what windows show is weighed against it."""
 
 _LEAST_SECONDS = 1e-9
@@ -277,7 +277,7 @@ def _fixed_s(points: Sequence[tuple[float, float]]) -> float:
     noise = max(1.48 * median(abs(y - rest) for y in rests), _LEAST_NOISE * middle_y)
     spread = math.sqrt(math.fsum((x - middle_x) ** 2 for x, _ in points))
     slope_error = 1.25 * noise / spread
-    usual_error = _USUAL_FIXED * middle_y / middle_x
+    usual_error = USUAL_FIXED * middle_y / middle_x
     return slope * usual_error**2 / (usual_error**2 + slope_error**2)
 
 

@@ -16,7 +16,7 @@ from evener.observe.tally import WARM_UP_WINDOWS
 from evener.parsing import MOST_WHOLE
 from evener.planning.elche import ANCHOR
 from evener.planning.policies import ApplyPolicy
-from evener.planning.speed import CostModel, SpeedModel
+from evener.planning.speed import USUAL_FIXED, CostModel, SpeedModel
 from evener.simulation.prediction import TeamSpec
 from evener.simulation.simulated_rank import BYTES_PER_PARAMETER, Link, Noise, SimulatedRank
 
@@ -144,6 +144,9 @@ class _MeasuredWindows:
                 "run in which it has, or give speeds by hand with --speeds"
             )
         cost = speed.cost
+        if micro_batch_size and not cost.fixed_s:
+            size = min(micro_batch_size, max(row["samples"] for row in worked))
+            cost = _with_usual_fixed(cost, worked, size)
         told = [row for row in worked if "elapsed_s" in row]
         beside_s = math.fsum(map(_beside_s, told))
         return SimulatedRank(
@@ -209,6 +212,19 @@ class _MeasuredWindows:
             if (micro_batches := _whole(row, "micro_batches"))
         ]
         return max(known, default=None)
+
+
+def _with_usual_fixed(cost: CostModel, rows: Sequence[Mapping[str, Any]], size: int) -> CostModel:
+    """Return the cost with the usual part of a full micro-batch fixed; for these rows the same.
+
+    Windows of one size cannot tell that part, and yet the last micro-batch of a share, which may be
+    of one sample, costs more than its samples alone.
+    """
+    samples = sum(row["samples"] for row in rows)
+    fixed_samples = size * USUAL_FIXED / (1.0 - USUAL_FIXED)
+    of_micro_batches = fixed_samples * sum(map(_micro_batches, rows))
+    per_sample_s = cost.per_sample_s * samples / (samples + of_micro_batches)
+    return cost._replace(fixed_s=fixed_samples * per_sample_s, per_sample_s=per_sample_s)
 
 
 def _policy_of(windows: Sequence[Event], start: Mapping[str, Any]) -> ApplyPolicy:

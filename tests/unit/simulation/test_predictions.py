@@ -229,6 +229,15 @@ def test_a_disturbance_lasts_as_long_as_it_did(told_by):
     assert again.samples_per_s == pytest.approx(truth.samples_per_s, rel=0.03)
 
 
+def test_a_part_of_a_micro_batch_costs_more_than_its_samples():
+    """Thirteen samples in micro-batches of four are three and a small one, in each window."""
+    usual = SimulatedRank(CostModel(0.1, 0.225), 4)  # a tenth of a second's micro-batch is fixed
+    team = replace(team_at(1, batch_size=13), ranks=(usual,), local_batch_size=4)
+    read = replace(measured_team(events_of(team, SYNC, 20), "r"), local_batch_size=4)
+    assert predict(read, CADENCE).samples_per_s == pytest.approx(4.0)
+    assert predict(read, SYNC).samples_per_s == pytest.approx(13 / (0.4 + 13 * 0.225))
+
+
 def test_rows_go_by_member_whatever_their_rank():
     events = events_of(team_at(100, 25), SYNC, 40)
     for window in events[1::2]:
@@ -237,7 +246,8 @@ def test_rows_go_by_member_whatever_their_rank():
             row["rank"] = rank
     team = measured_team(events, "r")
     assert [rank.name for rank in team.ranks] == ["rank 0 (m0)", "rank 1 (m1)"]
-    assert [1 / rank.cost.per_sample_s for rank in team.ranks] == pytest.approx([100, 25])
+    found = [rank.cost.samples_per_s(n, None) for rank, n in zip(team.ranks, (51, 13), strict=True)]
+    assert found == pytest.approx([100, 25], rel=0.01)
 
 
 def test_the_time_of_evaluations_is_nobodys():
@@ -272,7 +282,8 @@ def test_only_windows_of_the_last_team_count():
         window["ranks"][1]["compute_s"] = 9.0
     read = measured_team(events, "r")
     assert read.source == "r: 22 windows of policy sync"
-    assert [1 / rank.cost.per_sample_s for rank in read.ranks] == pytest.approx([100, 50])
+    found = [rank.cost.samples_per_s(n, None) for rank, n in zip(read.ranks, (43, 21), strict=True)]
+    assert found == pytest.approx([100, 50])
     assert max(read.ranks[1].noise.factors) == pytest.approx(1.0)
 
 
@@ -306,5 +317,5 @@ def test_noise_keeps_its_mean():
     rank = replace(team_at(100).ranks[0], noise=Noise((1.0, 3.0), (3.0, 6.0)))
     team = replace(team_at(100, 100), ranks=(rank, rank))
     read = measured_team(events_of(team, SYNC, 100), "r")
-    cost = read.ranks[0].cost.per_sample_s * fmean(read.ranks[0].noise.factors)
-    assert cost == pytest.approx(0.015, rel=0.05)
+    seconds = read.ranks[0].cost.seconds(32, None) * fmean(read.ranks[0].noise.factors)
+    assert seconds == pytest.approx(32 * 0.015, rel=0.05)
