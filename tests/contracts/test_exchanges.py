@@ -15,6 +15,7 @@ ALLOWED = {
     "engine.answers": "the one mechanism for what is outside of windows: it repeats",
     "engine.changing": "a change of the team, which begins anew where a rank is lost in it",
     "engine.engine": "rounds of rows, whose callers survive",
+    "engine.keeping": "windows",
     "engine.local": "windows",
     "engine.moments": "windows, and what a checkpoint of local steps holds",
     "engine.replica": "windows",

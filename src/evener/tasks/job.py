@@ -460,7 +460,8 @@ class Job(EpochLoop):
             self._evaluate()
         stopped = self.ddp.stopping and not self._task.is_done
         checkpoint = self.finish()
-        speeds = self._measure() if self.config.measure and not self.ddp.stopping else None
+        measures = self.config.measure and not (self.ddp.stopping or self.team.is_elastic)
+        speeds = self._measure() if measures else None
         if self.ddp.is_main_process:
             self._sum_up(speeds, checkpoint, stopped=stopped)
         return self._result(checkpoint, stopped=stopped)
@@ -475,9 +476,8 @@ class Job(EpochLoop):
         ).measure()
 
     def _train_samples(self, samples: Sequence[int]) -> None:
-        train = self._train
-        count = len(train)  # type: ignore[arg-type]  # the loader has asked for it, too
-        self.train_micro_batch(self._task.collate([train[i % count] for i in samples]))
+        count = len(self._train)  # type: ignore[arg-type]  # the loader has asked for it, too
+        self.train_micro_batch(self._task.collate([self._train[i % count] for i in samples]))
 
     def _sum_up(self, speeds: Speeds | None, checkpoint: Path | None, *, stopped: bool) -> None:
         """Say what came of the run, on the main process; the others wait in ``_result``."""

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from evener.errors import ConfigError
 from evener.planning.silence import silence_deadline_s
-from evener.protocol.formation import Formation, ProcessState, Standing, parse_team_limits
+from evener.protocol.formation import (
+    TRAINING,
+    Formation,
+    ProcessState,
+    Standing,
+    parse_team_limits,
+)
 from evener.protocol.roster import Outgoing, Roster
 from unit.protocol.elastic_world import DEADLINES, Worker, World
 
@@ -118,13 +124,16 @@ class Team:
             self.roster.report(self.now_s, member, 0, None)
         return why
 
-    def report(self, member: str, applied: int, digest: str = "same") -> list[Outgoing]:
+    def report(
+        self, member: str, applied: int, digest: str = "same", phase: str = TRAINING
+    ) -> list[Outgoing]:
         standing = Standing(
             member=member,
             generation=self.roster.generation,
             applied=applied,
             committed=applied,
             digest=digest,
+            phase=phase,
         )
         self.roster.report(self.now_s, member, self.roster.generation, standing)
         return self.roster.take()
@@ -166,6 +175,29 @@ def test_a_joiner_is_wanted_and_takes_the_free_number_when_all_have_left() -> No
     assert team.formation.members == ("b", "c", "d")
     assert team.formation.numbers == (1, 2, 0)
     assert team.formation.receivers == ("d",)
+
+
+def test_a_joiner_waits_while_a_member_does_something_else_than_training() -> None:
+    team = Team("a", "b", "c", least=3)
+    team.end("c")
+    team.join("d")
+    team.report("a", 3, phase="evaluating")
+    assert told(team.report("b", 3), "wanted") == {"a", "b"}
+    assert team.formation.members == ("a", "b"), "fewer than the least, but not for long"
+    team.join("e")
+    team.report("a", 4)
+    team.report("b", 4)
+    assert team.formation.members == ("a", "b", "d", "e")
+
+
+def test_a_team_of_too_few_ends_its_generation_and_waits_for_more() -> None:
+    team = Team("a", "b", least=2)
+    team.end("b")
+    assert told(team.report("a", 3, phase="evaluating"), "wanted") == {"a"}
+    assert team.formation.members == ("a",)
+    assert told(team.report("a", 4), "formed") == set()
+    team.join("d")
+    assert team.formation.members == ("a", "d")
 
 
 def test_a_stopped_worker_is_lost_after_stopped_s_and_left_out_when_it_continues() -> None:
