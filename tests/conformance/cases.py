@@ -249,10 +249,15 @@ def sums_of_parts_stay_with_their_owners(comm: Communicator, device: str) -> Non
             shape = (comm.world_size * size,)
             tensor = comm.allocate(shape[0], dtype, torch.device(device))
             tensor.copy_(whole_numbers(comm.rank, shape, dtype))
-            comm.reduce_scatter_parts(tensor, what=f"{size} of {dtype}")
+            keeps = comm.reduce_scatter_parts(tensor, what=f"{size} of {dtype}")
             parts = [whole_numbers(r, shape, dtype) for r in range(comm.world_size)]
             expected = torch.stack(parts).sum(0).to(dtype).chunk(comm.world_size)[comm.rank]
-            assert torch.equal(tensor.cpu().chunk(comm.world_size)[comm.rank], expected)
+            found = tensor.cpu().chunk(comm.world_size)
+            assert torch.equal(found[comm.rank], expected)
+            if keeps:
+                given = parts[comm.rank].chunk(comm.world_size)
+                others = [r for r in range(comm.world_size) if r != comm.rank]
+                assert all(torch.equal(found[r], given[r]) for r in others)
             comm.all_gather_parts(tensor, what="what the owners have")
             assert_same_everywhere(comm, tensor)
 

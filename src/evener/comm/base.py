@@ -227,12 +227,11 @@ class Communicator(Closing):
 
     def reduce_scatter_parts(
         self, flat: Tensor, *, what: str, timeout_s: float | None = None, have_met: bool = False
-    ) -> None:
+    ) -> bool:
         """Replace part ``r`` of ``flat`` on rank ``r`` by its sum over ranks.
 
-        The other parts hold undefined values afterwards, and other ranks may read them until the
-        next collective: nobody may write to them before. ``all_gather_parts`` then gives every rank
-        what each owner has made of its part.
+        Other ranks may read the other parts until the next collective: nobody may write to them
+        before. ``all_gather_parts`` then gives every rank what each owner has made of its part.
 
         Args:
             flat: Contiguous; same size and dtype on every rank; cut into ``world_size`` equal
@@ -242,13 +241,17 @@ class Communicator(Closing):
             timeout_s: Deadline; ``None`` takes the communicator's.
             have_met: All ranks have met in another call since any of them last wrote to ``flat``,
                 and go on to this call. So a leaf need not wait for them again.
+
+        Returns:
+            Whether the other parts are as before, on all ranks; their values are undefined else.
         """
         self._check_parts(flat, what)
         whole = _real(_flat(flat, what))
         call = self._begin("reduce_scatter_parts", what, timeout_s, _size_of(whole))
         if whole.numel():
             self._count_parts(whole, 1)
-            self._reduce_scatter_parts(whole, call._replace(have_met=have_met))
+            return self._reduce_scatter_parts(whole, call._replace(have_met=have_met))
+        return True
 
     def all_gather_rows(
         self, row: Sequence[float], *, what: str, timeout_s: float | None = None
@@ -469,10 +472,11 @@ class Communicator(Closing):
     def _all_gather_parts(self, flat: Tensor, call: Call) -> None:
         """Gather the parts of ``flat`` (uint8, not empty)."""
 
-    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
-        """Sum up ``flat`` (not empty), at least this rank's part of it."""
+    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> bool:
+        """Sum up ``flat`` (not empty), at least this rank's part; whether that left the others."""
         self._count_parts(flat, 1)  # what all ranks get, beyond their own parts
         self._all_reduce_each([flat], [call])
+        return False
 
     @abstractmethod
     def _all_gather_rows(self, row: Sequence[float], call: Call) -> list[list[float]]: ...

@@ -7,8 +7,9 @@ one collective moves a whole group and nothing is concatenated per step.
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
-from typing import final
+from itertools import repeat, zip_longest
+from operator import attrgetter, is_, is_not
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat_groups import Bucket, FlatGroup, build_group, move_parameter, view_like
 from evener.comm.trainable import choose_trainable, refuse_overlap
 from evener.errors import ConfigError, UsageError
+
+_GRAD: Final = attrgetter("grad")
 
 
 @final
@@ -121,12 +124,12 @@ class FlatBuffers:
         self._nothing_held = part is None
 
     def stamps(self) -> list[int]:
-        """Return for each parameter a number that changes when its gradient is written."""
-        if not self._views:
-            return [-1 if held is None else held._version for held in self._held]
-        versions = [group.grad._version for group in self.groups]  # views share their buffer's
-        places = zip(self._held, self._places, strict=True)
-        return [-1 if held is None else versions[place] for held, place in places]
+        """Return numbers that change when gradients are written; none while there are none."""
+        if not any(map(is_not, self._held, repeat(None))):
+            return []
+        if self._views:  # they share the version of their buffer
+            return [group.grad._version for group in self.groups]
+        return [held._version for held in self._held if held is not None]
 
     def find_write(self, stamps: Sequence[int]) -> tuple[int | None, bool]:
         """Look for what was done to ``.grad`` since ``attach_grads()`` and ``stamps()``.
@@ -138,18 +141,19 @@ class FlatBuffers:
             Flat number of a parameter whose gradient was written or assigned, if any; and whether
             some were dropped, which ``attach_grads`` undoes.
         """
-        grads = [parameter.grad for parameter in self.parameters]
-        unwritten = stamps if len(stamps) == len(grads) else [-1] * len(grads)
-        if all(map(is_, grads, self._held)) and self.stamps() == unwritten:
+        grads, now = list(map(_GRAD, self.parameters)), self.stamps()
+        if now == stamps and all(map(is_, grads, self._held)):
             return None, False  # nearly always: no further loop in Python
+        places = range(len(self.groups)) if self._views else self.with_gradients()
+        pairs = zip_longest(places, now, stamps)
+        written = {place for place, version, before in pairs if version != before}
         dropped = False
-        now = self.stamps()
         for i, (grad, held) in enumerate(zip(grads, self._held, strict=True)):
             if grad is not held:
                 if grad is not None:
                     return i, dropped
                 dropped = True
-            if now[i] != unwritten[i]:
+            if held is not None and (self._places[i] if self._views else i) in written:
                 return i, dropped
         return None, dropped
 
@@ -166,13 +170,16 @@ class FlatBuffers:
         Raises:
             UsageError: A gradient is sparse.
         """
+        return self._attach_grads(are_in_place=True)
+
+    def _attach_grads(self, *, are_in_place: bool) -> int:
+        """Do what ``attach_grads`` says; views may have been moved by ``p.grad.data = x``."""
         if any(p.requires_grad for _, p in self._frozen):
             thawed = choose_trainable(self._frozen)
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
             self._add(thawed)
-        grads = [parameter.grad for parameter in self.parameters]
-        lies_there = [view.data_ptr() for view in self._views] == self._view_ptrs
-        if lies_there and all(map(is_, grads, self._held)):
+        grads = list(map(_GRAD, self.parameters))
+        if are_in_place and all(map(is_, grads, self._held)):
             return 0
         if self._views:
             _move_fresh(enumerate(self.parameters), self._held, self._views, self._view_ptrs)
@@ -216,7 +223,9 @@ class FlatBuffers:
             UsageError: A gradient is sparse, or a parameter was moved to another device or dtype.
         """
         self.attach_data()
-        self.attach_grads()
+        # Before the exchange is soon enough: until then autograd adds to what was assigned.
+        pointers = [view.data_ptr() for view in self._views]
+        self._attach_grads(are_in_place=pointers == self._view_ptrs)
         groups, had_any = self.groups_of(part), False
         for group in groups:
             missing = [i for i in group.indices if self._held[i] is None]

@@ -249,15 +249,15 @@ class GroupCommunicator(Communicator, NotInherited):
         how = options(AllreduceOptions, calls[0].timeout_s + _GRACE_S)
         self._run_on(calls, flats, lambda tensor, group: group.allreduce([tensor], how))
 
-    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
+    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> bool:
         if self._nccl is None or flat.device.type != "cuda" or flat.nbytes <= _PAYLOAD_BYTES:
-            super()._reduce_scatter_parts(flat, call)  # Gloo's own one is not faster
-            return
+            return super()._reduce_scatter_parts(flat, call)  # Gloo's own one is not faster
         part = flat.chunk(self.world_size)[self.rank]
         how = options(ReduceScatterOptions, call.timeout_s + _GRACE_S)
         self._run_on(
             [call], [flat], lambda whole, group: group._reduce_scatter_base(part, whole, how)
         )
+        return True
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         if flat.nbytes <= _PAYLOAD_BYTES:

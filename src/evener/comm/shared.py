@@ -164,12 +164,14 @@ class SharedCommunicator(Communicator, NotInherited):
             if is_open:  # the next call's announcement is a barrier, too
                 self._meet(calls[-1])
 
-    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> None:
+    def _reduce_scatter_parts(self, flat: Tensor, call: Call) -> bool:
         with self._under_way(call):
             if self.backend == "nccl" and flat.device.type == "cuda":
-                self._base.reduce_scatter_parts(flat, what=call.what, timeout_s=call.timeout_s)
-            else:  # the next call's announcement is the barrier that others' reads end before
-                self._sum(flat, call, for_owner=True)
+                return self._base.reduce_scatter_parts(
+                    flat, what=call.what, timeout_s=call.timeout_s
+                )
+            # Where others may still be at it, the next call's meeting is the end of that.
+            return self._sum(flat, call, for_owner=True)
 
     def _broadcast(self, flat: Tensor, src: int, call: Call) -> None:
         with self._under_way(call):
@@ -236,7 +238,7 @@ class SharedCommunicator(Communicator, NotInherited):
     # ── large tensors ────────────────────────────────────────────────────────────────────────────
 
     def _sum(self, flat: Tensor, call: Call, *, for_owner: bool = False) -> bool:
-        """Sum a tensor; whether others may still be at it, until the next barrier."""
+        """Sum a tensor; whether in place, where others may be at it until the next barrier."""
         if flat.nbytes <= PAYLOAD_BYTES:
             cells = self._cells(flat)
             cells[self.rank].copy_(flat)

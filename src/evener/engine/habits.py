@@ -96,7 +96,7 @@ class Habits:
         self._stepping = False
         self._told: set[str] = set()
         self._share: Share | None = None
-        self._stamps: Sequence[int] = ()
+        self._stamps: Sequence[int] = []
         self._first_backward = True
         self._optimizers = optimizers
         #: How many parameters each optimizer had when all of them were known to be averaged.
@@ -177,7 +177,7 @@ class Habits:
         """
         if share.weight:
             self._weightless = -math.inf
-        index, dropped = self._flat.find_write(self._stamps if share is self._share else ())
+        index, dropped = self._flat.find_write(self._stamps if share is self._share else [])
         if index is None:
             return dropped
         raise UsageError(
@@ -260,7 +260,7 @@ class Habits:
         self._checked[number] = len(parameters)
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        if all(stamp < 0 for stamp in self._flat.stamps()):
+        if not self._flat.stamps():
             type(optimizer).zero_grad(optimizer, set_to_none)
         elif any(parameter.grad is not None for parameter in _parameters(optimizer)):
             self.tell_once(_ZERO_GRAD)

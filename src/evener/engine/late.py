@@ -3,6 +3,7 @@
 import math
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -28,6 +29,9 @@ from evener.planning.report import LOSS, Report
 
 _TAKING: Final = (Adam, AdamW, Adagrad, SGD)
 """Optimizers whose fused kernels leave an update out where ``found_inf`` is 1."""
+
+_UNLEARNT: Final = 32
+"""Windows kept for the policy to learn of; it remembers fewer."""
 
 
 class Values(NamedTuple):
@@ -211,7 +215,7 @@ class LateEngine(ParkingEngine):
         self._update_lap: Lap | None = None
         self._sync_s = 0.0
         #: Windows that the policy has not learnt from.
-        self._unlearnt: list[tuple[list[Report], WindowPlan, float]] = []
+        self._unlearnt: deque[tuple[list[Report], WindowPlan, float]] = deque(maxlen=_UNLEARNT)
 
     @abstractmethod
     def _average_buffers(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import ShardedUpdate
+from evener.averaging.sharded_update import ShardedUpdate
 from evener.checkpoint import unflatten_optimizer
 from evener.checkpoint.codec import decode, encode
 from evener.comm.base import Communicator

@@ -257,7 +257,7 @@ class SyncEngine(DraftingEngine):
         together = part is None and not closes_turns
         if self.queue is not None and together and self._let_decide(self.queue):
             return done
-        norms = [] if closes_turns else averager.gather(part)
+        norms = [] if closes_turns else averager.gather(part, unmeasured=self._finds_in_mean)
         losses = share.losses_of(part)
         values = Reading([*losses, *norms]).read()  # the one wait for a device
         loss_sum = share.loss_sum_of(part, (value for (value,) in values[: len(losses)]))
@@ -371,10 +371,10 @@ class SyncEngine(DraftingEngine):
             norm = averager.average(
                 self.share.scale_of(part), weight, part, what=what, max_norm=max_norm
             )
+        skipped = skipped or self._overflowed(norm, plan, part)
         if closes:
             self._average_buffers(found, 0.0 if skipped else weight, what)
         self._sync_s = time.perf_counter() - started_s
-        skipped = skipped or self._overflowed(norm, plan, part)
         watch = Stopwatch(self.slowdown, self.queue)
         if not self._schedule.is_empty:
             self._schedule.before_update(self.progress)
@@ -429,13 +429,34 @@ class SyncEngine(DraftingEngine):
         else:
             self.buffers.restore()
 
+    @property
+    def _finds_in_mean(self) -> bool:
+        """Whether ranks do without the norms of their own gradients, in a divided update.
+
+        The norm of the mean is taken anyway, before anything is applied, and ``blame`` then finds
+        the rank. A loss scale, and batches that others hand out, are judged by ranks' own norms.
+        """
+        is_planned = isinstance(self.state.plan, WindowPlan)
+        return self._sharded.can_blame and is_planned and not self._scale.is_used
+
     def _overflowed(self, norm: float, plan: WindowPlan, part: int | None) -> bool:
+        """Whether a window is to be left out, as its mean gradient is not finite.
+
+        Raises:
+            NonFiniteGradientError: It must not be left out.
+        """
         if math.isfinite(norm):
             return False
         if self._skips or self._scale.can_shrink:
             return True
+        blamed, step = None, self.progress.steps + 1
+        if self._sharded.is_on:
+            blamed = self._sharded.blame(part, what=f"window {plan.window}")
         self.flat.zero_(part)
-        raise overflow(plan, self.progress.steps + 1)
+        if blamed is None:
+            raise overflow(plan, step)
+        rank, number = blamed
+        raise non_finite_on(rank, number + 1, plan, self.flat.names, step)
 
     def _step(self, stepped: Sequence[Optimizer], part: int | None) -> None:
         """Update the parameters, or this rank's part of them."""
@@ -444,7 +465,7 @@ class SyncEngine(DraftingEngine):
         else:
             self.flat.mask_untouched(part)
             self.habits.step(stepped)
-        self.flat.attach_data()
+            self.flat.attach_data()
 
     def _share_parameters(self, part: int | None, what: str) -> None:
         """Give every rank the bits of the rank that owns them; waits for slower ranks."""
@@ -492,13 +513,16 @@ class SyncEngine(DraftingEngine):
         """
         super().plan_ahead()
         if self.state.plans and self._draft is None:
-            self._learn()
             self._make_draft()
             if self.world_size > 1 and self.rank == self.state.planner:
                 self._wish = self._wanted_change()
 
     def _learn(self) -> None:
-        """Tell the policy of the windows that are over; on all ranks, as any may become planner."""
+        """Tell the policy of the windows that are over, where it is asked for something.
+
+        Any rank may become the planner. One that is not, or has nobody to plan for, keeps the last
+        windows in mind until then: to judge each of them costs more than all of them at once.
+        """
         for reports, plan, exchange_s in self._unlearnt:
             self._policy.observe(reports, plan, exchange_s)
         self._unlearnt.clear()
@@ -515,7 +539,8 @@ class SyncEngine(DraftingEngine):
         if piece is not None:
             self._leases[number] = piece
         if piece is not None and self.rank == self.state.planner:
-            plan = self.policy.plan(
+            policy = self.policy if self.world_size > 1 else self._policy
+            plan = policy.plan(
                 number, piece.epoch, piece.start, piece.size, work_for_all=work_for_all
             )
             self._draft = tuple(pack(plan))

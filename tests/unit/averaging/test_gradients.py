@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from evener.averaging.gradients import GradientAverager, ShardedUpdate, norm_of
+from evener.averaging.gradients import GradientAverager, norm_of
+from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator, SingleCommunicator
 from evener.comm.flat import FlatBuffers
 from evener.errors import UsageError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener.averaging.buffers import BufferAverager
-from evener.averaging.gradients import ShardedUpdate
+from evener.averaging.sharded_update import ShardedUpdate
 from evener.comm.base import Communicator
 from evener.comm.flat import FlatBuffers
 from evener.engine.schedule import Schedule
