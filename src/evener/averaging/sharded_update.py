@@ -45,6 +45,11 @@ class ShardedUpdate:
         optimizers: Those that step them.
         is_wanted: Whether to divide the update at all.
         is_must: Whether the user has asked for it, so that a reason against it is an error.
+
+    Attributes:
+        is_on: Whether the update is divided now.
+        can_blame: Whether the last exchange has left what each rank has given to the others' parts,
+            in which ``blame`` looks.
     """
 
     def __init__(
@@ -73,18 +78,7 @@ class ShardedUpdate:
         self._own: list[States] = []
         self._rest: list[States] = []
         self._faces: list[DividedState] = []
-        #: Whether the last exchange has left what each rank has given to the others' parts.
-        self._is_kept = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the update is divided now."""
-        return self._comm is not None
-
-    @property
-    def can_blame(self) -> bool:
-        """Whether ``blame`` can be expected to tell something, after the next average."""
-        return self.is_on and self._is_kept
+        self.is_on = self.can_blame = False
 
     # ── dividing, and putting together ───────────────────────────────────────────────────────────
 
@@ -100,7 +94,7 @@ class ShardedUpdate:
             or not _has_equal_parts(self._flat.groups, comm)
         ):
             return
-        self._comm = comm
+        self._comm, self.is_on = comm, True
         self._own = [defaultdict(dict) for _ in self._optimizers]
         self._rest = [{} for _ in self._optimizers]
         self._faces = [
@@ -151,7 +145,8 @@ class ShardedUpdate:
     def _end(self) -> None:
         for optimizer in self._optimizers:
             vars(optimizer).pop("load_state_dict", None)
-        self._comm, self._num_groups, self._is_kept = None, 0, False
+        self._comm, self._num_groups = None, 0
+        self.is_on = self.can_blame = False
         self._places, self._own, self._rest, self._faces = {}, [], [], []
         self._parts, self._shown = {}, {}
 
@@ -195,10 +190,10 @@ class ShardedUpdate:
         self._make_places()
         comm, groups = self._comm, self._flat.groups_of(part)
         assert comm is not None
-        self._is_kept = True
+        self.can_blame = True
         for group in groups:
             # Ranks have exchanged rows, and none touches its gradients between that and this.
-            self._is_kept &= comm.reduce_scatter_parts(
+            self.can_blame &= comm.reduce_scatter_parts(
                 group.grad_values, what=f"gradients of {what}", have_met=True
             )
         own = [[self._parts[group]] for group in groups]
@@ -232,7 +227,7 @@ class ShardedUpdate:
         """
         comm, groups = self._comm, self._flat.groups_of(part)
         assert comm is not None
-        if not self._is_kept:
+        if not self.can_blame:
             return None
         given = summed = largest = 0.0
         for place in self._places.values():

@@ -200,7 +200,7 @@ class SharedCommunicator(Communicator, NotInherited):
                     part.copy_(cell)
                 return
             size = parts[0].numel()
-            known = self._known_places(self._memory.find(flat), flat, call)
+            known = self._known_places(flat, call)
             if known is None:
                 self._collect(flat, range(self.world_size), size, size, call)
             else:
@@ -245,9 +245,9 @@ class SharedCommunicator(Communicator, NotInherited):
             self._swap(call, ELSEWHERE, flat.nbytes)
             flat.copy_(reduce(torch.add, cells))
             return False
-        place = self._memory.find(flat)
-        places = self._known_places(place, flat, call)
+        places = self._known_places(flat, call)
         if places is None:
+            place = self._memory.find(flat)
             if place.offset == NOWHERE:
                 self._stage(flat, 0)
             places = self._swap_places(place, flat, call)
@@ -328,13 +328,10 @@ class SharedCommunicator(Communicator, NotInherited):
                 other[size * self.rank :][:size].copy_(own)
         self._meet(call)
 
-    def _known_places(
-        self, place: MemoryPlace, flat: Tensor, call: Call
-    ) -> list[MemoryPlace] | None:
+    def _known_places(self, flat: Tensor, call: Call) -> list[MemoryPlace] | None:
         """Return where a tensor lies on each rank, if all ranks know, and no meeting is needed."""
-        if not call.have_met:
-            return None
-        return self._kept_places.get((call.kind, place.offset, flat.nbytes))
+        key = (call.kind, self._memory.find(flat).offset, flat.nbytes)
+        return self._kept_places.get(key) if call.have_met else None
 
     def _swap_places(self, place: MemoryPlace, flat: Tensor, call: Call) -> list[MemoryPlace]:
         """Meet, and learn where a tensor lies on each rank.
