@@ -38,7 +38,8 @@ class RunView:
     def __init__(self, voids: Voids | None = None) -> None:
         self.history = RunHistory(voids, most_kept=MOST_KEPT)
         self._progress = ProgressFigures(unicode=True)
-        self._gone: dict[str, str] = {}  # why, by member
+        #: By member: why it is gone, and the window that it was lost in.
+        self._gone: dict[str, tuple[str, int]] = {}
         self._at_work: dict[int, str] = {}  # members of the newest window, by rank
         self._newest_t: float | None = None
 
@@ -57,16 +58,16 @@ class RunView:
             self._progress.add(event)
             self._at_work = {row["rank"]: row["member"] for row in event["ranks"]}
             for row in event["ranks"]:
-                self._gone.pop(row["member"], None)
+                # The last window that it took part in may be known to be committed only later.
+                if self._gone.get(row["member"], ("", 0))[1] <= event["window"]:
+                    self._gone.pop(row["member"], None)
         elif kind == "run_started":
             self._gone.clear()
             self._progress.start(_whole(event["total_windows"]), str(event["unit"]))
-        elif kind == "worker_lost":
+        elif kind in ("worker_lost", "worker_left"):
             if len(self._gone) < len(self.history.lanes) + 1:
-                self._gone[str(event["member"])] = str(event["reason"])
-        elif kind == "worker_left":
-            if len(self._gone) < len(self.history.lanes) + 1:
-                self._gone[str(event["member"])] = "it left as it was told to"
+                why = str(event.get("reason", "it left as it was told to"))
+                self._gone[str(event["member"])] = why, _whole(event["window"]) or 0
         elif kind == "worker_joined":
             self._gone.pop(str(event["member"]), None)
         if kind in ("run_resumed", "reformed"):
@@ -88,7 +89,7 @@ class RunView:
         )
         for row in found["ranks"]:
             row["presence"] = self._presence(row, is_running=is_running)
-            row["why_gone"] = self._gone.get(row["member"])
+            row["why_gone"] = self._gone.get(row["member"], (None,))[0]
         run, events, evals, checkpoints = (
             found.pop(key) for key in ("run", "events", "evals", "checkpoints")
         )

@@ -55,6 +55,7 @@ def figures(
     solo = _solo_speeds(lanes, cells, facts)
     waits = Waits.of(cells)
     ranks = _ranks(history, lanes, cells, solo, waits)
+    parked = [lane.rank in history.parked for lane in lanes]
     if history.num_omitted:
         notes = [*notes, f"{history.num_omitted:,} rows of further members are left out"]
     return {
@@ -64,7 +65,7 @@ def figures(
         "team": _team(history, cells, facts, solo),
         "ranks": ranks,
         "straggler": _straggler(ranks, waits, history, float(cells["length_s"].sum())),
-        "series": _series(cells, most_numbers // runs),
+        "series": _series(cells, parked, most_numbers // runs),
         **_lists(history, cells),
         "num_evals": len(history.evals),
         "num_events": len(history.incidents),
@@ -271,7 +272,7 @@ def _straggler(
     }
 
 
-def _series(cells: Cells, most_numbers: int) -> dict[str, Any]:
+def _series(cells: Cells, parked: Sequence[bool], most_numbers: int) -> dict[str, Any]:
     each = 3 * (4 + 2 * len(cells["weight"]))
     most = max(20, min(MOST_POINTS, most_numbers // each))
     points = merge_at(cells, bucket_starts(cells["windows"], most))
@@ -282,6 +283,13 @@ def _series(cells: Cells, most_numbers: int) -> dict[str, Any]:
         return band(*parts, is_single=num_points == count)
 
     lanes = range(len(cells["weight"]))
+    for lane, worked in enumerate(points["weight"] > 0):
+        # Before and after its time in the team a member has no share, which is not a share of 0.
+        is_there = np.maximum.accumulate(worked)
+        if not parked[lane]:
+            is_there &= np.maximum.accumulate(worked[::-1])[::-1]
+        points["shares_under"][lane, ~is_there] = np.nan
+        points["shares_low"][lane, ~is_there] = points["shares_high"][lane, ~is_there] = np.nan
     return {
         "windows_per_point": number(count / num_points) if count else 0,
         "end_s": numbers(points["end_s"]),

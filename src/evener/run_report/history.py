@@ -330,7 +330,8 @@ def _sentence(event: Event) -> str:
     kind = event["type"]
     if kind == "reformed":
         took = f" in {human_duration(event['reform_s'])}" if "reform_s" in event else ""
-        return f"the team formed anew with {len(event['members'])} ranks{took}"
+        count = len(event["members"])
+        return f"the team formed anew with {count} rank{'s' if count != 1 else ''}{took}"
     if kind == "healed":
         return f"rank {event['rank']} ({event['member']}) took the state of {event['donor']}"
     if kind == "checkpoint_missed":

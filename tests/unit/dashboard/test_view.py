@@ -69,7 +69,10 @@ def test_who_is_lost_is_gone_until_it_is_back() -> None:
 def test_who_is_gone_may_be_replaced() -> None:
     after = committed_window(1, t=3.0)
     after["ranks"][1]["member"] = "c"
-    made = view(started(), committed_window(0), make_event("worker_lost", t=1.0, **LOST), after)
+    lost = make_event("worker_lost", t=1.0, **LOST)
+    made = view(started(), lost, committed_window(0))  # it was known only then
+    assert presences(made) == ["here", "gone"]
+    made.add(after)
     told = [(row["rank"], row["member"], row["presence"]) for row in document(made)["ranks"]]
     assert told == [(0, "a", "here"), (1, "b", "replaced"), (1, "c", "here")]
 

@@ -151,13 +151,19 @@ def test_a_change_of_the_team_is_told_in_the_numbers_and_in_the_trace():
         ),
         make_event("worker_joined", t=2.0, rank=1, member="c", **place),
     ]
+    after = committed_window(1, t=3.0)
+    after["ranks"][1]["member"] = "c"
     told = {
         "worker_lost": "lost rank 1 (b): killed",
         "reformed": "the team formed anew with 2 ranks in 30 ms",
         "healed": "rank 1 (c) took the state of a",
         "worker_joined": "rank 1 (c) joined",
     }
-    assert {e["type"]: e["text"] for e in document_of(history_of(*events))["events"]} == told
+    found = document_of(history_of(*events, after))
+    assert {e["type"]: e["text"] for e in found["events"]} == told
+    assert [curve["mean"] for curve in found["series"]["shares"]] == [
+        *([0.6, 0.6], [0.4, None], [None, 0.4]),
+    ]
     marks = [event for event in trace_events("x", events) if event["ph"] == "i"]
     assert {mark["name"]: mark["args"]["text"] for mark in marks} == told
 

@@ -76,7 +76,7 @@ def test_a_new_generation_drops_void_windows_within_a_session():
     )  # fmt: skip
     assert numbers(found) == [0, 1]
     assert numbers(found, "begin_s") == [0, 2.5]
-    assert [mark.text for mark in found.incidents] == ["the team formed anew with 1 ranks"]
+    assert [mark.text for mark in found.incidents] == ["the team formed anew with 1 rank"]
 
 
 def test_an_evaluation_is_not_part_of_the_window_after_it():
