@@ -235,6 +235,7 @@ class ThreadMembership(Membership):
         self.team, self.member, self._joins = team, member, joins
         self.number, self.most = team.numbers[member], team.most
         self.is_told_to_leave = self.has_left = False
+        self.phase = "training"
 
     @property
     def is_elastic(self) -> bool:
@@ -266,6 +267,10 @@ class ThreadMembership(Membership):
         self._joins, self.generation = False, formation.generation
         self.number = formation.numbers[formation.members.index(self.member)]
         return formed
+
+    def declare(self, phase: str, done: int = 0) -> str:
+        before, self.phase = self.phase, phase
+        return before
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts

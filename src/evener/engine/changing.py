@@ -16,7 +16,7 @@ from torch import Tensor
 from evener.data.cursor import Cursor
 from evener.engine.answers import AskingEngine, Heard
 from evener.engine.engine import EngineOptions, Superseded
-from evener.engine.results import Progress, pack_applied, unpack_applied
+from evener.engine.results import Progress, WindowResult, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
 from evener.engine.team_change import Change
@@ -105,6 +105,12 @@ class ElasticEngine(AskingEngine):
         #: States of registered objects with which this rank has joined.
         self._joined_with: dict[str, Any] = {}
         self._on_change: list[Callable[[Change], None]] = []
+        #: The last change and when it was over, until its first window is committed.
+        self._begun: tuple[Change, float] | None = None
+        #: Seconds from a change to the commit of its first window, while that is told.
+        self.redo_s: float | None = None
+        if team.is_elastic:
+            self.call_on_commit(self._time_redo)
         self._on_anew: list[Callable[[], None]] = []
 
     # ── for a leaf ───────────────────────────────────────────────────────────────────────────────
@@ -244,6 +250,18 @@ class ElasticEngine(AskingEngine):
         self.state = state._replace(planner=-1, own=None, flight=None, applied=False)
         self._use_team()
 
+    def _time_redo(self, result: WindowResult) -> None:
+        """Note, at a commit, how long the last change has kept the team from it."""
+        self.redo_s = None
+        if self._begun is not None and result.window >= self._begun[0].window:
+            (change, begun_s), self._begun = self._begun, None
+            self.redo_s = time.perf_counter() - begun_s
+            if change.lost:
+                self.habits.notice(
+                    f"window {result.window}, the first one of generation {change.generation}, is "
+                    f"committed {self.redo_s:.2f} s after that began"
+                )
+
     # ── a change ─────────────────────────────────────────────────────────────────────────────────
 
     def _survive(self, error: CollectiveError, *, may_join: bool = True) -> bool:
@@ -325,6 +343,18 @@ class ElasticEngine(AskingEngine):
         elif is_new:  # unless it comes back into the epoch that it was in
             is_back = self._wants_plans and self.cursor.epoch == epoch
             self._is_new = not (is_back and self._are_planning)
+
+    def go_alone(self) -> None:
+        """Commit what is applied without the others, so that this rank can save what it holds.
+
+        For when the coordinator is lost: the others give up, too.
+        """
+        self._break_off()
+        self._is_new = True
+        self.team.be_alone()
+        self._use_team()
+        if self._applied is not None:
+            super()._commit({})  # without a lease
 
     def _leave_team(self) -> NoReturn:
         """Leave for good, as this rank was told to; the others continue without it.
@@ -582,8 +612,10 @@ class ElasticEngine(AskingEngine):
             joined={rank: name for rank, name in names.items() if rank not in stayed},
             healed={rank: name for rank, name in names.items() if name in formation.receivers},
             donor=formation.donor,
+            detect_s=formation.detect_s,
             **known,
         )
+        self._begun = (change, time.perf_counter())
         self.slowness.restart(self.team.people)
         self.habits.notice(str(change))
         for tell in self._on_change:

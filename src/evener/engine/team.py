@@ -1,7 +1,8 @@
 """The ranks as one of them sees them: who is present, and what joins them."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from evener.comm.base import Communicator, SingleCommunicator
@@ -108,6 +109,24 @@ class Team:
         """Whether this rank is the first of those that are present."""
         return self.rank == self.members[0]
 
+    def declare(self, phase: str, done: int = 0) -> None:
+        """Say what this rank is doing, for the case that others wait for it.
+
+        Args:
+            phase: ``TRAINING``, or in words of its own, such as ``saving``.
+            done: Micro-batches that it has done since the last call.
+        """
+        self.membership.declare(phase, done)
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Say that this rank is doing something else for the length of a block."""
+        before = self.membership.declare(phase)
+        try:
+            yield
+        finally:
+            self.membership.declare(before)
+
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Say what must be the same on all workers of an elastic team, and is known only now."""
         self.membership.describe(facts)
@@ -157,11 +176,11 @@ class Team:
             self._twin.watch_waits(windows_s)
 
     def _report_waits(self) -> None:
-        if self._windows_s is not None:
+        if self.is_elastic:
+            self.whole.report_waits_to(GenerationWatch(self.membership))
+        elif self._windows_s is not None:
             watch = WaitWatch(self.rank, self.people, self._windows_s)
-            self.whole.report_waits_to(
-                GenerationWatch(self.membership, watch) if self.is_elastic else watch
-            )
+            self.whole.report_waits_to(watch)
 
     def introduce(self, greeting: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Give every rank that is present each one's JSON, in rank order; all call it together."""

@@ -19,6 +19,8 @@ class Change:
         healed: Names of ranks that have received the state, by number.
         donor: Name of the rank that has sent it.
         num_bytes: Its size.
+        detect_s: Seconds from the last heartbeat of a lost rank to the end of its generation; it
+            sends a few in a second.
         reform_s: Seconds until the new generation was formed and its ranks were connected.
         heal_s: Seconds until all of them held the same state.
     """
@@ -33,6 +35,7 @@ class Change:
     healed: Mapping[int, str]
     donor: str
     num_bytes: int
+    detect_s: float
     reform_s: float
     heal_s: float
 
@@ -41,7 +44,8 @@ class Change:
         said = [f"lost {_named(self.lost)}"] if self.lost else []
         said += [f"{_named(self.left)} left"] if self.left else []
         said += [f"{_named(self.joined)} joined"] if self.joined else []
-        times = f"re-formed in {self.reform_s:.2f} s"
+        times = f"noticed in {self.detect_s:.2f} s, " if self.lost else ""
+        times += f"re-formed in {self.reform_s:.2f} s"
         if self.healed:
             times += f", state sent in {self.heal_s:.2f} s"
         return (

@@ -9,8 +9,10 @@ from evener.devices import free_cached_memory
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.memory import MicroBatchTooLarge, explain, is_out_of_memory
 from evener.engine.results import WindowResult
+from evener.errors import CoordinatorLostError
 from evener.loop.checkpointing import Checkpointer
 from evener.loop.loop import Loop
+from evener.team.failures import note
 
 
 class EpochLoop(ABC):
@@ -69,8 +71,18 @@ class EpochLoop(ABC):
         while not self.ddp.stopping and not self.has_ended:
             epoch = self.loader.cursor.epoch
             self.begin_epoch(epoch)
-            self.train_epoch(epoch)
+            try:
+                self.train_epoch(epoch)
+            except CoordinatorLostError as error:
+                self._save_alone(error)
+                raise
             yield epoch
+
+    def _save_alone(self, error: CoordinatorLostError) -> None:
+        """Save what the main rank of an elastic team holds, which cannot continue."""
+        if self.checkpointer is not None and self.ddp.is_main_process:
+            self.ddp.assembly.engine.go_alone()
+            note(error, f"evener: what the team has trained so far is saved in {self.finish()}")
 
     def train_epoch(self, epoch: int) -> None:
         """Train on what is left of an epoch; when memory runs out, compute the share again.

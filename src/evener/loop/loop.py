@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from evener.loop.reporting import SinkMaker, check_sinks
 from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
+from evener.protocol.formation import EVALUATING, TRAINING
 from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
@@ -218,6 +219,7 @@ class Loop(DataSide):
             own = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
             share.backward(loss, weight, self.assembly.part_of(optimizer), own)
         habits.after_backward(share)
+        engine.team.declare(TRAINING, done=1)
         engine.plan_ahead()
 
     def step(self, optimizer: Optimizer | None = None) -> WindowResult | None:
@@ -326,9 +328,11 @@ class Loop(DataSide):
         yield
         watch.stop()
 
-    def evaluating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
         """Put the model into ``eval()`` without gradients for the length of the block."""
-        return in_evaluation(self.assembly.model)
+        with self._engine.team.in_phase(EVALUATING), in_evaluation(self.assembly.model):
+            yield
 
     def close(self) -> None:
         """Leave the team: end loaders and connections; idempotent.

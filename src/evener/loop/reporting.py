@@ -216,6 +216,8 @@ class EventStream:
                 "divergence": _short(cadence.divergence),
                 "guard": cadence.guard,
             }
+        if (redo_s := self._engine.redo_s) is not None:
+            further["redo_s"] = _rounded(redo_s)
         self.tell(
             "window",
             **place,
@@ -288,6 +290,7 @@ class EventStream:
             window=window,
             generation=generation,
             members=list(change.members),
+            detect_s=change.detect_s,
             reform_s=change.reform_s,
             heal_s=change.heal_s,
         )

@@ -17,9 +17,13 @@ NO_NUMBER: Final = -1
 WHOLE_RUN: Final = 0
 """Generation under which the coordinator keeps what holds for all generations."""
 
-
 TRAINING: Final = "training"
 """The phase of a member that agrees on plans next: the only one in which a joiner can follow."""
+
+EVALUATING: Final = "evaluating"
+
+WAITING: Final = "waiting"
+"""The phase of a member that waits for others, in an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,8 @@ class Formation:
         donor: The member whose state counts.
         receivers: Members that must receive the donor's state; the others hold the same bits.
         lease_s: So long after a heartbeat a member may commit.
+        detect_s: Seconds from the last heartbeat of the member that was lost to the end of the
+            generation before; 0 where none was lost.
     """
 
     generation: int
@@ -69,6 +75,7 @@ class Formation:
     donor: str
     receivers: tuple[str, ...]
     lease_s: float
+    detect_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,8 @@ class Deadlines:
         stopped_s: A worker whose process is stopped (state T) is lost after so long.
         gather_s: So long after the last arrival the first generation forms with fewer than the
             most workers. Also how long members may take to leave a generation together.
+        connect_s: So long members of a new generation may take to connect to one another, and a
+            worker may wait for a number that becomes free.
         hello_s: A connection that has not said who it is closes after so long.
         patience_s: A worker waits so long for a coordinator that does not answer.
         timeout_s: So long a generation waits for living members that do not come, and for workers
@@ -94,6 +103,7 @@ class Deadlines:
     reconnect_s: float = 1.0
     stopped_s: float = 0.5
     gather_s: float = 0.5
+    connect_s: float = 10.0
     hello_s: float = 5.0
     patience_s: float = 60.0
     timeout_s: float = 600.0
@@ -152,6 +162,7 @@ def read_formation(fields: Fields) -> Formation:
         donor=fields.text("donor"),
         receivers=tuple(fields.texts("receivers")),
         lease_s=fields.number("lease_s", least=0.0),
+        detect_s=fields.number("detect_s", least=0.0),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from evener.planning.silence import silence_deadline_s
-from evener.protocol.formation import NO_NUMBER, TRAINING
+from evener.protocol.formation import NO_NUMBER, TRAINING, WAITING
 from evener.protocol.formation import Deadlines as Deadlines
 from evener.protocol.formation import Formation as Formation
 from evener.protocol.formation import ProcessState as ProcessState
@@ -152,7 +152,7 @@ class Roster:
             self._seats.pop(member, None)  # so that the newcomer is the last in the order
             self._seats[member] = new
         seat = self._seats[member]
-        seat.connect(session, facts)
+        seat.connect(now_s, session, facts)
         self.remember(now_s, held)
         if seat.number == NO_NUMBER:
             seat.give_number(self._free_number(wish))
@@ -262,6 +262,8 @@ class Roster:
         pace_s = seat.advance(now_s, micro_batches, phase)
         if pace_s is not None:
             self._paces.append(pace_s)
+        if seat.advanced_s == now_s:  # who advances is slow, and not dead
+            self._named.discard(member)
         if self._over or not self.is_member(member) or seat.ready:
             return False
         seat.lease(now_s + self.deadlines.lease_s)
@@ -298,6 +300,8 @@ class Roster:
             self._form(now_s)
         elif self._over:
             self._name_awaited(now_s)
+        else:
+            self._name_idle(now_s)
 
     def _members(self) -> list[Seat]:
         return [
@@ -350,6 +354,26 @@ class Roster:
                     f"not left it for {silent_s:.0f} s (it is {seat.phase}, after "
                     f"{seat.micro_batches} micro-batches); the team waits for it until "
                     f"{self.deadlines.timeout_s:g} s are over (timeout_s)"
+                )
+
+    def _name_idle(self, now_s: float) -> None:
+        """Name members that make no progress while others wait for them; nobody is ended."""
+        waiting = [seat for seat in self._members() if seat.phase == WAITING]
+        if not waiting:
+            return
+        deadline_s = silence_deadline_s(self._paces)
+        first_s = min(seat.advanced_s for seat in waiting)
+        for seat in self._members():
+            idle_s = now_s - max(first_s, seat.advanced_s)
+            if seat.phase != WAITING and idle_s >= deadline_s and seat.member not in self._named:
+                self._named.add(seat.member)
+                silent_s = now_s - seat.heard_s
+                last = f"; its last heartbeat came {silent_s:.0f} s ago" if silent_s > 1 else ""
+                self._say(
+                    f"{' and '.join(one.member for one in waiting)} wait for {seat.member}, which "
+                    f"has made no progress for {idle_s:.0f} s (it is {seat.phase}, after "
+                    f"{seat.micro_batches} micro-batches{last}); this ends nothing before "
+                    "timeout_s of the exchange"
                 )
 
     def _awaited(self, now_s: float) -> list[Seat]:
@@ -460,6 +484,7 @@ class Roster:
                 seat.give_up_number()
                 if seat.may_commit:
                     self._older_lease_s = max(self._older_lease_s, seat.lease_end_s)
+        lost = [seat for seat in before if seat.why_lost(now_s, self.deadlines)]
         self._number([ready[member] for member in members])
         if before and not standings and not self._finished:
             self._say(
@@ -477,6 +502,7 @@ class Roster:
             donor=donor,
             receivers=tuple(m for m in members if m not in same and m != donor),
             lease_s=self.deadlines.lease_s,
+            detect_s=max([0.0, *(self._over_s - seat.heard_s for seat in lost)]),
         )
         self._over, self._was_told = "", False
         self._named.clear()

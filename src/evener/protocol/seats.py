@@ -39,6 +39,7 @@ class Seat:
         micro_batches: How many it has done.
         phase: What it is doing, in its own words.
         advanced_s: When one of the two changed.
+        heard_s: When its last heartbeat came, or it arrived.
     """
 
     member: str
@@ -55,6 +56,7 @@ class Seat:
     micro_batches: int = 0
     phase: str = "joining"
     advanced_s: float = 0.0
+    heard_s: float = 0.0
     _disconnected_s: float | None = None
     _stopped_s: float | None = None
 
@@ -74,8 +76,9 @@ class Seat:
         """Whether it has a connection."""
         return self._disconnected_s is None and not self.gone
 
-    def connect(self, session: str, facts: Mapping[str, Any]) -> None:
+    def connect(self, now_s: float, session: str, facts: Mapping[str, Any]) -> None:
         """Note that it has connected."""
+        self.heard_s = now_s
         self.session, self.facts = session, {**self.facts, **facts}
         self._disconnected_s, self.gone = None, ""
 
@@ -129,6 +132,7 @@ class Seat:
 
     def advance(self, now_s: float, micro_batches: int, phase: str) -> float | None:
         """Note how far it is; return the seconds since the last micro-batch if it did another."""
+        self.heard_s = now_s
         if (micro_batches, phase) == (self.micro_batches, self.phase):
             return None
         took_s = now_s - self.advanced_s if micro_batches != self.micro_batches else None

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final, final
+from typing import Any, final
 
 from evener.comm.relayed import KeyValues, RelayedStore
 from evener.errors import EvenerError, LeftOutError, TeamRefusedError
@@ -20,10 +20,6 @@ from evener.protocol.formation import (
 )
 from evener.team.channel import Message
 from evener.team.connection import CoordinatorConnection
-
-#: What a worker is doing, as it declares it with its heartbeats.
-WAITING: Final = "waiting"
-"""It waits for other members, in an exchange."""
 
 
 @final
@@ -64,7 +60,7 @@ class CoordinatorLink(CoordinatorConnection):
         self._wanted = False
         self._over: dict[int, str] = {}
         self._lease_end_s = 0.0
-        self._micro_batches, self._phase = 0, "joining"
+        self._micro_batches, self._phase = 0, "setting up"
         self._answers: dict[int, Fields | None] = {}
         self._num_asked = 0
         self._announced: dict[str, str] = {}
@@ -178,15 +174,20 @@ class CoordinatorLink(CoordinatorConnection):
             self._check()
             return time.monotonic() < self._lease_end_s and not self._is_over()
 
-    def heartbeat(self, micro_batches: int, phase: str) -> None:
-        """Say how far this worker is, with its next heartbeat; costs nothing.
+    def declare(self, phase: str, done: int = 0) -> str:
+        """Say what this worker is doing, with its next heartbeat; costs nothing.
 
         Args:
-            micro_batches: How many it has done, in the whole run.
-            phase: What it is doing: ``TRAINING``, ``WAITING`` for others in an exchange, or in its
-                own words, such as ``compiling``.
+            phase: ``TRAINING``, ``WAITING`` for others in an exchange, or in its own words, such as
+                ``compiling``.
+            done: Micro-batches that it has done since the last call.
+
+        Returns:
+            The phase before.
         """
-        self._micro_batches, self._phase = micro_batches, phase
+        before, self._phase = self._phase, phase
+        self._micro_batches += done
+        return before
 
     def leave(self, *, finished: bool = False) -> None:
         """Leave the team for good, after this worker's last commit; waits until that is known.

@@ -16,7 +16,6 @@ from evener.comm.wires import Wires
 from evener.errors import ConfigError, LaunchError, LeftOutError, PeerLostError
 from evener.protocol.formation import (
     NO_NUMBER,
-    TRAINING,
     WHOLE_RUN,
     Formation,
     Standing,
@@ -31,8 +30,6 @@ from evener.team.membership import Formed, Membership
 from evener.team.sealed import read_token
 from evener.team.signals import StopSignals
 
-#: Longest wait for members that connect to one another; one that dies meanwhile does not come.
-_CONNECT_S = 10.0
 _PAUSE_S = 0.05
 
 
@@ -82,20 +79,23 @@ class ElasticMembership(Membership):
         The number of a lost member is free a moment after it is lost. A coordinator that has just
         been started again hears of the team's generation from its members.
         """
-        link, deadline = self._link, time.monotonic() + self._link.deadlines.lease_s + _CONNECT_S
+        link, patience_s = self._link, self._link.deadlines.connect_s
+        deadline = time.monotonic() + link.deadlines.lease_s + patience_s
         while not (link.generation or link.is_open):
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: its "
-                    "coordinator does not say whether the team has begun; start it again"
+                    f"coordinator has not said within {patience_s:g} s (connect_s) whether the team "
+                    "has begun; start it again"
                 )
             time.sleep(_PAUSE_S)
         while link.number == NO_NUMBER:
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: it has "
-                    f"{self.most} workers, the most that it was started for; wait until one has "
-                    "ended, or start the team with a larger MAX"
+                    f"{self.most} workers, the most that it was started for, and none has ended "
+                    f"within {patience_s:g} s (connect_s); wait until one has, or start the team "
+                    "with a larger MAX"
                 )
             time.sleep(_PAUSE_S)
         return link.number
@@ -140,14 +140,14 @@ class ElasticMembership(Membership):
         self._interrupts.take_interrupts(0 if self.is_leaving else 1)
         self._joins, self.generation = False, formation.generation
         self.number = formation.numbers[formation.members.index(self.member)]
-        self._link.heartbeat(0, TRAINING)
         tell(place=JOINED)
         return Formed(formation, self._connect(formation))
 
     def _connect(self, formation: Formation) -> Communicator:
         if len(formation.members) == 1:
             return SingleCommunicator(timeout_s=self._timeout_s, number=self.number)
-        self._store = self._link.store(formation.generation, _CONNECT_S)
+        connect_s = self._link.deadlines.connect_s
+        self._store = self._link.store(formation.generation, connect_s)
         with Wires.opened() as wires:
             devices = choose_devices(self._host, self._port)
         meeting = MeetingPoint(
@@ -162,12 +162,12 @@ class ElasticMembership(Membership):
                 key=f"evener/{formation.generation}",
                 backend="gloo",
                 timeout_s=self._timeout_s,
-                form_timeout_s=_CONNECT_S,
+                form_timeout_s=connect_s,
             )
         except RuntimeError as error:
             raise PeerLostError(
                 f"rank {self.number} could not connect to all members of generation "
-                f"{formation.generation} within {_CONNECT_S:g} s ({first_line(error)})"
+                f"{formation.generation} within {connect_s:g} s (connect_s; {first_line(error)})"
             ) from None
         if self._shares_memory:
             try:
@@ -187,7 +187,8 @@ class ElasticMembership(Membership):
         if time.monotonic() < self._link.lease_end_s():
             return
         if not self._link.await_lease(self._timeout_s):
-            why = self._link.why_over(self.generation) or "no lease came"
+            none = f"the coordinator has renewed no lease within {self._timeout_s:g} s (timeout_s)"
+            why = self._link.why_over(self.generation) or none
             raise PeerLostError(
                 f"rank {self.number} may not commit in generation {self.generation}: {why}"
             )
@@ -198,7 +199,7 @@ class ElasticMembership(Membership):
 
     def announced(self, key: str, timeout_s: float = 0.0) -> str:
         """Ask the coordinator for what a member has announced."""
-        store = self._link.store(WHOLE_RUN, _CONNECT_S)
+        store = self._link.store(WHOLE_RUN, self._link.deadlines.connect_s)
         deadline = time.monotonic() + timeout_s
         while True:
             with suppress(RuntimeError):  # the coordinator may be restarted meanwhile
@@ -207,6 +208,10 @@ class ElasticMembership(Membership):
             if time.monotonic() >= deadline:
                 return ""
             time.sleep(_PAUSE_S)
+
+    def declare(self, phase: str, done: int = 0) -> str:
+        """Tell the coordinator, with the next heartbeat."""
+        return self._link.declare(phase, done)
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Tell the coordinator, which compares."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from evener.closing import Closing
 from evener.comm.base import Call, Communicator, SingleCommunicator, WaitListener
-from evener.protocol.formation import Formation, Standing
+from evener.protocol.formation import WAITING, Formation, Standing
 
 _AT_ONCE_S = 0.001
 
@@ -72,6 +72,18 @@ class Membership(Closing):
 
         Raises:
             EvenerError: This worker is not in it; says why.
+        """
+
+    @abstractmethod
+    def declare(self, phase: str, done: int = 0) -> str:
+        """Say what this worker is doing, for the case that others wait for it.
+
+        Args:
+            phase: ``TRAINING``, ``WAITING``, or in its own words.
+            done: Micro-batches that it has done since the last call.
+
+        Returns:
+            The phase before.
         """
 
     @abstractmethod
@@ -145,6 +157,10 @@ class FixedMembership(Membership):
         """Unreachable: a fixed team has one generation, apart from ranks that are parked."""
         raise AssertionError("a fixed team forms no generation")
 
+    def declare(self, phase: str, done: int = 0) -> str:
+        """Do nothing: other ranks look at this one's process themselves."""
+        return phase
+
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Do nothing: ranks compare what they train with in their first exchange."""
 
@@ -167,28 +183,30 @@ class FixedMembership(Membership):
 
 @final
 class GenerationWatch(WaitListener):
-    """Ends a wait in a generation that is over, and hands all others on.
+    """Ends a wait in a generation that is over, and lets the coordinator know of all others.
 
     A rank whose process is stopped keeps its connections: nothing else would end the wait for it.
+    The coordinator names ranks for which others wait for long: it knows what each is doing.
 
     Args:
         membership: Knows whether the generation is over.
-        others: Is told of waits, too.
     """
 
-    def __init__(self, membership: Membership, others: WaitListener) -> None:
-        self._membership, self._others = membership, others
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._phases: dict[Communicator, str] = {}  # before the wait
 
     def still_waits(self, comm: Communicator, call: Call, waited_s: float) -> None:
         """Let the call fail at once if its generation is over."""
         if self._membership.is_over:
             comm.hurry(_AT_ONCE_S)
-        else:
-            self._others.still_waits(comm, call, waited_s)
+        elif comm not in self._phases:
+            self._phases[comm] = self._membership.declare(WAITING)
 
     def wait_over(self, comm: Communicator, *, succeeded: bool) -> None:
-        """Hand it on."""
-        self._others.wait_over(comm, succeeded=succeeded)
+        """Go back to the phase before."""
+        if comm in self._phases:
+            self._membership.declare(self._phases.pop(comm))
 
 
 def begin_generation(membership: Membership) -> Communicator:

@@ -3,17 +3,33 @@
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from evener import Sink, WindowResult
+from evener import Ddp, Sink, WindowResult
+from evener.checkpoint import open_checkpoint
 from evener.comm.base import Call
-from evener.errors import ReplicasDifferError
+from evener.errors import CoordinatorLostError, ReplicasDifferError
+from evener.loop.checkpointing import Checkpointer
+from evener.loop.epochs import EpochLoop
 from helpers.elastic import ElasticThreads, Kill, MortalCommunicator, ThreadMembership
-from helpers.elastic_runs import DATA, Trained, begin, check, loop, run, train
+from helpers.elastic_runs import (
+    BATCH,
+    DATA,
+    EPOCHS,
+    MICRO_BATCH,
+    Trained,
+    begin,
+    check,
+    loop,
+    run,
+    train,
+)
 
 # Rounds of rows in the order of a run: 0, 1 calibrate; 2, 3 plan; 4 to 7 close the windows of an
 # epoch; 8 ends it; 9 averages a value; 10, 11 plan the next epoch; 12 to 15 close its windows.
@@ -155,6 +171,42 @@ def test_ranks_that_are_all_told_to_leave_stop_together() -> None:
     assert len(team.formations) == 1
 
 
+class Small(EpochLoop):
+    """A job over ``DATA`` that saves checkpoints."""
+
+    def __init__(self, ddp: Ddp, folder: Path) -> None:
+        super().__init__(ddp, num_epochs=EPOCHS, max_steps=None, checkpoint_every=None)
+        self.loader = ddp.loader(DATA, batch_size=BATCH, seed=3, micro_batch_size=MICRO_BATCH)
+        self.checkpointer = Checkpointer(ddp, folder, keep_last=1)
+
+    def train_micro_batch(self, batch: Any) -> None:
+        x, y = batch
+        self.ddp.backward(((self.ddp.assembly.model(x) - y) ** 2).mean())
+
+
+def test_the_main_rank_saves_what_it_holds_where_the_coordinator_is_lost(tmp_path: Path) -> None:
+    def body(membership: ThreadMembership) -> list[str]:
+        commits = iter(range(5))
+
+        def await_lease() -> None:
+            if next(commits, None) is None:
+                raise CoordinatorLostError("it does not answer")
+
+        membership.await_lease = await_lease  # type: ignore[method-assign]
+        with begin(membership, seed=1) as ddp:
+            small = Small(ddp, tmp_path)
+            with closing(small.checkpointer), pytest.raises(CoordinatorLostError) as caught:
+                [*small.epochs()]
+            return getattr(caught.value, "__notes__", [])
+
+    (fate,) = ElasticThreads(1).run(body)
+    # Five windows are committed, and the sixth is applied.
+    assert fate.value == [
+        f"evener: what the team has trained so far is saved in {tmp_path / 'step-6'}"
+    ]
+    assert open_checkpoint(tmp_path / "step-6").step == 6
+
+
 def test_a_rank_leaves_a_loop_without_a_loader() -> None:
     team = ElasticThreads(2)
 
@@ -199,5 +251,9 @@ def test_events_tell_who_was_lost_and_who_joined() -> None:
         ("worker_lost", 1, None),
         ("reformed", None, ["w0", "j"]),
     ]
-    assert all(event["reform_s"] >= 0 for event in events if event["type"] == "reformed")
+    assert all(
+        min(event[f"{phase}_s"] for phase in ("detect", "reform", "heal")) >= 0
+        for event in events
+        if event["type"] == "reformed"
+    )
     assert all(event["num_bytes"] > 0 for event in events if event["type"] == "healed")

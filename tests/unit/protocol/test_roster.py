@@ -328,6 +328,44 @@ def test_who_is_waited_for_is_named_after_the_adaptive_deadline() -> None:
     assert not told(team.pass_(5.0), "say"), "once"
 
 
+def test_who_makes_no_progress_while_others_wait_is_named_with_its_phase() -> None:
+    team = Team("a", "b", "c")
+    said = []
+    for second in range(30):
+        team.roster.beat(team.now_s, "a", 5, "waiting")
+        team.roster.beat(team.now_s, "b", 5, "evaluating")
+        team.roster.beat(team.now_s, "c", 5 + second, "training")  # it advances: slow, not dead
+        said += team.pass_(1.0)
+    (line,) = [message.content["text"] for message in said if message.type == "say"]
+    assert "a wait for b, which has made no progress for" in line
+    assert "(it is evaluating, after 5 micro-batches)" in line
+    team.roster.beat(team.now_s, "b", 6, "evaluating")
+    for _ in range(30):
+        team.roster.beat(team.now_s, "b", 6, "evaluating")
+        team.roster.beat(team.now_s, "c", 99, "waiting")
+        said += team.pass_(1.0)
+    assert len(told(said, "say")) == 1, "again, as it had gone on meanwhile"
+    assert sum(message.type == "say" for message in said) == 2
+
+
+def test_nobody_is_named_while_nobody_waits() -> None:
+    team = Team("a", "b")
+    for _ in range(60):
+        team.roster.beat(team.now_s, "a", 5, "training")
+        team.roster.beat(team.now_s, "b", 5, "saving")
+        assert not team.pass_(1.0)
+
+
+def test_a_formation_says_how_long_a_loss_went_unnoticed() -> None:
+    team = Team("a", "b")
+    team.roster.beat(team.now_s, "b", 1, "training")
+    team.pass_(0.2)
+    team.end("b")
+    team.pass_(0.1)
+    team.report("a", 2)
+    assert team.formation.detect_s == pytest.approx(0.2)
+
+
 def test_too_few_workers_are_told_after_timeout_s() -> None:
     team = Team("a", "b", least=2)
     team.end("b")

@@ -13,6 +13,7 @@ from evener.engine.loaders.intake import Intake
 from evener.errors import UsageError
 from evener.places import here
 from evener.planning.rounds import Parts, evaluation_rounds
+from evener.protocol.formation import EVALUATING
 from evener.protocol.row import Purpose
 
 _AHEAD = 3  # batches that are asked for before they are needed
@@ -128,6 +129,7 @@ class EvaluationLoader(LikeDataLoader):
             for _ in self._gatherer.evaluate(rounds, delivered, echoes=echoes):
                 batch = self._received(fetched.popleft())
                 fetched.extend(islice(wanted, 1))
+                engine.team.declare(EVALUATING, done=1)
                 yield batch
         finally:
             self._gathers = any(delivered.values())

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, Final, final
 
 from evener.data.cursor import Cursor
 from evener.data.fetching import Pending
@@ -18,6 +18,11 @@ from evener.engine.loaders.loops import UserLoop
 from evener.engine.memory import MicroBatchTooLarge
 from evener.engine.results import Work
 from evener.errors import UsageError
+from evener.protocol.formation import TRAINING
+
+#: What a rank is doing, for the case that others wait for it.
+_LOADING: Final = "loading data"
+_BEGINNING: Final = "in its first micro-batch of this size, which may compile or autotune"
 
 
 @final
@@ -198,7 +203,9 @@ class TeamLoader(LikeDataLoader):
         while micro_batches:
             first, samples, pending = micro_batches.popleft()
             asked_s = time.perf_counter()
+            engine.team.declare(_LOADING)
             batch = self._received(pending)
+            engine.team.declare(TRAINING if samples in engine.known_sizes else _BEGINNING)
             engine.spans.receive(asked_s)
             self.loop.skip("")
             # Dropout is drawn from what a micro-batch is, not from a state.
