@@ -219,3 +219,20 @@ class AskingEngine(Engine):
             with self._surviving():
                 self._verify()
                 self._heard = Heard(number)
+
+    def _take_heard(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the answer of the newest exchange outside of windows."""
+        numbers = [-1 if one["is_new"] else int(one["heard"][0]) for one in told]
+        if (latest := max(numbers)) < 0:  # nobody holds state: all begin anew
+            self._heard = Heard()
+            return
+        source = numbers.index(latest)
+        rows, packed = None, told[source]["rows"]
+        if packed is not None and min(n for n in numbers if n >= 0) < latest:
+            shape, dtype = packed
+            number = getattr(torch, dtype.removeprefix("torch."))
+            known = self._heard.rows if self.comm.rank == source else None
+            rows = torch.empty(shape, dtype=number) if known is None else known.cpu().contiguous()
+            self.comm.broadcast(rows, source, what="rows that some ranks have missed")
+        if numbers[self.comm.rank] < latest:
+            self._heard = Heard(latest, told[source]["heard"][1], rows)

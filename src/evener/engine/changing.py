@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from evener.data.cursor import Cursor
-from evener.engine.answers import AskingEngine, Heard
+from evener.engine.answers import AskingEngine
 from evener.engine.engine import EngineOptions, Superseded
 from evener.engine.results import Progress, WindowResult, pack_applied, unpack_applied
 from evener.engine.state import TrainingState
 from evener.engine.team import Team
-from evener.engine.team_change import Change
+from evener.engine.team_change import Change, describe_loss_of_state
 from evener.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -372,15 +372,7 @@ class ElasticEngine(AskingEngine):
         """Let the run load what it has saved, as no worker is left that holds its state."""
         for load in self._on_anew:
             load()
-        window = self.window
-        text = f"no worker is left that holds the team's state; it continues with window {window}"
-        if not window:
-            text = (
-                "no worker is left that holds the team's state; it begins again at window 0. Save "
-                "checkpoints with ddp.save, and call ddp.load before the first epoch where there "
-                "is one, to lose less"
-            )
-        self.habits.notice(text)
+        self.habits.notice(describe_loss_of_state(self.window))
 
     def _resume(self) -> bool:
         """Commit what is applied, and agree on new plans where all ranks plan windows.
@@ -462,23 +454,6 @@ class ElasticEngine(AskingEngine):
         if is_new:
             self._record.load_state_dict(by_rank[self.state.planner]["record"])
         return len({one["plans"] for one in told}) == 1
-
-    def _take_heard(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the answer of the newest exchange outside of windows."""
-        numbers = [-1 if one["is_new"] else int(one["heard"][0]) for one in told]
-        if (latest := max(numbers)) < 0:  # nobody holds state: all begin anew
-            self._heard = Heard()
-            return
-        source = numbers.index(latest)
-        rows, packed = None, told[source]["rows"]
-        if packed is not None and min(n for n in numbers if n >= 0) < latest:
-            shape, dtype = packed
-            number = getattr(torch, dtype.removeprefix("torch."))
-            known = self._heard.rows if self.comm.rank == source else None
-            rows = torch.empty(shape, dtype=number) if known is None else known.cpu().contiguous()
-            self.comm.broadcast(rows, source, what="rows that some ranks have missed")
-        if numbers[self.comm.rank] < latest:
-            self._heard = Heard(latest, told[source]["heard"][1], rows)
 
     def _heal(self, formation: Formation) -> int:
         """Send the donor's state to the ranks that need it; return its size in bytes."""

@@ -57,3 +57,18 @@ class Change:
 
 def _named(ranks: Mapping[int, str]) -> str:
     return " and ".join(f"rank {rank} ({name})" for rank, name in ranks.items())
+
+
+def describe_loss_of_state(window: int) -> str:
+    """Return a line about a team in which nobody is left that holds its state.
+
+    Args:
+        window: With which it continues.
+    """
+    text = "no worker is left that holds the team's state; it"
+    if window:
+        return f"{text} continues with window {window}"
+    return (
+        f"{text} begins again at window 0. Save checkpoints with ddp.save, and call ddp.load "
+        "before the first epoch where there is one, to lose less"
+    )

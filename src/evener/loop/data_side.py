@@ -298,7 +298,8 @@ class DataSide:
     def _write(self, path: Path) -> str:
         """Write a checkpoint, on the main rank; return why it could not, empty if it could."""
         positions = [loader.state_dict() for loader in self._loaders]
-        with self._engine.consensus(), self._engine.team.in_phase("saving"):
+        engine = self._engine
+        with engine.consensus(), engine.team.in_phase("saving"):
             try:
                 written = save_state(self.assembly, positions, path)
             except (EvenerError, OSError) as error:

@@ -331,7 +331,8 @@ class Loop(DataSide):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the model into ``eval()`` without gradients for the length of the block."""
-        with self._engine.team.in_phase(EVALUATING), in_evaluation(self.assembly.model):
+        team = self._engine.team
+        with team.in_phase(EVALUATING), in_evaluation(self.assembly.model):
             yield
 
     def close(self) -> None:
