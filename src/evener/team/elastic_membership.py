@@ -85,8 +85,8 @@ class ElasticMembership(Membership):
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{self.member} cannot join the team at {self._host}:{self._port}: its "
-                    f"coordinator has not said within {patience_s:g} s (connect_s) whether the team "
-                    "has begun; start it again"
+                    f"coordinator has not said within {patience_s:g} s (connect_s) whether the "
+                    "team has begun; start it again"
                 )
             time.sleep(_PAUSE_S)
         while link.number == NO_NUMBER:
