@@ -47,7 +47,8 @@ class AskingEngine(Engine):
     No other class exchanges anything after the set-up of a team, apart from what belongs to a
     window or to a change of the team. Each exchange is numbered. Where a rank is lost in it, those
     who remain repeat it, unless one of them has heard its end: then its answer is that of all. An
-    exchange needs all ranks, so none is ahead of another by more than one of them.
+    exchange needs all ranks, so none is ahead of another by more than one of them. What
+    exchanges nothing has no number.
 
     A rank whose script is where the others have been before it joined exchanges nothing.
 
@@ -195,12 +196,13 @@ class AskingEngine(Engine):
         while self._heard.number < number:
             with self._surviving():
                 ranks = self.team.members
+                if not any(counts[rank] for rank in ranks):  # nothing is exchanged
+                    return ranks, torch.empty((0, *row), dtype=dtype, device=device)
                 size = (len(ranks), max(counts[rank] for rank in ranks), *row)
                 parts = torch.empty(size, dtype=dtype, device=device)
                 if own is not None:
                     parts[ranks.index(self.rank), : len(own)] = own
-                if parts.numel():  # otherwise nobody that remains has any
-                    self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
+                self.comm.all_gather_parts(parts, what="rows of all ranks (ddp.gather)")
                 each = [part[: counts[rank]] for rank, part in zip(ranks, parts, strict=True)]
                 self._heard = Heard(number, [*ranks], torch.cat(each))
         assert self._heard.rows is not None

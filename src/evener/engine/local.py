@@ -16,6 +16,7 @@ from torch import Tensor
 
 from evener.averaging.weights import power_of_two_near
 from evener.data.cursor import Slice
+from evener.engine.answers import Heard
 from evener.engine.engine import EngineOptions
 from evener.engine.exchanging import Exchanged
 from evener.engine.finite import non_finite_on, overflow
@@ -446,7 +447,11 @@ class LocalEngine(KeepingEngine):
 
     def prepare_save(self) -> None:
         """Form the weighted mean of optimizer states; all ranks call it together."""
-        self._moments.form(self.window)
+        number = self._heard.number + 1
+        while not self._moments.are_of(self.window) and self._heard.number < number:
+            with self._surviving():
+                self._moments.form(self.window)
+                self._heard = Heard(number)
 
     def optimizer_states(self) -> list[OptimizerState]:
         """Rank 0's means, of the last ``prepare_save``."""
