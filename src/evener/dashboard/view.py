@@ -1,12 +1,13 @@
 """What the page of a run shows, made from its events one by one. Pure."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from evener.observe.events import Event
 from evener.observe.lineage import Voids
 from evener.observe.numbers import human_bytes, human_duration
-from evener.observe.progress_line import ProgressFigures
+from evener.observe.progress_line import SPEED_WINDOWS, ProgressFigures
 from evener.parsing import Fields
 from evener.run_report.figures import figures
 from evener.run_report.history import RunHistory
@@ -37,7 +38,7 @@ class RunView:
 
     def __init__(self, voids: Voids | None = None) -> None:
         self.history = RunHistory(voids, most_kept=MOST_KEPT)
-        self._progress = ProgressFigures(unicode=True)
+        self._recent: deque[Event] = deque(maxlen=SPEED_WINDOWS)
         #: By member: why it is gone, and the window that it was lost in.
         self._gone: dict[str, tuple[str, int]] = {}
         self._at_work: dict[int, str] = {}  # members of the newest window, by rank
@@ -55,7 +56,7 @@ class RunView:
         self._newest_t = event["t"]
         kind = event["type"]
         if kind == "window":
-            self._progress.add(event)
+            self._recent.append(event)
             self._at_work = {row["rank"]: row["member"] for row in event["ranks"]}
             for row in event["ranks"]:
                 # The last window that it took part in may be known to be committed only later.
@@ -63,7 +64,6 @@ class RunView:
                     self._gone.pop(row["member"], None)
         elif kind == "run_started":
             self._gone.clear()
-            self._progress.start(_whole(event["total_windows"]), str(event["unit"]))
         elif kind in ("worker_lost", "worker_left"):
             if len(self._gone) < len(self.history.lanes) + 1:
                 why = str(event.get("reason", "it left as it was told to"))
@@ -71,7 +71,7 @@ class RunView:
         elif kind == "worker_joined":
             self._gone.pop(str(event["member"]), None)
         if kind in ("run_resumed", "reformed"):
-            self._progress.restart()
+            self._recent = deque(list(self._recent)[-1:], SPEED_WINDOWS)
 
     def document(
         self, name: str, facts: SummaryFacts, notes: Sequence[str], *, is_running: bool | None
@@ -98,12 +98,19 @@ class RunView:
             **{key: found[key] for key in ("name", "notes", "team", "ranks", "straggler")},
             "run": {**run, "state": _state(run["state"], ended=ended, is_running=is_running)},
             "is_running": bool(is_running) and not ended,
-            "line": self._progress.line() if self._progress.windows else "",
+            "line": self._line(),
             "newest_t": self._newest_t,
             "series": found["series"],
             "evals": evals,
             "log": _log(events, evals, checkpoints),
         }
+
+    def _line(self) -> str:
+        progress, facts = ProgressFigures(unicode=True), self.history.facts
+        progress.start(facts.get("total_windows"), facts.get("unit", "samples"))
+        for event in self._recent:
+            progress.add(event)
+        return progress.line() if self._recent else ""
 
     def _presence(self, row: dict[str, Any], *, is_running: bool | None) -> Presence:
         if self.history.ending is not None or is_running is False:

@@ -9,6 +9,7 @@ from evener.config.folders import EVENTS, SUMMARY
 from evener.dashboard.holders import find_holder
 from evener.dashboard.view import RunView
 from evener.files import read_json
+from evener.observe.event_lines import SUMMED
 from evener.observe.following import EventFollower, find_voids
 from evener.run_report.summary_facts import SummaryFacts, read_facts
 from evener.run_report.writing import SkippedLines
@@ -32,7 +33,9 @@ class RunWatch:
         self._folder = folder
         self._skipped = SkippedLines()
         self._view = RunView()
-        self._follower = EventFollower(folder / EVENTS, self._skipped.add, follow=False)
+        self._follower = EventFollower(
+            folder / EVENTS, self._skipped.add, follow=False, columns=SUMMED
+        )
         self._facts = SummaryFacts()
         self._summary_changed_s = -1.0
         self._summary_note = ""

@@ -1,7 +1,7 @@
 """Events of a run, read from its files: all that are there, or what is new at each look."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Self
@@ -48,6 +48,7 @@ class EventFollower:
             events, such as one torn by a kill.
         follow: Whether the files may be symbolic links.
         words: If given, lines that hold none of these are passed over, unread.
+        columns: As for ``LineReader``.
     """
 
     def __init__(
@@ -57,15 +58,17 @@ class EventFollower:
         *,
         follow: bool = True,
         words: Sequence[bytes] = (),
+        columns: Container[str] | None = None,
     ) -> None:
         self._path = path
         self._on_skip = on_skip
         self._follow = follow
         self._words = words
+        self._columns = columns
         self._stream: BinaryIO | None = None
         self._part, self._rest, self._line = path, b"", 0
         self._has_begun = self._is_too_long = False
-        self._lines = LineReader()
+        self._lines = LineReader(self._columns)
 
     def begins(self) -> bool:
         """Return whether the next look is the first one at a file: earlier events are void."""
@@ -116,7 +119,7 @@ class EventFollower:
         self.close()
         self._part, self._rest, self._line = self._path, b"", 0
         self._has_begun = self._is_too_long = False
-        self._lines = LineReader()
+        self._lines = LineReader(self._columns)
 
     def _open(self) -> BinaryIO:
         while True:
@@ -179,6 +182,7 @@ def each_event(
     *,
     follow: bool = True,
     words: Sequence[bytes] = (),
+    columns: Container[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a run one by one, however many there are.
 
@@ -188,12 +192,13 @@ def each_event(
             without a word.
         follow: As for ``EventFollower``.
         words: As for ``EventFollower``.
+        columns: As for ``LineReader``.
 
     Raises:
         EvenerError: The file cannot be read.
     """
     skip = on_skip or (lambda _line, _why: None)
-    with EventFollower(path, skip, follow=follow, words=words) as follower:
+    with EventFollower(path, skip, follow=follow, words=words, columns=columns) as follower:
         has_begun = is_all = False
         while not is_all:
             is_other = follower.begins() and has_begun

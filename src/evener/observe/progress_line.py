@@ -5,7 +5,7 @@ import os
 import shutil
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Final, NamedTuple, TextIO
 
 from evener.observe.events import Event, Sink, Totals, mean_loss
 from evener.observe.numbers import human_bytes, human_count, human_duration
@@ -13,7 +13,9 @@ from evener.observe.numbers import human_bytes, human_count, human_duration
 _LIVE_INTERVAL_S = 0.25  # of event time, between updates of the live line
 _PLAIN_INTERVAL_S = 10.0  # of event time, between plain lines
 _NUM_FIRST_LINES = 3
-_SPEED_WINDOWS = 20
+SPEED_WINDOWS: Final = 20
+"""Windows over which speeds and waits are averaged, and on which the line depends."""
+
 _LOSS_KEPT = 0.8  # of the smoothed loss; the rest is the new one
 _BAR_WIDTH = 20
 _MAX_RANKS_IN_LINE = 4
@@ -142,7 +144,7 @@ class ProgressFigures:
         self._step = 0
         self.windows = 0
         self._loss: float | None = None
-        self._recent: deque[_Window] = deque(maxlen=_SPEED_WINDOWS)
+        self._recent: deque[_Window] = deque(maxlen=SPEED_WINDOWS)
 
     def start(self, total: int | None, unit: str) -> None:
         """Take note of how many windows are planned, and of what a weight counts."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 from evener.config.folders import EVENTS, SUMMARY
 from evener.errors import ConfigError
 from evener.files import read_json, write_pieces
+from evener.observe.event_lines import SUMMED
 from evener.observe.following import each_event, find_voids
 from evener.run_report.chrome_trace import trace_events, trace_text
 from evener.run_report.figures import figures
@@ -94,7 +95,7 @@ def read_history(folder: Path) -> tuple[RunHistory, list[str]]:
         EvenerError: The events cannot be read.
     """
     history, skipped = RunHistory(find_voids(folder / EVENTS)), SkippedLines()
-    for event in each_event(folder / EVENTS, skipped.add):
+    for event in each_event(folder / EVENTS, skipped.add, columns=SUMMED):
         try:
             history.add(event)
         except ValueError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evener.observe.event_lines import LineReader, LineWriter, to_line
+from evener.observe.event_lines import SUMMED, LineReader, LineWriter, to_line
 from helpers.event_cases import committed_window, started
 
 #: What a line leaves out.
@@ -85,6 +85,14 @@ def test_numbers_that_are_not_finite_are_null_and_seconds_are_never_negative() -
 def test_columns_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LineReader().event(changed(**changes))
+
+
+def test_who_wants_sums_reads_the_columns_for_them_alone() -> None:
+    window = committed_window(0)
+    for row in window["ranks"]:
+        row |= {"update_s": 0.5, "data_s": 0.25}
+    wanted = LineReader(SUMMED).event(to_line(window))["ranks"][0]
+    assert (wanted["data_s"], wanted["loss"], "update_s" in wanted) == (0.25, 2.0, False)
 
 
 def test_what_is_new_passes() -> None:
