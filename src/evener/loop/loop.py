@@ -1,5 +1,6 @@
 """``Loop``: data-parallel training in a loop of one's own, on devices of unequal speed."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from evener.observe.events import Sink
 from evener.places import methods_passed, raised_at
 from evener.planning.policies import ApplyPolicy
 from evener.protocol.formation import EVALUATING, TRAINING
+from evener.team.elastic_membership import check_team_limits
 from evener.team.environment import DistributedTrainConfig
 from evener.team.failures import explain_with, forget, note
 from evener.team.members import Member
@@ -69,7 +71,7 @@ class Loop(DataSide):
         environment: DistributedTrainConfig | None = None,
         communicator: Communicator | None = None,
         process_group: Any = None,
-        elastic: Membership | None = None,
+        elastic: Membership | str | tuple[int, int] | None = None,
         quiet: bool = False,
         sinks: Sequence[Sink | SinkMaker] = (),
     ) -> Self:
@@ -108,8 +110,10 @@ class Loop(DataSide):
             process_group: A group of ``torch.distributed`` whose ranks are the team; the default
                 group where there is one already. It tells evener who and where they are; gradients
                 travel over connections of evener's own.
-            elastic: Decides which ranks are in the team, of which some may be lost and others join;
-                ``None`` for a team that stays as it is.
+            elastic: Fewest and most workers of an elastic team, such as ``"1:3"`` or ``(1, 3)``:
+                the script has to be started for such a team, by ``evener launch --elastic``.
+                ``None`` is an elastic team where it was, else one that stays as it is. Or a
+                ``Membership``, which decides which ranks are in the team.
             quiet: Do not print the team to stderr; warnings are always printed.
             sinks: Take the run's events, on the main process: each is a ``Sink``, or a function
                 without arguments that makes one and is called on the main process alone. Closed by
@@ -124,7 +128,10 @@ class Loop(DataSide):
         config = config or DdpConfig()
         config = replace(config, quiet=True) if quiet else config
         place = environment
-        if place is None and communicator is None and elastic is None:
+        membership = elastic if isinstance(elastic, Membership) else None
+        if elastic is not None and membership is None:
+            check_team_limits(elastic, os.environ)
+        if place is None and communicator is None and membership is None:
             place = _find_place(devices, process_group or default_group(), quiet=config.quiet)
         team = cls(
             Assembly(
@@ -138,7 +145,7 @@ class Loop(DataSide):
                 config=config,
                 environment=place or DistributedTrainConfig.from_env(),
                 communicator=communicator,
-                membership=elastic,
+                membership=membership,
             )
         )
         try:

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 from evener.config.settings import DdpConfig
 from evener.errors import ConfigError
 from evener.managed.description import (
+    MAX_FAILURES,
     Data,
     ManagedRun,
     ModelHook,
@@ -14,6 +15,7 @@ from evener.managed.description import (
     Sinks,
     describe,
 )
+from evener.managed.elastic_processes import ElasticWorkers
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.managed.handle import DdpHandle, InlineRun
 from evener.managed.processes import WorkerTeam
@@ -164,6 +166,19 @@ class DdpBuilder:
             )
         return self.set_option("speed_hint", speeds)
 
+    def elastic(self, least: int, most: int, *, max_failures: int = MAX_FAILURES) -> Self:
+        """Replace workers that fail, while the others continue.
+
+        With ``checkpoint_dir``, a run that has lost all its workers at once continues from its
+        newest checkpoint.
+
+        Args:
+            least: Fewest workers with which the run goes on.
+            most: How many there are, each with a device of its own, or all on the CPU.
+            max_failures: The run ends when more workers than this have failed.
+        """
+        return self.set_option("elastic", (least, most)).set_option("max_failures", max_failures)
+
     def no_divergence_guard(self) -> Self:
         """Let windows grow however far the devices diverge: ``divergence_guard("none")``."""
         return self.divergence_guard("none")
@@ -190,4 +205,6 @@ class DdpBuilder:
             LaunchError: A worker could not be started.
         """
         run = describe(*self._functions, **self._options)
+        if run.elastic is not None:
+            return DdpHandle(ElasticWorkers(run))
         return DdpHandle(InlineRun(run) if len(run.device_names) == 1 else WorkerTeam(run))

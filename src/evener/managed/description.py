@@ -24,6 +24,7 @@ from evener.loop.reporting import SinkMaker, check_sinks
 from evener.managed.epoch_metrics import EpochMetrics
 from evener.observe.events import Sink
 from evener.planning.policies import ApplyPolicy
+from evener.protocol.formation import read_team_limits
 from evener.team.backends import check_backend, check_policy
 from evener.team.environment import AverageBackend, DistributedTrainConfig
 from evener.team.placement import Devices, devices_of_host
@@ -71,6 +72,8 @@ _Count = Annotated[int, BeforeValidator(lambda n, info: whole_number(info.field_
 #: What pydantic takes as it is; checked below.
 _AsGiven = Annotated[_Value, PlainValidator(lambda value: value)]
 
+#: A managed elastic run ends when more workers than this have failed.
+MAX_FAILURES = 3
 _STAYS = ("config", "metrics_fn", "sinks")
 
 
@@ -103,6 +106,8 @@ class ManagedRun(DdpConfig):
     metrics_fn: _Function[Callable[[EpochMetrics], object]] | None = None
     seed: _Index = 0
     sinks: _AsGiven[Sinks] = ()
+    elastic: Annotated[tuple[int, int], BeforeValidator(read_team_limits)] | None = None
+    max_failures: _Index = MAX_FAILURES
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -147,11 +152,26 @@ def describe(*functions: Callable[..., Any], **options: Any) -> ManagedRun:
     check_sinks(run.sinks)
     choose_precision(run.precision, torch.device("cpu"))
     _check_place()
-    devices = run.device_names
+    devices = _elastic_devices(run) if run.elastic else run.device_names
     policy, backend = check_policy(run.policy), _check_backend(run.backend, devices)
     run.check_policy(policy)
     run.check_team(len(devices))
+    if run.elastic:
+        run.check_elastic()
     return replace(run, devices=devices, policy=policy, backend=backend)
+
+
+def _elastic_devices(run: ManagedRun) -> tuple[str, ...]:
+    """Return a device for each worker that an elastic run may have."""
+    devices, most = run.device_names, run.elastic[1] if run.elastic else 0
+    if devices == ("cpu",):
+        return devices * most
+    if len(devices) != most:
+        raise ConfigError(
+            f"elastic is {run.elastic}, and the run has {len(devices)} devices "
+            f"({', '.join(devices)}); give as many as there may be workers, {most}, in devices"
+        )
+    return devices
 
 
 def _check_complete(run: ManagedRun) -> None:
@@ -163,6 +183,11 @@ def _check_complete(run: ManagedRun) -> None:
     if run.num_epochs is not None and run.num_steps is not None:
         raise ConfigError(
             "num_epochs and num_steps are both given; the run has one end: give one of them"
+        )
+    if run.max_failures != MAX_FAILURES and run.elastic is None:
+        raise ConfigError(
+            f"max_failures is {run.max_failures}, but without elastic the first failure ends the "
+            "run; give elastic as well, such as (1, 2)"
         )
     if run.checkpoint_fn is not None and run.checkpoint_every is None:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The results of an epoch: the team's totals, and scalars that ``train_fn`` records."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -120,12 +120,10 @@ class EpochFigures:
     committed in the order in which they were computed.
 
     Args:
-        rank: This rank.
         world_size: Ranks in the team.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
+    def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._micro_batch: dict[str, float | Tensor] = {}
         self.begin(0.0)
@@ -137,7 +135,8 @@ class EpochFigures:
         self._loss_sum = self._weight = self._lr = 0.0
         self._samples = [0] * self._world_size
         self._compute_s = [0.0] * self._world_size
-        self._pending: deque[tuple[float, dict[str, float | Tensor]]] = deque()
+        #: Window, weight and values of micro-batches.
+        self._pending: deque[tuple[int, float, dict[str, float | Tensor]]] = deque()
         self._scalars: dict[str, tuple[float | Tensor, float]] = {}
 
     @contextmanager
@@ -169,22 +168,34 @@ class EpochFigures:
                 "number or a tensor with one element"
             ) from None
 
-    def end_micro_batch(self, weight: float) -> None:
+    def end_micro_batch(self, window: int, weight: float) -> None:
         """Keep what the micro-batch has recorded until its window is committed."""
-        self._pending.append((weight, self._micro_batch))
+        self._pending.append((window, weight, self._micro_batch))
 
-    def commit(self, result: WindowResult) -> None:
-        """Add a window, and what this rank has recorded in it."""
+    def commit(self, result: WindowResult, rank: int, *, by_window: bool = True) -> None:
+        """Add a window, and what this rank has recorded in it.
+
+        Args:
+            result: The window.
+            rank: This rank.
+            by_window: Whether micro-batches are of the window in which they were computed. Of one
+                that was begun again after a change of the team, the last ones count.
+        """
         self._windows += 1
         self._lr = result.lr
-        for rank, record in enumerate(result.ranks):
-            self._samples[rank] += record.samples
-            self._compute_s[rank] += record.compute_s
+        for number, record in enumerate(result.ranks):
+            self._samples[number] += record.samples
+            self._compute_s[number] += record.compute_s
         if not result.skipped:
             self._loss_sum += result.loss * result.weight
             self._weight += result.weight
-        for _ in range(result.ranks[self._rank].micro_batches):
-            weight, values = self._pending.popleft()
+        count = result.ranks[rank].micro_batches
+        if by_window:
+            of_it = sum(window <= result.window for window, *_ in self._pending)
+            for _ in range(of_it - count):
+                self._pending.popleft()
+        for _ in range(count):
+            _, weight, values = self._pending.popleft()
             for name, value in values.items() if weight and not result.skipped else ():
                 product, units = self._scalars.get(name, (0.0, 0.0))
                 self._scalars[name] = product + value * weight, units + weight
@@ -192,7 +203,8 @@ class EpochFigures:
     def leave_out(self, num_micro_batches: int) -> None:
         """Empty the newest micro-batches: their step was left out, and they count for nothing."""
         for number in range(num_micro_batches):
-            self._pending[-1 - number] = (0.0, {})
+            window, *_ = self._pending[-1 - number]
+            self._pending[-1 - number] = (window, 0.0, {})
 
     def drop(self, num_micro_batches: int) -> None:
         """Forget the newest micro-batches: they are computed once more."""
@@ -218,13 +230,17 @@ class EpochFigures:
         }
 
 
-def average_figures(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def average_figures(documents: Mapping[int, Mapping[str, Any]], world_size: int) -> dict[str, Any]:
     """Return fields of ``EpochMetrics``, from what ``EpochFigures.document`` gave on each rank.
 
     The totals are those of a rank that took part in most windows: in all, unless no rank did.
+
+    Args:
+        documents: By rank, of those that are present.
+        world_size: Ranks of the team.
     """
-    fullest = max(documents, key=lambda document: document["windows"])
-    ranks = [document["scalars"] for document in documents]
+    fullest = max(documents.values(), key=lambda document: document["windows"])
+    ranks = [documents[r]["scalars"] if r in documents else {} for r in range(world_size)]
     total: dict[str, float] = {}
     for name in sorted({name for sums in ranks for name in sums}):
         pairs = [sums[name] for sums in ranks if name in sums]

@@ -1,23 +1,17 @@
 """The worker processes of a managed run, one for each device, and their supervisor."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
-from evener.data.workers import RemoteTraceback
-from evener.errors import LaunchError, UsageError, WorkerError
-from evener.loop.reporting import open_sinks
+from evener.errors import WorkerError
 from evener.managed.description import ManagedRun
-from evener.managed.epoch_metrics import EpochMetrics
-from evener.managed.handle import Run
-from evener.managed.trained import unpack_trained
+from evener.managed.threaded import ThreadedRun, failure_of
 from evener.managed.travel import pack
 from evener.team.channel import DONE, JOINED, JOINING, Message
 from evener.team.failures import first_failure
@@ -25,6 +19,9 @@ from evener.team.supervisor import ANOTHER_PROGRAM, Child, LocalRanks, Superviso
 
 #: Descriptor of the file with the pickled job, in a worker.
 JOB_FD: Final = "EVENER_JOB_FD"
+
+#: What a worker runs.
+WORKER: Final = (sys.executable, "-P", "-m", "evener.managed.worker")
 
 #: Workers that were asked to stop finish their micro-batch, at most this long.
 STOP_S = 60.0
@@ -39,13 +36,11 @@ _EXIT_S = 10.0
 
 
 @final
-class WorkerTeam(Supervisor, Run):
-    """A run on several devices, each with a process of its own, and a thread that looks after them.
-
-    The thread also starts them: the kernel ends a worker together with the thread that started it.
+class WorkerTeam(Supervisor, ThreadedRun):
+    """A run on several devices, each with a process of its own: the failure of one ends all.
 
     Args:
-        job: What to do; its ``metrics_fn`` and its sinks are called on the thread.
+        job: What to do; see ``ThreadedRun``.
 
     Raises:
         ConfigError: A function or the data cannot travel, or a function made no sink.
@@ -55,28 +50,15 @@ class WorkerTeam(Supervisor, Run):
     stdin = subprocess.DEVNULL
 
     def __init__(self, job: ManagedRun) -> None:
-        super().__init__()
+        Supervisor.__init__(self)
+        ThreadedRun.__init__(self, job)
         self._job = pack(job.parts())
-        self._sink = open_sinks(job.sinks)
-        self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
         self._devices = job.device_names
-        self._on_metrics = job.metrics_fn
-        self._started = threading.Event()
-        self._ended = threading.Event()
         self._must_stop = threading.Event()
         self._must_end = threading.Event()
         self._asked: Child | None = None  # for its state
         self._failing = self._leaving = False
-        self._thread = threading.Thread(target=self._work, name="evener-workers", daemon=True)
-        try:
-            self._thread.start()
-            self._started.wait()
-        except BaseException:  # a Ctrl-C: nobody would know of the workers
-            self._must_end.set()
-            raise
-        if isinstance(self.error, LaunchError):
-            self._ended.wait()
-            raise self.error
+        self._begin()
 
     # ── for the handle ───────────────────────────────────────────────────────────────────────
 
@@ -85,96 +67,29 @@ class WorkerTeam(Supervisor, Run):
         """Process of each rank."""
         return tuple(child.pid for child in self.children)
 
-    def next_metrics(self) -> EpochMetrics | None:
-        """Wait for the next epoch; return ``None`` at the end."""
-        self._check_thread()
-        metrics = self._metrics.get()
-        if metrics is None:
-            self._metrics.put(None)  # for whoever asks next
-        return metrics
-
-    def poll_metrics(self) -> list[EpochMetrics]:
-        """Return the epochs that the workers have sent."""
-        self._check_thread()
-        landed = []
-        with suppress(queue.Empty):
-            while (metrics := self._metrics.get_nowait()) is not None:
-                landed.append(metrics)
-            self._metrics.put(None)
-        return landed
-
-    def finish(self, timeout_s: float | None) -> bool:
-        """Wait until all workers have ended; return whether they have."""
-        self._check_thread()
-        if not self._ended.wait(timeout_s):
-            return False
-        self._thread.join()
-        return True
-
     def stop(self) -> None:
         """Ask all workers to stop after their micro-batch."""
         self._must_stop.set()
 
-    def abandon(self) -> bool:
-        """Kill the workers; return whether they were still at work."""
-        unheard = not self.is_done
+    def _end_now(self) -> None:
         self._must_end.set()
-        self.finish(None)
-        return unheard
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all workers have ended."""
-        return self._ended.is_set()
-
-    def _check_thread(self) -> None:
-        if threading.current_thread() is self._thread:
-            raise UsageError(
-                "metrics_fn waits for the run that it is called by; call handle.stop() there, and "
-                "join(), metrics() and poll_metrics() elsewhere"
-            )
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────
 
-    def _work(self) -> None:
-        command = [sys.executable, "-P", "-m", "evener.managed.worker"]
-        # What is importable here has to be importable there.
-        path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
+    def _run_workers(self) -> None:
         nproc = len(self._devices)
         try:
             store = bind_store(None, listen=True)
             ranks = LocalRanks(count=nproc, world_size=nproc, port=store.getsockname()[1])
-            handed = {JOB_FD: self._job.fileno()}
-            self.run(command, ranks, store, {**os.environ, "PYTHONPATH": path}, handed)
+            self.run(WORKER, ranks, store, worker_environment(), {JOB_FD: self._job.fileno()})
             if self.error is None and self._failing:
                 self.error = self._failure()
-        except BaseException as error:
-            self.error = error  # raised where the run is joined
         finally:
             self._job.close()
-            self._sink.close()
-            self._started.set()
-            self._metrics.put(None)
-            self._ended.set()
 
     def _take(self, child: Child, message: Message) -> None:
         super()._take(child, message)
-        if "metrics" in message:
-            self._publish(EpochMetrics.from_document(message["metrics"]))
-        elif "event" in message:
-            self._sink.emit(message["event"])
-        elif "state" in message:
-            self.state = unpack_trained(message["state"], message.get("payload", bytearray()))
-
-    def _publish(self, metrics: EpochMetrics) -> None:
-        self._metrics.put(metrics)
-        if self._on_metrics is None or self.error is not None:
-            return
-        try:
-            self._on_metrics(metrics)
-        except BaseException as error:
-            self.error = error  # the user's own, to be raised where the run is joined
-            self.stop()
+        self.hear(message)
 
     def _is_hurried(self) -> bool:
         return self._must_end.is_set()
@@ -269,19 +184,13 @@ class WorkerTeam(Supervisor, Run):
     def _failure(self) -> WorkerError:
         first = first_failure([child for child in self.children if child.place != DONE])
         assert first is not None
-        report = first.report
-        if report is not None:
-            who = f"rank {first.rank} ({self._devices[first.rank]}, pid {first.pid})"
-            text = f"{who} failed: {report.kind}: {report.message}"
-        else:
-            text = first.silent_end
         others = [child.in_short for child in self.children if child.report and child is not first]
-        if others:
-            text += f"; also ended: {', '.join(others)}"
-        if self.state is not None:
-            text += f"; handle.state holds the model after step {self.state.progress.steps}"
-        kind = report.kind if report else None
-        error = WorkerError(text, rank=first.rank, kind=kind, state=self.state)
-        if report is not None:
-            error.__cause__ = RemoteTraceback(report.traceback)
-        return error
+        also = f"also ended: {', '.join(others)}" if others else ""
+        who = f"rank {first.rank} ({self._devices[first.rank]}, pid {first.pid})"
+        return failure_of(first, who, also, self.state)
+
+
+def worker_environment() -> dict[str, str]:
+    """Return what the environment of workers is made from: what is importable here is there."""
+    path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
+    return {**os.environ, "PYTHONPATH": path}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
+from evener.checkpoint import find_newest
 from evener.comm.base import Communicator
 from evener.engine.loaders.planned import TeamLoader
 from evener.engine.results import WindowResult
@@ -99,8 +100,9 @@ class ManagedRank(EpochLoop):
             ddp.close()
             raise
         self._engine = ddp.assembly.engine
+        self._engine.call_on_anew(self._load_newest)
         self._share = self._engine.share
-        self._figures = EpochFigures(ddp.rank, ddp.world_size)
+        self._figures = EpochFigures(ddp.world_size)
         self._engine.call_on_left_out(self._figures.leave_out)
 
     def train(self) -> Iterator[EpochMetrics]:
@@ -142,6 +144,12 @@ class ManagedRank(EpochLoop):
             if self.checkpointer is not None:
                 self.checkpointer.close()
 
+    def _load_newest(self) -> None:
+        """Load the newest checkpoint of the run, as no worker holds its state any more."""
+        folder = self.job.checkpoint_dir
+        if folder is not None and find_newest(Path(folder)) is not None:
+            self.ddp.load(folder)
+
     def _make_loader(self) -> TeamLoader:
         job = self.job
         dataset, collate_fn = job.make_dataset(), job.collate_fn
@@ -167,11 +175,11 @@ class ManagedRank(EpochLoop):
             answer = self.job.train_fn(self.model, to_device(batch, ddp.device))
         loss, weight = _loss_and_weight(answer)
         ddp.backward(loss, weight)
-        self._figures.end_micro_batch(share.micro_batch_weight)
+        self._figures.end_micro_batch(self.ddp.window, share.micro_batch_weight)
 
     def on_commit(self, result: WindowResult) -> None:
         """Add the window to the epoch's figures; save where it is due, then call the user."""
-        self._figures.commit(result)
+        self._figures.commit(result, self.ddp.rank, by_window=self._engine.state.is_sync)
         super().on_commit(result)
         window, checkpoint_fn = result.progress.window, self.job.checkpoint_fn
         if checkpoint_fn is not None and self.is_due(window) and self.ddp.is_main_process:
@@ -181,11 +189,12 @@ class ManagedRank(EpochLoop):
     def _finish_epoch(self, epoch: int) -> EpochMetrics | None:
         """Agree on the epoch's metrics; all ranks call it together."""
         answers = self._engine.introduce(self._figures.document(time.perf_counter()))
+        ranks = self._engine.team.members
         if not any(answer["windows"] for answer in answers):
             return None
         return EpochMetrics.from_document(
             {
-                **average_figures(answers),
+                **average_figures(dict(zip(ranks, answers, strict=True)), self.ddp.world_size),
                 "epoch": epoch,
                 "complete": self.loader.cursor.epoch > epoch,
                 "eval": self._evaluate(),

@@ -1,7 +1,8 @@
 """A worker process of a managed run: ``python -P -m evener.managed.worker``.
 
-Started by ``WorkerTeam`` alone. It never runs the user's script: what it needs comes pickled by
-value in a file without a name. It speaks to the process that started it, and ends with it.
+Started by ``WorkerTeam`` and ``ElasticWorkers`` alone. It never runs the user's script: what it
+needs comes pickled by value in a file without a name. It speaks to the process that started it, and
+ends with it.
 """
 
 import atexit
@@ -62,10 +63,12 @@ class ManagedProcess:
             stop_when=self._is_stopped,
             sinks=sinks,
         )
-        self._channel.tell({"place": READY})
         ddp = self._rank.ddp
+        is_elastic = ddp.assembly.team.is_elastic
+        if not is_elastic:  # it says itself when it is in the team
+            self._channel.tell({"place": READY})
         for metrics in self._rank.train():
-            if ddp.is_main_process:
+            if is_elastic or ddp.is_main_process:  # the main process may be lost before it tells
                 self._channel.tell({"metrics": metrics.document()})
         if ddp.is_main_process:
             self._send_state()

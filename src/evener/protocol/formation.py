@@ -3,6 +3,7 @@
 A *standing* is what a member holds that has left its generation. A *formation* is the next one.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
@@ -123,12 +124,35 @@ def parse_team_limits(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: It is something else.
     """
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+    limits = _limits_of(text.split(":"))
+    if limits is None:
         raise ConfigError(
             f"--elastic is {text!r}; give the fewest and the most workers as MIN:MAX, such as 2:4"
         )
-    return int(least), int(most)
+    return limits
+
+
+def read_team_limits(given: object) -> tuple[int, int]:
+    """Return the fewest and the most members of a team from ``"MIN:MAX"`` or ``(MIN, MAX)``.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    parts = given.split(":") if isinstance(given, str) else given
+    limits = _limits_of(parts) if isinstance(parts, tuple | list) else None
+    if limits is None:
+        raise ConfigError(
+            f"elastic is {given!r}; give the fewest and the most workers, such as (2, 4) or '2:4'"
+        )
+    return limits
+
+
+def _limits_of(parts: Sequence[object]) -> tuple[int, int] | None:
+    """Return two numbers of workers; ``None`` where these are no such numbers."""
+    if len(parts) != 2 or not all(str(part).isdecimal() for part in parts):
+        return None
+    least, most = (int(str(part)) for part in parts)
+    return (least, most) if 1 <= least <= most else None
 
 
 def read_deadlines(fields: Fields) -> Deadlines:

@@ -11,11 +11,11 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from evener.errors import LeftOutError
 from evener.protocol.roster import ProcessState, parse_team_limits
@@ -67,6 +67,8 @@ class ElasticRun:
         libraries: What a standby loads, as module names.
         join: ``HOST:PORT`` of the coordinator of a team that runs already; empty to begin one.
         what: What a further worker has to run, for people.
+        environ: What the environment of each worker is made from.
+        handed: Descriptors that every worker inherits, by the variable that names each.
     """
 
     limits: str = ""
@@ -77,6 +79,8 @@ class ElasticRun:
     libraries: Sequence[str] = ("torch",)
     join: str = ""
     what: str = "SCRIPT"
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    handed: Mapping[str, int] = field(default_factory=dict)
 
 
 def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
@@ -95,6 +99,27 @@ def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
         LaunchError: The coordinator does not start or is not there, or a worker cannot be started.
         TeamRefusedError: The coordinator refuses this launcher.
     """
+    with open_team(run) as team, SignalQueue() as signals:
+        if team.coordinator is not None:
+            least, most = team.limits
+            say(
+                f"evener: elastic team of {least} to {most} workers, {team.nproc} of them here; "
+                f"`evener join {team.address} --token-file {team.token_file} {run.what}` adds one"
+            )
+        launcher = ElasticLauncher(signals, command, run, team)
+        launcher.run_workers()
+        return launcher.conclude()
+
+
+@contextmanager
+def open_team(run: ElasticRun) -> Iterator["LaunchedTeam"]:
+    """Start the coordinator of a team, or find that of a team that runs already.
+
+    Raises:
+        ConfigError: An option is impossible.
+        LaunchError: The coordinator does not start or is not there.
+        TeamRefusedError: The coordinator refuses this launcher.
+    """
     with ExitStack() as stack:
         token_file = run.token_file or stack.enter_context(_own_token())
         coordinator = None
@@ -107,19 +132,11 @@ def launch_elastic(command: Sequence[str], run: ElasticRun) -> int:
         connection = stack.enter_context(
             SupervisorConnection(address, token=read_token(token_file), timeout_s=_CONNECT_S)
         )
-        least, most = connection.limits
-        nproc = run.nproc or (1 if run.join else most)
+        nproc = run.nproc or (1 if run.join else connection.limits[1])
         check_nproc(nproc)
-        if coordinator is not None:
-            say(
-                f"evener: elastic team of {least} to {most} workers, {nproc} of them here; `evener "
-                f"join {address} --token-file {token_file} {run.what}` adds one"
-            )
-        signals = stack.enter_context(SignalQueue())
-        place = _Place(address, token_file.resolve(), (least, most), nproc)
-        launcher = _ElasticLauncher(signals, command, run, place, connection, coordinator)
-        launcher.run_workers()
-        return launcher.conclude()
+        yield LaunchedTeam(
+            address, token_file, connection.limits, nproc, run.environ, connection, coordinator
+        )
 
 
 @contextmanager
@@ -136,20 +153,26 @@ def _own_token() -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the workers of this launcher find their team.
+class LaunchedTeam:
+    """A team, and where the workers of this launcher find it.
 
     Attributes:
         address: ``HOST:PORT`` of the coordinator.
         token_file: Holds what workers must know.
         limits: Fewest and most workers of the team.
         nproc: Workers on this host.
+        environ: What the environment of each worker is made from.
+        connection: Tells the coordinator of the workers' processes.
+        coordinator: Its process, where this launcher has begun the team.
     """
 
     address: str
     token_file: Path
     limits: tuple[int, int]
     nproc: int
+    environ: Mapping[str, str]
+    connection: SupervisorConnection
+    coordinator: CoordinatorProcess | None
 
     def environment(self, slot: int, member: str) -> dict[str, str]:
         """Return the environment of a worker, but for its channel."""
@@ -158,11 +181,11 @@ class _Place:
         least, most = self.limits
         count = min(self.nproc, most)
         ranks = LocalRanks(count=count, world_size=most, host=host, port=port)
-        return rank_environment(os.environ, ranks, slot % count) | {
+        return rank_environment(self.environ, ranks, slot % count) | {
             COORDINATOR: self.address,
             ELASTIC: f"{least}:{most}",
             MEMBER: member,
-            TOKEN_FILE: str(self.token_file),
+            TOKEN_FILE: str(self.token_file.resolve()),
         }
 
 
@@ -203,8 +226,7 @@ class _Slot:
         self.due_s = None
 
 
-@final
-class _ElasticLauncher(TerminalSupervisor):
+class ElasticLauncher(TerminalSupervisor):
     """Starts workers again that fail, tells the coordinator, and keeps that alive, too."""
 
     def __init__(
@@ -212,16 +234,14 @@ class _ElasticLauncher(TerminalSupervisor):
         signals: SignalQueue,
         command: Sequence[str],
         run: ElasticRun,
-        place: _Place,
-        connection: SupervisorConnection,
-        coordinator: CoordinatorProcess | None,
+        team: LaunchedTeam,
     ) -> None:
         super().__init__(signals, GRACE_S)
-        self._command, self._run = command, run
-        self._place, self._connection, self._coordinator = place, connection, coordinator
+        self._command, self._run, self._team = command, run, team
+        self._connection, self._coordinator = team.connection, team.coordinator
         host = socket.gethostname()
         self._base = f"{host}/{os.getpid()}" if run.join else host
-        self._slots = [_Slot(number) for number in range(place.nproc)]
+        self._slots = [_Slot(number) for number in range(team.nproc)]
         self._workers: dict[int, tuple[_Slot, str]] = {}  # by process: where, and the worker's id
         self._accounted: set[int] = set()  # processes whose end was dealt with
         self._lingering: dict[int, float] = {}  # processes that should end, and since when
@@ -251,6 +271,11 @@ class _ElasticLauncher(TerminalSupervisor):
         if self._is_over or not ended:
             return 0
         return max(child.code for child in ended) or 1  # all have left
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether a failure has ended the run."""
+        return bool(self._why) or (self._code > 0 and not self._is_over)
 
     # ── what differs from a fixed team ───────────────────────────────────────────────────────────
 
@@ -391,7 +416,7 @@ class _ElasticLauncher(TerminalSupervisor):
 
     def _start(self, slot: _Slot) -> None:
         member = slot.begin(self._base)
-        environ = self._place.environment(slot.number, member)
+        environ = self._team.environment(slot.number, member)
         child, self._standby = self._standby, None
         if child is not None and not child.has_ended:
             names = (COORDINATOR, ELASTIC, MEMBER, TOKEN_FILE, "RANK", "LOCAL_RANK")
@@ -401,7 +426,12 @@ class _ElasticLauncher(TerminalSupervisor):
             is_first = not (slot.number or slot.starts > 1)
             with start_in_silence():
                 child = self._spawn(
-                    self._command, environ, {}, slot.number, is_first, f"worker {member}"
+                    self._command,
+                    environ,
+                    self._run.handed,
+                    slot.number,
+                    is_first,
+                    f"worker {member}",
                 )
         self._workers[child.pid] = (slot, member)
         self._carry_output(child)
@@ -419,9 +449,8 @@ class _ElasticLauncher(TerminalSupervisor):
         python, module = self._command[:3], "evener.team.standby"
         command = [*python, module, ",".join(self._run.libraries), *self._command[3:]]
         with start_in_silence():
-            self._standby = self._spawn(
-                command, self._place.environment(0, ""), {}, 0, False, "the standby"
-            )
+            environ = self._team.environment(0, "")
+            self._standby = self._spawn(command, environ, self._run.handed, 0, False, "the standby")
 
     def _drop_standby(self) -> None:
         if self._standby is not None and not self._standby.has_ended:

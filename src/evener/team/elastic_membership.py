@@ -20,6 +20,7 @@ from evener.protocol.formation import (
     Formation,
     Standing,
     parse_team_limits,
+    read_team_limits,
 )
 from evener.team.address import parse_address
 from evener.team.channel import JOINED, JOINING
@@ -239,6 +240,31 @@ class ElasticMembership(Membership):
         self._handlers.close()
         if interrupted and sys.exception() is None:
             raise KeyboardInterrupt
+
+
+def check_team_limits(given: object, environ: Mapping[str, str]) -> None:
+    """Refuse to be a worker of another team than that which the script asks for.
+
+    Args:
+        given: Fewest and most workers, as the script says; see ``read_team_limits``.
+        environ: The environment of the process.
+
+    Raises:
+        ConfigError: The process was not started for an elastic team, or for one of another size.
+    """
+    least, most = read_team_limits(given)
+    asked, found = f"{least}:{most}", environ.get(ELASTIC)
+    if found is None:
+        raise ConfigError(
+            f"elastic is {given!r}, and this process was not started for an elastic team; start "
+            f"the script by `evener launch --elastic {asked} SCRIPT`, or add it to a team by "
+            "`evener join`"
+        )
+    if found != asked:
+        raise ConfigError(
+            f"elastic is {given!r}, and the team was started for {found} workers; leave elastic "
+            f"out of Ddp.setup, or start the team with --elastic {asked}"
+        )
 
 
 def join_team(

@@ -19,8 +19,6 @@ from evener.team.signals import end_in_silence
 #: Key of the message that makes a standby a worker: what to add to its environment.
 TAKE: Final = "take"
 
-_CHUNK_BYTES: Final = 4096
-
 
 def await_order(descriptor: int) -> dict[str, str] | None:
     """Wait for the order to become a worker.
@@ -35,10 +33,10 @@ def await_order(descriptor: int) -> dict[str, str] | None:
     """
     line = b""
     while not line.endswith(b"\n"):
-        chunk = os.read(descriptor, _CHUNK_BYTES)
-        if not chunk:
+        byte = os.read(descriptor, 1)  # what follows the line is for the worker
+        if not byte:
             return None
-        line += chunk
+        line += byte
     order: dict[str, Any] = json.loads(line)
     return {str(name): str(value) for name, value in order[TAKE].items()}
 

@@ -1,0 +1,92 @@
+"""``evener pretrain`` in an elastic team: who joins late takes the run over."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from evener.dashboard.holders import find_holder
+from evener.protocol.formation import Deadlines
+from evener.run_report.writing import report
+from evener.team.coordinator import Coordinator, CoordinatorOptions
+from helpers.forking import Zygote
+from helpers.limits import PATIENCE_S
+from helpers.lineage import check_exactly_once
+from helpers.pretraining import NEEDED, NUM_SAMPLES, RUN_TIMEOUT_S, Lab, be_evener
+from helpers.ranks import Rank, RankTeam
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(tmp_path)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[int]:
+    """A coordinator for 1 to 3 workers; its port."""
+    deadlines = Deadlines(gather_s=0.1)
+    server = Coordinator(CoordinatorOptions(least=1, most=3, deadlines=deadlines))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),))
+    thread.start()
+    yield server.port
+    loop.call_soon_threadsafe(server.stop)
+    thread.join(10)
+    loop.close()
+
+
+def be_worker(rank: Rank, port: int, folder: str, command: list[str]) -> int:
+    os.environ |= {
+        "EVENER_COORDINATOR": f"127.0.0.1:{port}",
+        "EVENER_MEMBER": f"w{rank.rank}",
+        "EVENER_ELASTIC": "1:3",
+    }
+    rank.send(os.getpid())
+    rank.receive(RUN_TIMEOUT_S)  # when to begin
+    return be_evener(rank, folder, command)
+
+
+def test_a_late_worker_takes_the_run_over_from_those_that_are_killed(
+    lab: Lab, coordinator: int
+) -> None:
+    lab.configure(epochs=9999, checkpoint={"every": 20, "keep_last": 2}, eval={"every": 20})
+    Zygote.get().preload(*NEEDED)
+    command = ["pretrain", "run.yaml", "--set", "measure=false", "--quiet"]
+    run = lab.path_of()
+    with RankTeam(be_worker, 3, coordinator, str(lab.folder), command) as team:
+        pids = [team.receive(rank) for rank in range(3)]
+        team.send(0, "begin")
+        wait_for(lambda: run.path.is_dir() and run.of_type("window"))
+        team.send(1, "begin")
+        wait_for(lambda: run.of_type("worker_joined"))
+        os.kill(pids[0], signal.SIGKILL)
+        wait_for(lambda: find_holder(run.path) == pids[1])
+        team.send(2, "begin")
+        wait_for(lambda: len(run.of_type("worker_joined")) == 2)
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for(lambda: len(run.of_type("worker_lost")) == 2)
+        os.kill(pids[2], signal.SIGTERM)
+        outcomes = team.wait(RUN_TIMEOUT_S)
+    assert outcomes[2].value == 128 + signal.SIGTERM, outcomes[2].story()
+    assert [path.name for path in run.path.parent.iterdir() if path.name[0] != "."] == ["run"]
+    assert check_exactly_once(run.events, NUM_SAMPLES) == []
+    assert run.events[-1]["reason"] == "stopped"
+    last = run.events[-1]["window"]
+    assert run.checkpoints[-1].name == f"step-{last}"
+    assert report([run.path])
+    lab.run("run.yaml", "--resume", "--set", f"max_steps={last + 2}", "--set", "measure=false")
+    assert run.checkpoints[-1].name == f"step-{last + 2}"
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
