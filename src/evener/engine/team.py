@@ -155,9 +155,13 @@ class Team:
         return self.comm.has_ended or self.whole.has_ended
 
     def meet(self, people: Sequence[Member]) -> None:
-        """Learn what the ranks are that are present, as they have introduced themselves."""
+        """Learn what the ranks are that are present, as they have introduced themselves.
+
+        Of a rank that is gone, what it was stays known: summaries count what it has done.
+        """
         known = {member.rank: member for member in people}
-        self.people = tuple(known.get(rank) or absent(rank) for rank in range(self.world_size))
+        before = self.people or [absent(rank) for rank in range(self.world_size)]
+        self.people = tuple(known.get(rank, before[rank]) for rank in range(self.world_size))
         for rank, member in known.items():
             self.names[rank] = member.member
         self._report_waits()

@@ -157,12 +157,12 @@ class Loop(DataSide):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """What each rank is; of an elastic team, in its present generation."""
+        """What each rank is; in an elastic team, or was last; see ``devices``."""
         return self.assembly.members
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Each rank's device, such as ``"cuda:0"``; empty for a number that no rank has."""
+        """Each rank's device, such as ``"cuda:0"``; empty for a number that no rank ever had."""
         return tuple(member.device for member in self.members)
 
     @property
