@@ -113,7 +113,7 @@ def disturb(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         team.wait_for_all(since_t=time.time())
         logs = team.logs()
     windows = committed(logs)
-    times = times_trained(logs, windows, arguments.samples)
+    times = times_trained(logs, windows, arguments.samples, arguments.policy)
     commits = sorted(commit_times(logs).values())
     return {
         "name": f"evener.{arguments.policy}",

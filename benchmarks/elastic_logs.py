@@ -125,26 +125,32 @@ def committed(logs: Sequence[WorkerLog]) -> dict[int, Line]:
         for line in log.handed:
             before = windows.get(line["at"] - 1)
             if line["bits"] and before is not None:
-                assert line["bits"] == before["bits"], f"{log.member} began {line} after {before}"
+                assert line["bits"] == before["bits"], (
+                    f"{log.member} began window {line['at']} with {line['bits']}, after {before}"
+                )
     return windows
 
 
 def times_trained(
-    logs: Sequence[WorkerLog], windows: dict[int, Line], samples: int
+    logs: Sequence[WorkerLog], windows: dict[int, Line], samples: int, policy: str
 ) -> dict[int, int]:
-    """Return how many ids of whole epochs were committed how often.
+    """Return how many samples of whole epochs were committed how often.
 
-    A rank's share of a committed window are the last samples that it was handed for it: those of a
-    try that was given up came before.
+    A rank's share of a committed window are the last ids that it was handed for it: those of a try
+    that was given up came before. In ASYNC, where the next window begins before one is over, the
+    positions that windows report are counted.
     """
     whole = max(line["epoch"] for line in windows.values())
     counts = [[0] * samples for _ in range(whole)]
     handed = _handed(logs)
     for number, line in windows.items():
-        if line["epoch"] < whole:
-            for rank, size in enumerate(line["shares"]):
-                for index in handed.get((number, rank), [])[-size:] if size else ():
-                    counts[line["epoch"]][index] += 1
+        if policy == "async":
+            parts = [range(start, stop) for start, stop in line["ranges"]]
+        else:
+            shares = [(rank, size) for rank, size in enumerate(line["shares"]) if size]
+            parts = [handed.get((number, rank), [])[-size:] for rank, size in shares]
+        for index in (index for part in parts for index in part if line["epoch"] < whole):
+            counts[line["epoch"]][index] += 1
     times: dict[int, int] = {}
     for count in (count for epoch in counts for count in epoch):
         times[count] = times.get(count, 0) + 1

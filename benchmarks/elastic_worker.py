@@ -84,18 +84,20 @@ def main() -> None:
             epoch=result.epoch,
             start=result.start,
             size=result.size,
+            ranges=result.ranges or [result.committed],
             shares=[record.samples for record in result.ranks],
             applied_t=result.applied_t,
             bits=hash_of(model),
         )
 
-    begun = -1
+    # In ASYNC, averages come while a window is under way: ranks begin it with numbers of their own.
+    begins_alike, begun = arguments.policy != "async", -1
     with ddp:
         loader = ddp.loader(data, batch_size=arguments.batch_size)
         log.write(ready=True)
         for epoch in ddp.epochs(arguments.epochs):
             for x, y, ids in loader.epoch(epoch):
-                bits = hash_of(model) if ddp.window != begun else ""
+                bits = hash_of(model) if begins_alike and ddp.window != begun else ""
                 begun = ddp.window
                 log.write(at=begun, rank=ddp.rank, ids=ids.tolist(), bits=bits)
                 # A device that computes, at no cost here.
