@@ -233,11 +233,22 @@ class CoordinatorLink(CoordinatorConnection):
             number = self._num_asked
             self._answers[number] = None
             self._post({"type": "store", "number": number, **request})
+            # A member that is lost while others connect to it leaves its key unset.
             self._changed.wait_for(
-                lambda: self._answers.get(number) or number not in self._answers or self._failure,
+                lambda: (
+                    self._answers.get(number)
+                    or number not in self._answers
+                    or request["generation"] in self._over
+                    or self._failure
+                ),
                 timeout_s + self.deadlines.reconnect_s,
             )
             answer = self._answers.pop(number, None)
+        if answer is None and (why := self.why_over(request["generation"])):
+            raise RuntimeError(
+                f"{self.member} gives up waiting for {request['keys']} of generation "
+                f"{request['generation']}: {why}"
+            )
         if answer is None:
             what = f"{request['what']} of {request['keys']}"
             raise RuntimeError(

@@ -169,6 +169,18 @@ def test_members_meet_in_the_store_of_their_generation() -> None:
             a.store(7).set("key", "value")
 
 
+def test_nobody_waits_for_the_key_of_a_member_that_is_lost() -> None:
+    with (
+        serving() as address,
+        team_of(address, "a", "b") as (a, b),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(a.store(1, 10 * WAIT_S).get, "address of b")
+        b.close()
+        with pytest.raises(RuntimeError, match="of generation 1: b is lost"):
+            waiting.result(WAIT_S)
+
+
 def test_who_is_about_to_join_may_read_what_members_have_set() -> None:
     with serving() as address, team_of(address, "a", "b") as (a, _), link(address, "c") as c:
         a.store(1).set("epoch", b"3")
