@@ -63,6 +63,28 @@ def test_a_stopped_worker_is_left_out_and_joins_again_when_it_continues() -> Non
     assert own == state
 
 
+def train_until_told(rank: Rank, address: str) -> tuple[Any, Any]:
+    ddp, model = set_up(rank, address, "1:2")
+
+    def commit(result: WindowResult) -> None:
+        if rank.rank == 0 and result.window == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    try:
+        with ddp:
+            return summary(loop(ddp, model, commit)), ddp.assembly.team.membership.generation
+    except KeyboardInterrupt as left:
+        return str(left), ddp.window
+
+
+def test_the_main_process_leaves_after_its_window_when_it_is_told_to() -> None:
+    with serving(1, 2, DEADLINES) as address, RankTeam(train_until_told, 2, address) as team:
+        (words, window), ((windows, _), generation) = all_returned(team.wait())
+    assert words == f"rank 0 has left the team in window {window}"
+    assert 3 < window < len(WINDOWS)
+    assert (windows, generation) == (WINDOWS, 2)
+
+
 def train_busy(rank: Rank, address: str) -> tuple[Any, int]:
     ddp, model = set_up(rank, address, "1:2")
     holding = ctypes.PyDLL(None)  # its calls keep the GIL, so that no heartbeat is sent
