@@ -295,7 +295,7 @@ class Roster:
         if self._over and now_s - self._over_s >= self.deadlines.gather_s:
             self._tell_over()
         self._sweep(now_s)
-        self._tell_wanted()
+        self._tell_wanted(now_s)
         if self._may_form(now_s):
             self._form(now_s)
         elif self._over:
@@ -333,10 +333,12 @@ class Roster:
             if is_lost and not self.is_member(seat.member):
                 del self._seats[seat.member]
 
-    def _tell_wanted(self) -> None:
+    def _tell_wanted(self, now_s: float) -> None:
         members = self._members()
         waits = any(seat.can_join and not self.is_member(seat.member) for seat in self._all())
-        wanted = 0 < len(members) < (self.most if waits else self.least)
+        # A team that left its generation before the next one may form would only wait.
+        may_form = self.is_open(now_s)
+        wanted = may_form and 0 < len(members) < (self.most if waits else self.least)
         if wanted != self._wanted:
             self._wanted = wanted
             for seat in members:
@@ -517,7 +519,7 @@ class Roster:
                 self._leave_out(seat)
         self._sweep(now_s)
         self._wanted = False  # as members take it that enter a generation
-        self._tell_wanted()
+        self._tell_wanted(now_s)
 
     def _leave_out(self, seat: Seat) -> None:
         self._send(seat.member, "left_out", {"generation": self.generation})

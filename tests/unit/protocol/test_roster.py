@@ -303,6 +303,20 @@ def test_a_living_member_is_named_and_waited_for_until_timeout_s() -> None:
     assert told(team.pass_(0.2), "formed") == {"a"}
 
 
+def test_a_coordinator_that_has_just_started_lets_the_team_train_before_another_one_joins() -> None:
+    held = Team("a", "b").formation
+    roster = Roster(1, 4, DEADLINES, 100.0)
+    for member in "ab":
+        assert not roster.arrive(100.1, member, f"session of {member}", {}, held)
+    assert not roster.arrive(100.1, "c", "session of c", {}, None)
+    roster.report(100.1, "c", 0, None)
+    assert not any(message.content.get("value") for message in roster.take())
+    for member in "ab":
+        assert roster.beat(103.0, member, 1, "training")
+    roster.tick(100.0 + DEADLINES.lease_s)
+    assert told(roster.take(), "wanted") == {"a", "b"}
+
+
 def test_nobody_is_lost_who_is_silent_for_five_adaptive_deadlines() -> None:
     """As rank 0 may be in an evaluation of its own, or in a C call that holds the GIL."""
     team = Team("a", "b")
