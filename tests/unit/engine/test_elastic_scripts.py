@@ -29,8 +29,9 @@ def check(found: dict[str, Finding]) -> None:
         assert all(one.losses[epoch] == pytest.approx(one.alone[epoch]) for epoch in one.alone)
 
 
-@pytest.mark.parametrize("uses_range", [False, True])
-@pytest.mark.parametrize("joins_after", [1, 5, 7])
+@pytest.mark.parametrize(
+    ("joins_after", "uses_range"), [(1, True), (5, False), (7, False), (7, True)]
+)
 def test_a_rank_joins_a_script(joins_after: int, uses_range: bool) -> None:
     team, found = run_script(2, joins_after=joins_after, uses_range=uses_range)
     check(found)
@@ -66,8 +67,7 @@ def test_an_average_without_a_lost_rank_says_so(capsys: pytest.CaptureFixture[st
     assert "elastic_scripts.py" in told
 
 
-@pytest.mark.parametrize("member", ["w0", "w1"])
-@pytest.mark.parametrize("what", ["a meeting", "rows of all ranks"])
+@pytest.mark.parametrize(("member", "what"), [("w0", "a meeting"), ("w1", "rows of all ranks")])
 @pytest.mark.parametrize("when", ["before", "inside", "after"])
 def test_every_row_is_gathered_once(what: str, when: str, member: str) -> None:
     kill = Kill(member, what, skip=2, when=when, told=["w2"] if when == "inside" else [])
