@@ -101,3 +101,20 @@ def test_work_that_was_not_given_is_refused():
         book.retire(0, 2, 8)
     with pytest.raises(ProtocolError, match="rank 1 has done 1 batches with 3 samples"):
         book.retire(1, 1, 3)
+
+
+def test_what_ranks_have_done_stays_in_front_when_a_book_is_made_anew():
+    cursor = Cursor(20, 0)
+    book = LeaseBook(cursor, 2, 3)
+    book.fill([3, 3, 3])
+    done = {rank: book.queue(rank)[:2] for rank in (0, 2)}
+    book = LeaseBook(cursor, 2, 3, held=done)
+    assert book.num_left == 10
+    book.fill([4, 9, 4])
+    assert book.queue(0)[:2] == done[0]
+    assert [len(book.queue(rank)) for rank in (0, 2)] == [4, 4]
+    pieces = [piece for rank in (0, 2) for piece in book.queue(rank)]
+    assert len(set(pieces)) == 8
+    assert book.num_left == 10
+    book.fill([0, 0, 0], hand_on=True)
+    assert book.num_left == 10, "a rank that is absent gets nothing, not even what fits nowhere"

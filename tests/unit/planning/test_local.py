@@ -234,3 +234,32 @@ def test_each_changed_anchor_has_a_reason():
     assert cadence.why(3) == "averaging took less than half of 10% of the time"
     cadence.plan(4, 0, left=20, limit=None)
     assert cadence.why(4) == "it is the last window of the epoch"
+
+
+def test_absent_ranks_get_nothing_and_their_speed_is_forgotten():
+    cadence = policy(3, 4)
+    cadence.observe(timed(100.0, 400.0, 200.0), 0.0)
+    cadence.set_absent(frozenset({1}))
+    plan = cadence.plan(1, 0, left=1000, limit=None)
+    assert (plan.steps, plan.most[1], plan.queues[1]) == ((8, 0, 4), 0, 0), "rank 2 is the slowest"
+    tail = cadence.plan(1, 0, left=9, limit=None)
+    assert tail.steps == tail.queues == (6, 0, 3)
+    cadence.set_absent(frozenset())
+    assert cadence.plan(2, 0, left=1000, limit=None).steps == (8, 4, 4), "the slowest, until timed"
+    cadence.set_absent(frozenset({0, 2}))
+    assert math.isinf(cadence.plan(2, 0, left=1000, limit=None).window_s), "nobody was timed"
+
+
+def test_in_lockstep_absent_ranks_do_not_count():
+    cadence = policy(3, 2, max_batch_diff=0)
+    cadence.set_absent(frozenset({0}))
+    assert cadence.plan(0, 0, left=100, limit=None).steps == (0, 1, 1)
+    assert cadence.plan(0, 0, left=1, limit=None).steps == (0, 1, 0)
+
+
+def test_a_window_that_is_closed_adds_nothing_to_what_was_done():
+    cadence = policy(3, 2)
+    plan = cadence.close(5, 1, [3, 0, 1])
+    assert plan.steps == plan.most == plan.queues == (3, 0, 1)
+    assert (plan.window, plan.epoch, plan.blocking) == (5, 1, True)
+    assert cadence.why(5) == "the team has changed"
