@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,25 @@ def test_a_rank_dies_when_others_have_left_their_loop(runs: LocalRuns) -> None:
     assert len(team.formations) == 2
     one, other = (trained.state for trained in runs.trained.values())
     assert all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_rank_dies_while_the_team_saves(runs: LocalRuns, tmp_path: Path, when: str) -> None:
+    def script(ddp: Ddp, step: Callable[[], None]) -> None:
+        model = ddp.assembly.model
+        loader = ddp.loader(DATA, batch_size=BATCH, seed=3)
+        for epoch in ddp.epochs(EPOCHS):
+            for x, y in loader.epoch(epoch):
+                step()
+                ddp.backward(((model(x) - y) ** 2).mean())
+                ddp.step()
+            ddp.save(tmp_path / f"{epoch}")
+
+    kill = Kill("w0", "optimizer state 0/exp_avg", when=when, told=["w2"])
+    team = runs.run(3, [kill], body=script)
+    assert len(team.formations) == 2
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
 
 
 def test_a_rank_is_told_to_leave(runs: LocalRuns) -> None:
