@@ -42,7 +42,8 @@ class LineWriter:
     """Turns the events of one file into lines; a team is named in the first line that has it."""
 
     def __init__(self) -> None:
-        self._team: int | None = None
+        self._who: dict[str, list[Any]] = {}
+        self._team = 0
 
     def line(self, event: Event) -> bytes:
         """Return an event as a line of strict JSON; what JSON does not know becomes its text."""
@@ -57,9 +58,10 @@ class LineWriter:
 
     def _columns(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         who = {name: [row[name] for row in rows] for name in ("rank", "member")}
-        team = _checksum(who)
-        columns: dict[str, Any] = {"team": team, **({} if team == self._team else who)}
-        self._team = team
+        columns: dict[str, Any] = {"team": self._team}
+        if who != self._who:
+            self._who, self._team = who, _checksum(who)
+            columns = {"team": self._team, **who}
         for name in rows[0]:
             if name in who:
                 continue
