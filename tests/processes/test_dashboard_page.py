@@ -182,6 +182,7 @@ from evener import Ddp
 from evener.observe.jsonl import JsonlSink
 from pathlib import Path
 
+torch.manual_seed(0)  # all workers have the same data
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 sinks = [lambda: JsonlSink(Path("runs/run/events.jsonl"))]
