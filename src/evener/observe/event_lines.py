@@ -31,7 +31,7 @@ SUMMED: Final = (*_NEEDED, "data_us", "sent_bytes")
 
 _WHOLE: Final = ("samples", "sent_bytes", "micro_batches", "steps", "stale_steps")
 _MOST_S: Final = 1e9
-_MOST_NUMBER: Final = 1e300
+_MOST_NUMBER: Final = 1e150  # the product of two such numbers is a finite float
 #: Teams that a reader remembers; a run has a new one whenever its members change.
 _MOST_TEAMS: Final = 1024
 
@@ -178,6 +178,7 @@ def _are_good(columns: Mapping[str, list[Any]], count: int) -> bool:
         {int}.issuperset(map(type, whole_ones))
         and {int, float}.issuperset(map(type, numbers))
         and min(whole_ones + others, default=0) >= 0
+        and min(losses, default=0) > -_MOST_NUMBER
         and max(numbers, default=0) < _MOST_NUMBER
         and abs(sum(numbers)) < math.inf
     )

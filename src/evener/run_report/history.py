@@ -165,6 +165,7 @@ class RunHistory:
             ValueError: A field has a value that cannot be. Nothing of the event counts then.
         """
         fields = Fields(event)
+        counts = self._voids.counts(event)  # of every event, also of those that are refused
         t, kind = fields.number("t", least=0.0), event["type"]
         if t > _MOST_T:
             raise ValueError(f"t is {short(t)}, not unix seconds")
@@ -174,7 +175,7 @@ class RunHistory:
         if kind in ("run_started", "run_resumed"):
             self._begin_session(t, facts)
         self.elapsed_s = max(self.elapsed_s, t - self._origin_t)
-        if not self._voids.counts(event):
+        if not counts:
             self.void_windows += 1
             self._has_lost_time = True
         elif kind == "window":
@@ -272,7 +273,7 @@ class RunHistory:
             (self._first_reasons if few else self._last_reasons).append(found)
 
     def _eval(self, event: Event) -> None:
-        loss = math.nan if event["loss"] is None else event["loss"]
+        loss = math.nan if event["loss"] is None else float(event["loss"])
         # It follows the window before it at once; its event may come late.
         begin_s = self._free_s
         self._free_s = min(begin_s + max(0.0, event["elapsed_s"]), max(begin_s, self.elapsed_s))

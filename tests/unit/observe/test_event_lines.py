@@ -76,6 +76,8 @@ def test_numbers_that_are_not_finite_are_null_and_seconds_are_never_negative() -
         ({"data_us": [None, 1]}, "ranks.data_us is"),
         ({"loss": [1e309, 1]}, "ranks.loss is"),
         ({"loss": [math.nan, 1]}, "ranks.loss is"),
+        ({"loss": [-(10**400), 1.0]}, "ranks.loss is"),
+        ({"loss": 10**299, "weight": 10**299}, "ranks.weight is"),
         ({"member": ["a", "a"]}, "are not one member each"),
         ({"member": ["a", 1]}, "not a list of texts"),
         ({"rank": [0, -1]}, "a rank of ranks is -1"),

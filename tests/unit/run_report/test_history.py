@@ -3,6 +3,7 @@ import math
 import pytest
 
 from evener.observe.events import make_event
+from evener.observe.lineage import Voids
 from evener.run_report import history
 from evener.run_report.history import RunHistory
 from helpers.event_cases import committed_window, started
@@ -124,6 +125,16 @@ def test_events_that_cannot_be_are_refused_and_change_nothing(event, said):
     assert (numbers(found), list(found.lanes)) == ([0], ["a", "b"])
     found.add(committed_window(1, t=2.0))
     assert numbers(found, "end_s") == [1, 2]
+
+
+def test_a_refused_event_makes_no_later_window_void():
+    found = RunHistory(Voids([1]))
+    for event in (started(), committed_window(0, t=1.0), committed_window(1, t=2.0)):
+        found.add(event)
+    with pytest.raises(ValueError, match="not unix seconds"):
+        found.add(make_event("reformed", t=1e300, window=1, generation=1, members=["a"]))
+    found.add(committed_window(1, t=3.0))
+    assert numbers(found, "end_s") == [1, 3]
 
 
 def test_unknown_types_pass():
