@@ -290,7 +290,7 @@ def classify(options: ClassifyOptions, arguments: Sequence[str]) -> int:
                 "model.path is empty, for which each machine would train a base model of its own; "
                 "with --nnodes, name the folder of a model that all machines have"
             )
-        parse_emulation(options.emulate_slow, nproc)
+        _check_emulation(options, nproc)
         if find_demo_base(options.out) is None:
             if config.devices not in ("auto", "cpu"):  # else it would be said after that training
                 from evener.team.placement import check_devices
@@ -543,6 +543,7 @@ def _launch_task(
     options: TaskOptions, nproc: int, timeout_s: float, arguments: Sequence[str]
 ) -> int:
     if options.elastic is not None:
+        _check_emulation(options, nproc)
         command = [*_PYTHON, "evener", *arguments]
         libraries = ("torch", "transformers", "evener.tasks.job")
         with _with_dashboard(options.out, options, None):
@@ -550,9 +551,14 @@ def _launch_task(
     _check_fixed(options)
     node = choose_node(options, timeout_s)
     if node is None:
-        parse_emulation(options.emulate_slow, nproc)
+        _check_emulation(options, nproc)
     with _with_dashboard(options.out, options, node):
         return _launch_evener(arguments, nproc, options.port, node)
+
+
+def _check_emulation(options: TaskOptions, nproc: int) -> None:
+    world_size = nproc if options.elastic is None else parse_team_limits(options.elastic)[1]
+    parse_emulation(options.emulate_slow, world_size)
 
 
 def _launch_evener(

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -50,12 +51,17 @@ def workers(sandbox: Sandbox, count: int) -> dict[str, tuple[int, bool]]:
 
 
 def next_line(running: Running, start: str) -> str:
-    """The next line of the launcher that begins so."""
+    """The next line of the launcher that begins so; a launcher that prints none is killed."""
     assert running.process.stderr is not None
-    while line := running.process.stderr.readline().decode():
-        if line.startswith(start):
-            return line
-    raise AssertionError(f"it ended without a line that begins with {start!r}")
+    late = threading.Timer(PATIENCE_S, running.process.kill)
+    late.start()
+    try:
+        while line := running.process.stderr.readline().decode():
+            if line.startswith(start):
+                return line
+    finally:
+        late.cancel()
+    raise AssertionError(f"no line within {PATIENCE_S:g} s begins with {start!r}")
 
 
 def test_workers_die_stop_and_leave_and_the_coordinator_comes_back(sandbox: Sandbox) -> None:

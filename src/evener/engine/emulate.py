@@ -51,7 +51,7 @@ def parse_emulation(specs: Sequence[str], world_size: int | None = None) -> dict
             there = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
             raise ConfigError(
                 f"--emulate-slow {spec}: there is no rank {rank}, this team has {there}; "
-                "name one of these or start more ranks with --nproc"
+                "name one of these, or start more ranks (--nproc, or MAX of --elastic)"
             )
         if rank in factors:
             raise ConfigError(

@@ -152,7 +152,8 @@ def summarise(
     import psutil
 
     ddp.events.flush()  # the tally may read the file
-    assembly, sums, members = ddp.assembly, tally.sums, ddp.members
+    assembly, sums, own = ddp.assembly, tally.sums, ddp.members[ddp.rank]
+    members = [m for m in ddp.members if m.device]  # some numbers of an elastic team are nobody's
     done = [sums.members.get(m.member, Totals()) for m in members]
     return RunSummary(
         tokens_per_s=sums.speed(),
@@ -183,11 +184,11 @@ def summarise(
         parked=ddp.events.parked,
         emulated={m.rank: m.emulated for m in members if m.emulated != 1},
         machine={
-            "host": members[0].host,
+            "host": own.host,
             "cores": psutil.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
-        versions=dict(members[0].versions),
+        versions=dict(own.versions),
         **figures,
     )
 

@@ -1,5 +1,6 @@
 """Jobs of elastic teams, on threads: who joins uses the run's folder; runs outlive all workers."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,6 +145,9 @@ def test_a_team_of_which_nobody_is_left_continues_from_the_newest_checkpoint(
     assert check_exactly_once(run.events, len(DATA), whole_epochs=4) == []
     other = ElasticThreads(1).run(lambda founder: work(founder, tmp_path, lambda *_: None))
     assert value(other[0])[0].run_folder == tmp_path / "line-2"
+    # The summary names nobody for numbers that no worker has had.
+    summary = json.loads((tmp_path / "line-2" / "summary.json").read_text())
+    assert (summary["world_size"], [row["rank"] for row in summary["ranks"]]) == (5, [0])
 
 
 def is_free(folder: Path) -> bool:
