@@ -201,7 +201,7 @@ class Checkpointer:
         self._gives_up_s = math.inf
         if failure:
             raise CheckpointError(failure)
-        return not is_waiting
+        return assembly.engine.is_alone or not is_waiting
 
     def _finish_round(self, round_s: float) -> tuple[bool, str]:
         """Wait up to ``round_s`` seconds for the last write, on the main process.

@@ -290,7 +290,9 @@ class DataSide:
         engine.prepare_save()  # not before: a function of ``on_commit`` may save, too
         engine.verify()
         failure = None
-        while failure is None:  # the rank that wrote was lost, and the next main rank writes
+        # The rank that wrote may be lost: the next main rank writes. If the team goes on without
+        # this rank, it saves nothing.
+        while failure is None and not engine.is_alone:
             failure = engine.hear_main(self._write(Path(path)) if engine.is_main else None)
         if failure:
             raise CheckpointError(failure)

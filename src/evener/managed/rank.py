@@ -209,13 +209,15 @@ class ManagedRank(EpochLoop):
         if eval_fn is None or self.ddp.stopping:
             return {}
         agreed: Mapping[str, float] | None = None
-        while agreed is None:  # the main rank was lost meanwhile, and the next one evaluates
+        # The main rank may be lost: the next one evaluates. If the team goes on without this rank,
+        # it has no figures.
+        while agreed is None and not self._engine.is_alone:
             values = None
             if self.ddp.is_main_process:
                 with self.ddp.evaluating():
                     values = _numbers(eval_fn(self.model))
             agreed = self._engine.hear_main(values, timeout_s=EVAL_TIMEOUT_S)
-        return agreed
+        return agreed or {}
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

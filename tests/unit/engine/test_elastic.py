@@ -156,6 +156,28 @@ def test_a_rank_that_was_left_out_joins_again_in_its_loop(member: str, window: i
     assert team.formations[2].receivers == (member,)
 
 
+def test_a_rank_that_was_left_out_of_a_save_ends_it_and_joins_again(tmp_path: Path) -> None:
+    team = ElasticThreads(2)
+
+    def body(membership: ThreadMembership) -> int:
+        with begin(membership, seed=1) as ddp:
+            small = Small(ddp, tmp_path)
+            assert small.checkpointer is not None
+            with closing(small.checkpointer):
+                for epoch in small.epochs():
+                    if epoch == 0:
+                        if membership.member == "w1":
+                            team.leave_out("w1")
+                        small.finish()
+                        ddp.save(tmp_path / "own")
+                        while membership.member == "w0" and not team.joiners:
+                            time.sleep(0.001)  # or it would do the run to its end
+                return ddp.window
+
+    assert [fate.value or fate.error for fate in team.run(body)] == [8, 8]
+    assert [len(formation.members) for formation in team.formations] == [2, 1, 2]
+
+
 def test_ranks_that_are_all_told_to_leave_stop_together() -> None:
     def tell(membership: ThreadMembership, result: WindowResult) -> None:
         membership.is_told_to_leave |= result.window == 1
