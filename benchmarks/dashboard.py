@@ -24,7 +24,7 @@ from options import make_parser, numbers
 from report_page import write_events
 from runs import command_line
 
-from evener.observe.event_lines import to_line
+from evener.observe.event_lines import LineWriter
 from evener.observe.following import each_event
 
 WINDOWS_PER_S = 5
@@ -130,11 +130,12 @@ def wait_for(looking: list[Reader]) -> None:
 
 def go_on(path: Path, window: dict[str, Any], seconds: float) -> None:
     """Appends further windows."""
+    lines = LineWriter()
     for _ in range(max(1, round(seconds * WINDOWS_PER_S))):
         window["window"] += 1
         window["t"] += 1 / WINDOWS_PER_S
         with path.open("ab") as stream:
-            stream.write(to_line(window))
+            stream.write(lines.line(window))
         time.sleep(1 / WINDOWS_PER_S)
 
 

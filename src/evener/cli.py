@@ -140,7 +140,7 @@ _TAKEN: Final = {
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
     "host": typer.Option(metavar="HOST", help="Where it listens; elsewhere needs a token."),
     "timeout_s": typer.Option("--timeout-s", metavar="S", help="Longest wait for workers."),
-    "dashboard": typer.Option("--dashboard", help="Serve a dashboard while the run goes on."),
+    "dashboard": typer.Option("--dashboard", help="Serve a dashboard during the run."),
     "demo": typer.Option("--demo", help="Train a small model on Python's own sources."),
     "quiet": typer.Option("--quiet", help="Print neither the team nor progress."),
 }
@@ -420,7 +420,7 @@ def doctor(options: DoctorOptions, _arguments: Sequence[str]) -> int:
 
 @_command(DashboardOptions)
 def dashboard(options: DashboardOptions, _arguments: Sequence[str]) -> int:
-    """Show runs in the browser, while they go on and after."""
+    """Show runs in the browser, during and after training."""
     from evener.dashboard.shelf import Shelf
     from evener.team.token_files import read_token
 

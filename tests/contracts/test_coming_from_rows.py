@@ -54,9 +54,8 @@ from evener import (
 )
 from evener.cli import app
 from evener.comm.base import Communicator
-from evener.observe.event_lines import to_line
 from helpers.classification import TINY_LLAMA, config, samples
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 from helpers.language import llama, lm_batch
 from helpers.limits import PATIENCE_S
 from helpers.source import ROOT

@@ -17,7 +17,6 @@ from evener.config.runs import ModelConfig
 from evener.data.corpus import prepare_corpus
 from evener.data.file_source import FileSource
 from evener.errors import ConfigError, EvenerError
-from evener.observe.event_lines import to_line
 from evener.observe.following import read_events
 from evener.observe.jsonl import JsonlSink
 from evener.observe.tally import EventTally
@@ -27,7 +26,7 @@ from evener.tasks.language_model import build_model
 from evener.tasks.tokenizer import ByteTokenizer, load_tokenizer
 from evener.team.environment import read_place
 from helpers.configurations import load_run_config
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 from helpers.lineage import check_exactly_once, effective_events, lineage
 from helpers.tampering import NESTED, changed, damaged, read_or_refuse
 

@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from evener.cli import main
-from evener.observe.event_lines import to_line
 from helpers.dashboards import Served, serve
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 from helpers.launched import Sandbox
 from helpers.limits import PATIENCE_S
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from evener.observe.following import read_events
 from helpers.browsers import browsing
 from helpers.dashboards import serve
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 from helpers.launched import Sandbox
 from helpers.pretraining import RUN_TIMEOUT_S, Lab
 
@@ -89,7 +88,7 @@ def test_it_connects_again_to_a_server_that_was_started_again(sandbox: Sandbox) 
         again = serve(sandbox, root, "--bind", address)
         has(tab, "step 2")
         has(tab, "connected", "header")
-        # The new server has another token: the page asks for it.
+        # The new server has another token, which only a stop needs: the page does not ask for it.
         assert not tab.locator("#ask").is_visible()
     again.end()
 

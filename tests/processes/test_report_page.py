@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from evener import cli
-from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from helpers.browsers import browsing
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 
 pytestmark = pytest.mark.browser
 

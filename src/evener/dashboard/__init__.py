@@ -1,1 +1,1 @@
-"""``evener dashboard``: runs in the browser, while they go on and after."""
+"""``evener dashboard``: runs in the browser, during and after training."""

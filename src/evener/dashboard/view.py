@@ -124,7 +124,7 @@ class RunView:
 def _state(recorded: str, *, ended: bool, is_running: bool | None) -> str:
     if ended:
         return recorded
-    return {True: "running", False: "ended without a word", None: "no end recorded"}[is_running]
+    return {True: "running", False: "ended unexpectedly", None: "no end recorded"}[is_running]
 
 
 def _log(

@@ -138,11 +138,6 @@ class LineReader:
         return self._teams[team]
 
 
-def to_line(event: Event) -> bytes:
-    """Return an event as a line that needs no earlier one."""
-    return LineWriter().line(event)
-
-
 def strict_json(value: Any) -> Any:
     """Turn dataclasses, mappings and tuples into JSON; numbers that are not finite become null."""
     if isinstance(value, float):

@@ -189,7 +189,7 @@ def each_event(
     Args:
         path: The first file; the parts that follow it are read, too.
         on_skip: As for ``EventFollower``. A last line that is just being written is left out
-            without a word.
+            silently.
         follow: As for ``EventFollower``.
         words: As for ``EventFollower``.
         columns: As for ``LineReader``.
@@ -245,8 +245,8 @@ def find_voids(path: Path, *, follow: bool = True) -> Voids:
 
 def newest_event(path: Path) -> dict[str, Any] | None:
     """Return the last event of a run; ``None`` for a window, or where there is none."""
-    *_, part = parts_of(path)
     try:
+        *_, part = parts_of(path)
         with open_for_reading(part) as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - _END_BYTES))
             return LineReader().event(stream.read().rstrip().rpartition(b"\n")[2])

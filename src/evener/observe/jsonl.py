@@ -1,7 +1,7 @@
 """Events in files, one JSON object a line, appended over all sessions of a run.
 
 The first file is ``events.jsonl``. When it is full the next events go to ``events.1.jsonl``, then
-to ``events.2.jsonl`` and so on; no file is ever renamed, so readers simply go on with the next one.
+to ``events.2.jsonl`` and so on; no file is ever renamed, so readers continue with the next one.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from evener.observe.event_lines import LineWriter
 from evener.observe.events import Event, Sink, make_event
 
 MOST_BYTES: Final = 2**30
-"""The files of a run together, unless told otherwise: 1.7 million windows of four ranks."""
+"""The files of a run together, unless told otherwise: 1.5 million windows of four ranks."""
 
 NUM_PARTS: Final = 8
 """Into so many files that space is divided. The first one is kept, as it tells how the run began;
@@ -158,12 +158,12 @@ class JsonlSink(Sink):
             self._warn("the disk is full")
 
     def _begin_anew(self) -> None:
-        """Go on in a new file: the old one was removed, and with it what was in it."""
+        """Continue in a new file: the old one was removed, and with it what was in it."""
         self._open_part(self._path)
         self._warn("the file was removed, and is begun anew")
 
     def _begin_part(self) -> None:
-        """Go on in the next file, as this one is full; remove what is too old."""
+        """Continue in the next file, as this one is full; remove what is too old."""
         *_, newest = parts_of(self._first)
         self._open_part(_part(self._first, _number(self._first, newest) + 1))
         for old in parts_of(self._first)[1 : -NUM_PARTS + 1]:
@@ -180,11 +180,9 @@ class JsonlSink(Sink):
         on_warning, self._on_warning = self._on_warning, None
         if on_warning is None:
             return
-        with suppress(
-            Exception
-        ):  # where nobody can be warned, later events are written all the same
+        with suppress(Exception):  # a warning that fails must not end the thread that writes
             on_warning(
-                f"events are missing from {self._path}: {cause}; training goes on, "
+                f"events are missing from {self._path}: {cause}; training continues, "
                 "but reports will have gaps: free disk space there"
             )
 

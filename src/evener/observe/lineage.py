@@ -7,7 +7,7 @@ from typing import Final
 from evener.observe.events import Event
 
 VOIDING: Final = ("run_resumed", "reformed")
-"""Types of events from whose ``window`` on earlier events of windows are void."""
+"""Types of events that make earlier ``window`` events void, from their own ``window`` on."""
 
 
 class Voids:

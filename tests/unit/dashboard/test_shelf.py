@@ -16,8 +16,7 @@ from evener.dashboard.shelf import Shelf
 from evener.dashboard.watching import RunWatch
 from evener.errors import ConfigError, UsageError
 from evener.observe import following
-from evener.observe.event_lines import to_line
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_parked_and_ended() -> None:
     made = view(started(), {**committed_window(0), "parked": [1]})
     assert presences(made) == ["here", "parked"]
     assert presences(made, is_running=False) == ["ended", "ended"]
-    assert document(made, is_running=False)["run"]["state"] == "ended without a word"
+    assert document(made, is_running=False)["run"]["state"] == "ended unexpectedly"
     made.add(make_event("run_finished", t=5.0, window=1, reason="stopped", message=None))
     found = document(made, is_running=True)  # the process has not gone yet
     assert (found["run"]["state"], found["is_running"]) == ("stopped", False)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evener.observe.event_lines import SUMMED, LineReader, LineWriter, to_line
-from helpers.event_cases import committed_window, started
+from evener.observe.event_lines import SUMMED, LineReader, LineWriter
+from helpers.event_cases import committed_window, started, to_line
 
 #: What a line leaves out.
 USUAL = {"skipped": False, "update_parts": 1, "parked": []}

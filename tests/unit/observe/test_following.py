@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from evener.observe import following
-from evener.observe.event_lines import to_line
 from evener.observe.following import MOST_LINE_BYTES, EventFollower
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 
 
 class Reader:

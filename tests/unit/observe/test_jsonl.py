@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from evener.errors import EvenerError
-from evener.observe.event_lines import to_line
 from evener.observe.following import each_event, read_events
 from evener.observe.jsonl import MOST_WAITING, NUM_PARTS, JsonlSink, parts_of
+from helpers.event_cases import to_line
 
 
 def event(number: int, **fields: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_full_disk_warns_once_never_raises_and_recovers(
     assert numbers(path) == [0, 4]
     assert len(warnings) == 1
     assert str(path) in warnings[0]
-    assert "training goes on" in warnings[0]
+    assert "training continues" in warnings[0]
 
 
 def test_emit_after_close_warns_and_close_may_be_repeated(tmp_path: Path) -> None:

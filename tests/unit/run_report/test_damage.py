@@ -6,7 +6,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from evener.observe.following import each_event
 from evener.run_report.chrome_trace import trace_events, trace_text
@@ -14,7 +13,7 @@ from evener.run_report.figures import figures
 from evener.run_report.history import RunHistory
 from evener.run_report.page import page
 from evener.run_report.summary_facts import SummaryFacts, read_facts
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 
 SUMMARY: dict[str, Any] = {
     "tokens_per_s": 5.0,

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from evener import cli
-from evener.observe.event_lines import to_line
 from evener.observe.events import make_event
 from evener.run_report.history import RunHistory
 from evener.run_report.page import page
 from evener.run_report.writing import report
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\0\ud800"
 

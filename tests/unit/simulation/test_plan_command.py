@@ -10,9 +10,8 @@ import pytest
 
 from evener import cli
 from evener.errors import ConfigError
-from evener.observe.event_lines import to_line
 from evener.simulation.quantities import read_bandwidth, read_count, read_duration, read_speeds
-from helpers.event_cases import committed_window, started
+from helpers.event_cases import committed_window, started, to_line
 from helpers.limits import PATIENCE_S
 
 BY_HAND = ("--speeds", "10,8", "--params", "35M", "--bandwidth", "1Gbit")

@@ -1,5 +1,5 @@
 "use strict";
-// Shows a run while it goes on. Names, messages and numbers are set as text only, never as markup.
+// Shows a run during and after training. Names, messages and numbers are set as text only, never as markup.
 (() => {
   const { CHART_HEIGHT, duration, count, percent, joined, shown, drawChart, obeyKeys } = charts;
   const SILENCE_MS = 40000; // the server says something every 15 s
