@@ -131,6 +131,8 @@ class ElasticTeam:
 
 def send(pid: int, number: signal.Signals) -> float:
     """Send a signal; return when that was."""
+    if pid <= 0:  # to the whole process group of this program
+        raise RuntimeError(f"there is no process {pid} to send {number.name} to")
     sent_t = time.time()
     os.kill(pid, number)
     return sent_t

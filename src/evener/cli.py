@@ -134,7 +134,7 @@ _TAKEN: Final = {
         metavar="P", help=f"Port to meet on; a free one, or {DEFAULT_PORT} with --nnodes."
     ),
     "elastic": typer.Option(
-        metavar="MIN:MAX", help="Workers may die, leave and join; the team goes on with MIN."
+        metavar="MIN:MAX", help="Workers may die, leave and join; the team continues with MIN."
     ),
     "max_failures": typer.Option(metavar="N", help="Stop when more workers have failed; 10."),
     "team": typer.Argument(metavar="MIN:MAX", help="Fewest and most workers."),
@@ -523,8 +523,8 @@ def _launch_elastic(
 
     for option, value in options.given.items():
         raise ConfigError(
-            f"{option} is {value}, and --elastic is given; workers on other machines come by "
-            "`evener join`"
+            f"{option} is {value}, and --elastic is given; for workers of several machines, run "
+            "`evener coordinator --host`, and `evener join` on each"
         )
     assert options.elastic is not None
     run = ElasticRun(
